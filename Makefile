@@ -1,0 +1,41 @@
+# Each target creates the environment .venv when it is missing or out of date; nothing has to be set up before.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+# Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+
+demo: $(STAMP)  ## Train four optimizers on the digits, print a table, write a figure
+	$(BIN)/woodbury compare digits --optimizers smw-gn,smw-ng,smw-ng-bd,sgd
+
+test: lint  ## Check format, lint and types, then run the tests
+	$(BIN)/pytest
+
+lint: $(STAMP)  ## Check format, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite the source in the project's format and fix what lint can fix
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:  ## Delete the environment, the caches and the build outputs (runs/ is kept)
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt requirements-peers.txt
+	@echo "Installing into .venv (once; a few minutes) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --editable ".[dev]"
+	$(INSTALL) --no-deps --requirement requirements-peers.txt
+	@touch $@
