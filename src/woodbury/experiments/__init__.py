@@ -1,0 +1,1 @@
+"""Experiments around the optimizers: data, models, a training loop and figures from its records."""
