@@ -1,0 +1,20 @@
+"""woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
+
+from woodbury.damping import Constant, LevenbergMarquardt
+from woodbury.layers import register_layer
+from woodbury.losses import LossRule, register_loss
+from woodbury.optim import GaussNewton, NaturalGradient, StepInfo
+from woodbury.rows import Rows, rows
+
+__all__ = [
+    "Constant",
+    "GaussNewton",
+    "LevenbergMarquardt",
+    "LossRule",
+    "NaturalGradient",
+    "Rows",
+    "StepInfo",
+    "register_layer",
+    "register_loss",
+    "rows",
+]

@@ -1,0 +1,37 @@
+"""Arithmetic on vectors in parameter space, kept as dictionaries from parameter name to tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+Vector = dict[str, Tensor]
+
+
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Inner product <a, b> over the names of a, accumulated over tensors in float64."""
+    parts = [torch.sum(value * b[name]).double() for name, value in a.items()]
+    return torch.stack(parts).sum()
+
+
+def norm(a: Mapping[str, Tensor]) -> Tensor:
+    """Euclidean norm |a|."""
+    return dot(a, a).sqrt()
+
+
+def combine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> Vector:
+    """a + scale b, name by name."""
+    return {name: value + scale * b[name] for name, value in a.items()}
+
+
+def restrict(a: Mapping[str, Tensor], names: Iterable[str]) -> Vector:
+    """a with every entry outside `names` replaced by zero."""
+    kept = set(names)
+    return {name: value if name in kept else torch.zeros_like(value) for name, value in a.items()}
+
+
+def flatten(a: Mapping[str, Tensor]) -> Tensor:
+    """The entries of a, one after the other, as one long tensor."""
+    return torch.cat([value.reshape(-1) for value in a.values()])

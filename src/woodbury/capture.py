@@ -1,0 +1,248 @@
+"""Running a model once and keeping what the rows need: layer inputs, and where to send columns back.
+
+Nothing is hung on tensors or modules: `capture` returns a value, and its keys are names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.registry import Rule, as_form, layer_rule
+
+Forward = Callable[[nn.Module, Any], Tensor]
+
+
+def call_model(model: nn.Module, inputs: Any) -> Tensor:
+    """The default forward: model(inputs)."""
+    outputs: Tensor = model(inputs)
+    return outputs
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module with trainable parameters of its own and the rule that covers them."""
+
+    name: str
+    module: nn.Module
+    rule: Rule
+    parameters: dict[str, str]  # the module's own name -> name in the model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The trainable part of a model, split into layers; `rest` is what no rule covers."""
+
+    layers: tuple[Layer, ...]
+    rest: tuple[str, ...]
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def blocks(self) -> list[tuple[str, ...]]:
+        """Parameter names block by block, as the block-diagonal methods take them."""
+        blocks = [tuple(layer.parameters.values()) for layer in self.layers]
+        return [*blocks, *((name,) for name in self.rest)]
+
+
+def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallback: str | None) -> Plan:
+    """Assign every trainable parameter to a layer rule, or refuse by name what none covers."""
+    parameters = {name: parameter for name, parameter in trainable.items() if parameter.requires_grad}
+    if not parameters:
+        raise ValueError("the model has no trainable parameter: every requires_grad is False")
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    layers, rest = [], []
+    seen: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                f"{type(module).__name__} {path!r} is in training mode: its outputs mix the samples of a batch, so "
+                "rows per sample do not exist. Call .eval() on it, or use GroupNorm or LayerNorm instead"
+            )
+        own = {}
+        for local, parameter in module._parameters.items():
+            if parameter is None or id(parameter) not in names:
+                continue
+            full = f"{path}.{local}" if path else local
+            if id(parameter) in seen:
+                raise ValueError(
+                    f"parameter {seen[id(parameter)]!r} is shared with {full!r}: tied parameters are not supported"
+                )
+            seen[id(parameter)] = full
+            own[local] = names[id(parameter)]
+        if not own:
+            continue
+        rule = layer_rule(module)
+        if rule is not None:
+            layers.append(Layer(path, module, rule, own))
+        elif fallback == "autograd":
+            rest.extend(own.values())
+        else:
+            raise ValueError(
+                f"no layer rule covers parameter {next(iter(own.values()))!r} of {type(module).__name__} "
+                f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
+                "fallback='autograd'. (Or leave it alone with requires_grad_(False).)"
+            )
+    return Plan(tuple(layers), tuple(rest), parameters)
+
+
+@dataclass
+class Call:
+    """One call of a layer during a captured forward pass."""
+
+    inputs: Tensor
+    outputs: Tensor
+    edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
+    version: int  # of the outputs when they were made
+
+    @property
+    def outputs_intact(self) -> bool:
+        return self.outputs._version == self.version
+
+
+@dataclass
+class Capture:
+    """A forward pass with what it left behind at each layer."""
+
+    plan: Plan
+    inputs: Any
+    outputs: Tensor  # (n, C), attached to the graph
+    calls: dict[str, Call]  # by layer name
+
+    def rows(self, columns: Tensor) -> dict[str, RowForm]:
+        """Back-propagate columns (n, k, C) and return the rows of every layer that was called.
+
+        Row (i, a) is the derivative of columns[i, a] . outputs[i] in the layer's parameters.
+        """
+        called = [layer for layer in self.plan.layers if layer.name in self.calls]
+        grads = self._grads([self.calls[layer.name].edge for layer in called], columns, bool(self.plan.rest))
+        forms: dict[str, RowForm] = {}
+        for layer, grad in zip(called, grads, strict=True):
+            if grad is None:
+                continue
+            try:
+                form = as_form(layer.rule(layer.module, self.calls[layer.name].inputs, grad))
+            except ValueError as error:
+                raise ValueError(f"layer {layer.name!r}: {error}") from None
+            forms[layer.name] = form if set(form.parameters) == set(layer.parameters) else form.restrict(layer.parameters)
+        for name in self.plan.rest:
+            rows = self._explicit_rows(self.plan.parameters[name], columns)
+            if rows is not None:
+                forms[name] = ExplicitRows({name: rows})
+        return forms
+
+    def gradient(self, weights: Tensor) -> dict[str, Tensor]:
+        """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
+        parameters = self.plan.parameters
+        grads = torch.autograd.grad(
+            self.outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
+        )
+        return dict(zip(parameters, grads, strict=True))
+
+    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
+        """Gradients in the layer outputs, (n, k, *output shape) each; None where nothing depends on a layer."""
+        if not edges:
+            return []
+        if columns.shape[1] == 1:
+            grads = torch.autograd.grad(
+                self.outputs, edges, columns.squeeze(1), retain_graph=keep_graph, allow_unused=True
+            )
+            return [None if grad is None else grad.unsqueeze(1) for grad in grads]
+        grads = torch.autograd.grad(
+            self.outputs,
+            edges,
+            columns.transpose(0, 1),
+            retain_graph=keep_graph,
+            allow_unused=True,
+            is_grads_batched=True,
+        )
+        return [None if grad is None else grad.transpose(0, 1) for grad in grads]
+
+    def _explicit_rows(self, parameter: nn.Parameter, columns: Tensor) -> Tensor | None:
+        """Rows of one parameter by a backward pass per row (n k, *shape): exact for any model."""
+        n, k, width = columns.shape
+        rows = []
+        for i in range(n):
+            seeds = torch.zeros(k, n, width, dtype=columns.dtype, device=columns.device)
+            seeds[:, i] = columns[i]
+            (grad,) = torch.autograd.grad(
+                self.outputs, parameter, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+            )
+            if grad is None:
+                return None
+            rows.append(grad)
+        return torch.cat(rows)
+
+
+def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
+    """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
+    calls: dict[str, Call] = {}
+    handles = []
+
+    def keep(layer: Layer) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
+            if layer.name in calls:
+                raise ValueError(
+                    f"layer {layer.name!r} is called more than once in a forward pass: its rows would be wrong"
+                )
+            given = args[0] if args else next(iter(kwargs.values()))
+            calls[layer.name] = Call(given.detach(), outputs, get_gradient_edge(outputs), outputs._version)
+
+        return hook
+
+    try:
+        for layer in plan.layers:
+            handles.append(layer.module.register_forward_hook(keep(layer), with_kwargs=True))
+        with torch.enable_grad():
+            outputs = forward(model, inputs)
+            if not isinstance(outputs, Tensor):
+                raise TypeError(f"the model must return a tensor, got {type(outputs).__name__}; use forward=")
+            if outputs.dim() == 0 or outputs.shape[0] != samples:
+                raise ValueError(
+                    f"the model returned outputs of shape {tuple(outputs.shape)} for {samples} samples: "
+                    "the first axis must be the sample axis"
+                )
+            flat = outputs if outputs.dim() == 2 else outputs.reshape(samples, -1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not flat.requires_grad:
+        raise ValueError("the outputs do not depend on any trainable parameter")
+    return Capture(plan, inputs, flat, calls)
+
+
+def check_parameter_use(capture: Capture) -> None:
+    """Raise if a parameter reaches the outputs by a way its layer's rows do not see.
+
+    Walks the autograd graph once: a parameter covered by a rule must be used by exactly one node, and
+    only if its module was called (`F.linear(x, layer.weight)` calls no module).
+    """
+    uses: dict[int, int] = {}
+    pending = [capture.outputs.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        assert node is not None
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            variable = getattr(following, "variable", None)
+            if variable is not None:
+                uses[id(variable)] = uses.get(id(variable), 0) + 1
+            if following not in seen:
+                seen.add(following)
+                pending.append(following)
+    for layer in capture.plan.layers:
+        allowed = int(layer.name in capture.calls)
+        for name in layer.parameters.values():
+            if uses.get(id(capture.plan.parameters[name]), 0) > allowed:
+                raise ValueError(
+                    f"parameter {name!r} is used outside the forward call of its module {layer.name!r}, where no "
+                    "rule sees it: call the module itself, and once"
+                )

@@ -1,0 +1,84 @@
+"""Damping policies: how lambda starts and how it answers to the reduction ratio rho.
+
+A policy is a frozen dataclass with `initial`, `floor` and `next(value, ratio)`. The damping of a step
+is value + floor; the value is state of the optimizer, the policy is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Damping(Protocol):
+    """A rule for lambda. `next` must not wait for the device: it maps 0-dim tensors to a 0-dim tensor."""
+
+    @property
+    def initial(self) -> float: ...
+
+    @property
+    def floor(self) -> float: ...
+
+    def next(self, value: Tensor, ratio: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt:
+    """The paper's rule: lambda = value + floor, value raised where the model failed, lowered where it held.
+
+    ratio < threshold:      value <- boost value
+    ratio > 1 - threshold:  value <- drop value
+    otherwise:              value unchanged
+
+    (Ren & Goldfarb, section 2.3; a ratio that is not a number counts as a failure.)
+    """
+
+    initial: float = 1.0  # lambda_LM at the start
+    boost: float = 1.01
+    drop: float = 0.99
+    threshold: float = 0.25  # epsilon
+    floor: float = 1e-3  # tau
+
+    def __post_init__(self) -> None:
+        if not self.initial > 0:
+            raise ValueError(f"LevenbergMarquardt: initial must be positive, got {self.initial}")
+        if not 0 < self.drop <= 1 <= self.boost:
+            raise ValueError(
+                f"LevenbergMarquardt: needs 0 < drop <= 1 <= boost, got drop={self.drop}, boost={self.boost}"
+            )
+        if not 0 < self.threshold < 0.5:
+            raise ValueError(f"LevenbergMarquardt: threshold must lie in (0, 1/2), got {self.threshold}")
+        if self.floor < 0:
+            raise ValueError(f"LevenbergMarquardt: floor must not be negative, got {self.floor}")
+
+    def next(self, value: Tensor, ratio: Tensor) -> Tensor:
+        good = ratio > 1 - self.threshold
+        bad = ~(ratio >= self.threshold)  # also true where the ratio is nan
+        return value * torch.where(bad, self.boost, torch.where(good, self.drop, 1.0))
+
+
+@dataclass(frozen=True)
+class Constant:
+    """lambda stays where it is put."""
+
+    initial: float
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.initial > 0:
+            raise ValueError(f"damping must be positive, got {self.initial}")
+
+    def next(self, value: Tensor, ratio: Tensor) -> Tensor:
+        return torch.full_like(value, self.initial)
+
+
+def as_damping(damping: Damping | float) -> Damping:
+    """The policy itself, or a constant policy for a plain number."""
+    if isinstance(damping, int | float):
+        return Constant(float(damping))
+    if not all(hasattr(damping, name) for name in ("initial", "floor", "next")):
+        raise TypeError(f"damping must be a number or a policy with initial, floor and next, got {damping!r}")
+    return damping

@@ -1,0 +1,150 @@
+"""The step p as a point to evaluate and to move to, formed only where it must be.
+
+    p = base - Z^T c
+
+For a layer whose rows are outer products, (Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
+pass at theta + p is z(v) - (v V^T + 1) Hbar, and the update is one in-place product. Where the layer sees
+the very input it saw before (the first layer) z is known and v V^T is the Gram matrix already at hand, so
+its weights are not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from woodbury._vector import Vector
+from woodbury.capture import Call, Capture, Layer
+from woodbury.layers.forms import OuterRows
+from woodbury.rows import Rows
+
+
+class Displacement:
+    """p = base - scales * Z^T c for rows Z and coefficients c (blocks, r): one row of c, or one per layer.
+
+    Either part may be absent. With a base or scales p is formed; otherwise it stays in factors.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rows: Rows | None = None,
+        coefficients: Tensor | None = None,
+        base: Vector | None = None,
+        scales: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.parameters = parameters
+        self._rows = rows
+        self._coefficients = coefficients
+        self._factors: list[tuple[Layer, OuterRows, Tensor]] = []  # layers kept as Hbar^T V
+        self._vector: Vector = {}  # parameters whose p is formed
+        if rows is None or coefficients is None or base is not None or scales is not None:
+            self._vector = self._form(base, scales)
+        else:
+            layers = {layer.name: layer for layer in rows.plan.layers}
+            for index, (name, form) in enumerate(rows.forms.items()):
+                own = coefficients[index if len(coefficients) > 1 else 0]
+                if isinstance(form, OuterRows) and form.affine:
+                    self._factors.append((layers[name], form, form.contract(own)))
+                else:
+                    names = layers[name].parameters if name in layers else {name: name}
+                    self._vector |= {names[local]: -value for local, value in form.rmatvec(own).items()}
+
+    def _form(self, base: Vector | None, scales: Mapping[str, Tensor] | None) -> Vector:
+        if self._rows is None or self._coefficients is None:
+            assert base is not None
+            return base
+        coefficients = self._coefficients if len(self._coefficients) > 1 else self._coefficients[0]
+        product = self._rows.rmatvec(coefficients)
+        if scales is not None:
+            product = {name: value * scales[name] for name, value in product.items()}
+        return {name: -value if base is None else base[name] - value for name, value in product.items()}
+
+    def dense(self) -> Vector:
+        """p as a dictionary over all trainable parameters."""
+        vector = dict(self._vector)
+        for layer, form, contracted in self._factors:
+            if form.weight is not None:
+                vector[layer.parameters[form.weight]] = -(contracted.T @ form.inputs)
+            if form.bias is not None:
+                vector[layer.parameters[form.bias]] = -contracted.sum(0)
+        return {
+            name: vector[name] if name in vector else torch.zeros_like(parameter)
+            for name, parameter in self.parameters.items()
+        }
+
+    @contextmanager
+    def applied(self, capture: Capture | None = None, piece: int = 0) -> Iterator[None]:
+        """Inside, the model computes at theta + p; the parameters are bit-identical afterwards.
+
+        capture is the pass over this piece of the batch at theta, if there was one.
+        """
+        before: list[tuple[nn.Parameter, Tensor]] = []
+        patched: list[nn.Module] = []
+        try:
+            for name, change in self._vector.items():
+                parameter = self.parameters[name]
+                before.append((parameter, parameter.data))
+                parameter.data = parameter.data + change
+            for layer, form, contracted in self._factors:
+                call = None if capture is None else capture.calls.get(layer.name)
+                layer.module.forward = _displaced_linear(layer.module, form, contracted, call, piece)
+                patched.append(layer.module)
+            yield
+        finally:
+            for module in patched:
+                del module.forward
+            for parameter, data in before:
+                parameter.data = data
+
+    @torch.no_grad()
+    def add_(self, rates: Mapping[str, float | Tensor], accepted: Tensor) -> None:
+        """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device."""
+        masked = accepted.device.type != "cpu"
+        if not masked and not accepted:
+            return
+        for name, change in self._vector.items():
+            rate = rates[name]
+            if masked:
+                change = torch.where(accepted, change, 0.0)
+            if isinstance(rate, Tensor):
+                self.parameters[name].add_(rate * change)
+            else:
+                self.parameters[name].add_(change, alpha=rate)
+        for layer, form, contracted in self._factors:
+            inputs = form.inputs
+            if masked:
+                contracted, inputs = torch.where(accepted, contracted, 0.0), torch.where(accepted, inputs, 0.0)
+            if form.weight is not None:
+                name = layer.parameters[form.weight]
+                self.parameters[name].addmm_((-rates[name] * contracted).T, inputs)
+            if form.bias is not None:
+                name = layer.parameters[form.bias]
+                self.parameters[name].sub_(rates[name] * contracted.sum(0))
+
+
+def _displaced_linear(
+    module: nn.Module, form: OuterRows, contracted: Tensor, call: Call | None, piece: int
+) -> Callable[[Tensor], Tensor]:
+    """forward of a Linear layer at theta + p: z(v) - (v V^T + 1) Hbar."""
+    plain = type(module).forward
+
+    def forward(input: Tensor) -> Tensor:
+        if call is not None and form.inner is not None and call.outputs_intact and _same_memory(input, call.inputs):
+            start = form.layout.offset(piece)
+            inner = form.inner[start : start + len(input)].to(contracted.dtype)
+            return torch.addmm(call.outputs.detach(), inner, contracted, alpha=-1)
+        outputs: Tensor = plain(module, input)
+        if form.weight is None:
+            return outputs - contracted.sum(0)
+        inner = input @ form.inputs.T
+        return torch.addmm(outputs, inner.add_(1.0) if form.bias is not None else inner, contracted, alpha=-1)
+
+    return forward
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

@@ -1,0 +1,223 @@
+"""Forms: the rows of one layer, stored as cheaply as their structure allows.
+
+A row is the derivative of one scalar (a factor column at one sample) in the layer's parameters. Rows are
+sample-major: row = i k + a for column a of sample i. The letters: n sample, k column, r = n k row,
+i input feature, o output feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which sample a row belongs to: consecutive pieces of n samples with k rows each."""
+
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(n for n, _ in self.pieces)
+
+    @property
+    def rows(self) -> int:
+        return sum(n * k for n, k in self.pieces)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every sample has exactly one row."""
+        return all(k == 1 for _, k in self.pieces)
+
+    def offset(self, piece: int) -> int:
+        """Index of the first sample of a piece."""
+        return sum(n for n, _ in self.pieces[:piece])
+
+    def sample_of_row(self, device: torch.device) -> Tensor:
+        """(r,) index of the sample each row belongs to."""
+        columns = torch.tensor([k for n, k in self.pieces for _ in range(n)])
+        return torch.repeat_interleave(columns).to(device)
+
+    def multiply_by_samples_(self, matrix: Tensor, samples: Tensor, other: Layout) -> Tensor:
+        """matrix[r, r'] *= samples[n(r), n(r')] in place, for matrix (r, r') and samples (n, n')."""
+        if self.is_plain and other.is_plain:
+            return matrix.mul_(samples)
+        row = sample = 0
+        for n, k in self.pieces:
+            column = other_sample = 0
+            for m, j in other.pieces:
+                block = matrix[row : row + n * k, column : column + m * j].unflatten(0, (n, k)).unflatten(2, (m, j))
+                block.mul_(samples[sample : sample + n, None, other_sample : other_sample + m, None])
+                column, other_sample = column + m * j, other_sample + m
+            row, sample = row + n * k, sample + n
+        return matrix
+
+    def sum_over_columns(self, rows: Tensor) -> Tensor:
+        """Sum the rows (r, ...) of each sample: (n, ...)."""
+        if self.is_plain:
+            return rows
+        parts, row = [], 0
+        for n, k in self.pieces:
+            parts.append(rows[row : row + n * k].unflatten(0, (n, k)).sum(1))
+            row += n * k
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class RowForm(Protocol):
+    """What every form offers. Vectors are dictionaries from the layer's own parameter names to tensors."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]: ...
+
+    def restrict(self, names: Collection[str]) -> RowForm:
+        """The same rows with every parameter outside `names` left out."""
+
+    def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
+        """U diag(scales) U'^T, (r, r'); a scale is one number per parameter."""
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """U v, (r,)."""
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """U^T c for coefficients (r,)."""
+
+    def dense(self) -> dict[str, Tensor]:
+        """The rows themselves: name -> (r, *parameter shape)."""
+
+
+@dataclass
+class OuterRows:
+    """Rows of z = W v + b: row r is the outer product h_r v_n^T for W, and h_r for b.
+
+    Their Gram matrix needs no row:  K[r, r'] = (v_n . v_n' + 1) (h_r . h_r')   (paper, appendix A.6).
+    """
+
+    inputs: Tensor  # v (n, i)
+    grads: Tensor  # h (r, o)
+    layout: Layout
+    weight: str | None = "weight"
+    bias: str | None = "bias"
+    affine: bool = False  # whether the module's output is W v + b of its own input, nothing before or after
+    inner: Tensor | None = field(default=None, repr=False)  # v . v' + 1 (n, n), kept for the trial pass
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.weight, self.bias) if name is not None)
+
+    def restrict(self, names: Collection[str]) -> OuterRows:
+        weight = self.weight if self.weight in names else None
+        bias = self.bias if self.bias in names else None
+        return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
+
+    def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
+        assert isinstance(other, OuterRows)
+        inner = self.input_gram(other.inputs, scales, dtype)
+        if other is self and scales is None:
+            self.inner = inner
+        outer = _product(self.grads, other.grads, dtype)
+        return self.layout.multiply_by_samples_(outer, inner, other.layout)
+
+    def input_gram(
+        self, inputs: Tensor, scales: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """s_W v . v' + s_b, (n, n'), with the term of an absent or frozen parameter left out."""
+        bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
+        if self.weight is None:
+            shape = (len(self.inputs), len(inputs))
+            return bias * torch.ones(shape, dtype=dtype or inputs.dtype, device=inputs.device)
+        inner = _product(self.inputs, inputs, dtype)
+        if scales is not None:
+            inner = inner.mul_(scales[self.weight])
+        return inner.add_(bias) if self.bias is not None else inner
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        change = torch.zeros(self.layout.samples, self.grads.shape[1]).to(self.grads)  # of z, (n, o)
+        if self.weight is not None:
+            change = self.inputs @ vector[self.weight].T
+        if self.bias is not None:
+            change = change + vector[self.bias]
+        if not self.layout.is_plain:
+            change = change[self.layout.sample_of_row(change.device)]
+        return (self.grads * change).sum(1)
+
+    def contract(self, coefficients: Tensor) -> Tensor:
+        """sum over the columns of each sample of c h, (n, o): all that U^T c needs beside the inputs."""
+        return self.layout.sum_over_columns(coefficients.to(self.grads.dtype).unsqueeze(1) * self.grads)
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        contracted = self.contract(coefficients)
+        vector = {}
+        if self.weight is not None:
+            vector[self.weight] = contracted.T @ self.inputs
+        if self.bias is not None:
+            vector[self.bias] = contracted.sum(0)
+        return vector
+
+    def dense(self) -> dict[str, Tensor]:
+        inputs = self.inputs[self.layout.sample_of_row(self.inputs.device)]
+        rows = {}
+        if self.weight is not None:
+            rows[self.weight] = self.grads.unsqueeze(2) * inputs.unsqueeze(1)
+        if self.bias is not None:
+            rows[self.bias] = self.grads
+        return rows
+
+    @staticmethod
+    def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
+        first = forms[0]
+        if len(forms) == 1:
+            return first
+        layout = Layout(tuple(piece for form in forms for piece in form.layout.pieces))
+        inputs = torch.cat([form.inputs for form in forms])
+        grads = torch.cat([form.grads for form in forms])
+        return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)
+
+
+@dataclass
+class ExplicitRows:
+    """Rows written out, name -> (r, *parameter shape): for small parameters and for layers of one's own."""
+
+    rows: dict[str, Tensor]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.rows)
+
+    def restrict(self, names: Collection[str]) -> ExplicitRows:
+        return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
+
+    def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
+        assert isinstance(other, ExplicitRows)
+        products = [
+            _product(rows.flatten(1), other.rows[name].flatten(1), dtype) * (1.0 if scales is None else scales[name])
+            for name, rows in self.rows.items()
+        ]
+        return torch.stack(products).sum(0)
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        products = [rows.flatten(1) @ vector[name].flatten() for name, rows in self.rows.items()]
+        return torch.stack(products).sum(0)
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        return {
+            name: torch.tensordot(coefficients.to(rows.dtype), rows, dims=1) for name, rows in self.rows.items()
+        }
+
+    def dense(self) -> dict[str, Tensor]:
+        return dict(self.rows)
+
+    @staticmethod
+    def concatenate(forms: Sequence[ExplicitRows]) -> ExplicitRows:
+        return ExplicitRows({name: torch.cat([form.rows[name] for form in forms]) for name in forms[0].rows})
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """a b^T, accumulated in `dtype` if one is given."""
+    if dtype is not None and dtype != a.dtype:
+        a, b = a.to(dtype), b.to(dtype)
+    return a @ b.T

@@ -1,0 +1,20 @@
+"""The optimizers and the table of their command-line names."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from woodbury.optim.base import SecondOrder, StepInfo
+from woodbury.optim.first_order import FirstOrder, adam, sgd
+from woodbury.optim.smw import GaussNewton, NaturalGradient
+
+# name -> (model, loss, **settings) -> optimizer
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "smw-gn": GaussNewton,
+    "smw-ng": NaturalGradient,
+    "smw-ng-bd": partial(NaturalGradient, blocks="layer"),
+    "sgd": sgd,
+    "adam": adam,
+}
+
+__all__ = ["OPTIMIZERS", "FirstOrder", "GaussNewton", "NaturalGradient", "SecondOrder", "StepInfo"]

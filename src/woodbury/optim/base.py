@@ -1,0 +1,475 @@
+"""What every second-order optimizer here shares: the contract of `step`, the trial point, rho and lambda.
+
+A subclass fills in one method, `_propose`: it runs the model on the batch and returns p with its predicted
+decrease. Everything else (checks, choice of the curvature samples, reduction ratio, damping, acceptance,
+state) lives here once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch, _random, _vector, products
+from woodbury._vector import Vector
+from woodbury.capture import Capture, Forward, Plan, call_model, capture, check_parameter_use, plan_layers
+from woodbury.damping import Damping, as_damping
+from woodbury.displacement import Displacement
+from woodbury.losses import loss_rule
+
+Batches = Iterable[tuple[Any, "Tensor | None"]]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
+
+    loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
+    damping: Tensor  # lambda used
+    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if theta + p is no good at all
+    predicted: Tensor  # m(0) - m(p)
+    step_norm: Tensor  # |p|; theta moved by lr p
+    accepted: Tensor  # whether theta moved
+
+    def as_dict(self) -> dict[str, float | bool]:
+        """The same as plain Python numbers."""
+        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A checked batch whose first `curvature` samples are S2."""
+
+    inputs: Any
+    targets: Tensor | None
+    samples: int  # N1
+    curvature: int  # N2
+
+    def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
+        """S2 and the samples outside it, as (inputs, targets, samples)."""
+        if self.curvature == self.samples:
+            return [(self.inputs, self.targets, self.samples)]
+        inputs = _batch.split(self.inputs, self.curvature, self.samples)
+        targets = (None, None) if self.targets is None else _batch.split(self.targets, self.curvature, self.samples)
+        counts = (self.curvature, self.samples - self.curvature)
+        return list(zip(inputs, targets, counts, strict=True))
+
+
+@dataclass
+class Piece:
+    """Part of a batch as the loss saw it at theta."""
+
+    inputs: Any
+    targets: Tensor | None  # as the loss rule prepared them
+    values: Tensor  # loss of each sample, float64
+    capture: Capture | None = None
+
+
+@dataclass
+class Proposal:
+    """A step before it is taken."""
+
+    displacement: Displacement
+    predicted: Tensor  # m(0) - m(p)
+    squared_norm: Tensor  # |p|^2
+    damping: Tensor  # the lambda it was computed with
+    usable: Tensor  # 0-dim bool: whether the small system could be solved
+    loss: Tensor  # f(theta), float64
+    evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Group settings of this very step, by parameter name."""
+
+    lr: dict[str, float | Tensor]
+    momentum: dict[str, float]
+    weight_decay: dict[str, float]
+
+
+@dataclass
+class Problem:
+    """Everything `_propose` may use: the trainable parameters, the batch and the current settings."""
+
+    plan: Plan
+    batch: Batch
+    damping: Tensor
+    hyper: Hyperparameters
+    full: Batches | None
+    previous: Vector | None  # q = mu p_prev, or None when zero
+
+
+class SecondOrder(torch.optim.Optimizer):
+    """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
+
+    curvature: str  # "gauss-newton" or "empirical"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        *,
+        lr: float,
+        damping: Damping | float,
+        curvature_samples: int | float | None,
+        blocks: str,
+        momentum: float,
+        weight_decay: float,
+        accept: float | None,
+        forward: Forward | None,
+        fallback: str | None,
+        seed: int | None,
+        params: Iterable[Any] | None,
+    ) -> None:
+        check_choice("blocks", blocks, ("full", "layer"))
+        check_choice("fallback", fallback, (None, "autograd"))
+        _check_curvature_samples(curvature_samples)
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
+        self.model = model
+        self.loss = loss
+        self.damping = as_damping(damping)
+        self.curvature_samples = curvature_samples
+        self.blocks = blocks
+        self.accept = accept
+        self.forward = forward or call_model
+        self.fallback = fallback
+        self.last: StepInfo | None = None
+        self._rule = loss_rule(loss)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(_named_groups(model, params), defaults)
+        # Refuses now what no rule covers, rather than at the first step.
+        self._plan()
+        self.state["damping"] = torch.tensor(self.damping.initial, dtype=torch.float64, device=self._device())
+        self.state["generator"] = _random.new_state(seed)
+        self.state["largest_batch"] = 0
+
+    # -- the contract -----------------------------------------------------------------------------------
+
+    def step(  # type: ignore[override]
+        self,
+        inputs: Any,
+        targets: Tensor | None = None,
+        *,
+        subset: Tensor | None = None,
+        full: Batches | None = None,
+    ) -> StepInfo:
+        """Take one step on a batch and return what happened.
+
+        Args:
+            inputs: the batch as the model takes it; the first axis of its tensors is the sample axis.
+            targets: the targets as the loss takes them; None means zeros.
+            subset: indices into the batch that fix S2 instead of drawing it.
+            full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
+                over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
+        """
+        problem = self._pose(inputs, targets, subset, full)
+        random = _random.snapshot(self._device())
+        proposal = self._propose(problem)
+        if proposal.loss.device.type == "cpu" and not torch.isfinite(proposal.loss):
+            raise ValueError(
+                f"the loss at the current parameters is {proposal.loss.item()}: nothing was changed. "
+                "Check the model's parameters for nan or inf"
+            )
+        with _random.replayed(random):
+            actual = proposal.evaluate(proposal.displacement)
+        info, vector = self._judge(problem, proposal, actual)
+        with torch.no_grad():
+            proposal.displacement.add_(problem.hyper.lr, info.accepted)
+        self._remember(problem, proposal, info, vector)
+        return info
+
+    def direction(
+        self,
+        inputs: Any,
+        targets: Tensor | None = None,
+        *,
+        subset: Tensor | None = None,
+        full: Batches | None = None,
+    ) -> Vector:
+        """p as a dictionary from parameter name to tensor; nothing changes, random state included.
+
+        It is the p the next `step` on the same batch would use.
+        """
+        kept = {key: self.state[key] for key in ("generator", "largest_batch")}
+        random = _random.snapshot(self._device())
+        try:
+            return self._propose(self._pose(inputs, targets, subset, full)).displacement.dense()
+        finally:
+            self.state.update(kept)
+            _random.restore(random)
+
+    def verify(self, inputs: Any, targets: Tensor | None = None, *, subset: Tensor | None = None) -> Tensor:
+        """Relative residual |(B + lambda I) p + g| / |g| of the step on this batch, as a 0-dim tensor.
+
+        B and g come from matrix-free autograd products that share no code with the solve. With weight decay
+        and momentum it is the residual of the system they turn this into. Nothing changes.
+        """
+        kept = {key: self.state[key] for key in ("generator", "largest_batch")}
+        random = _random.snapshot(self._device())
+        try:
+            problem = self._pose(inputs, targets, subset, None)
+            with _random.replayed(random):
+                proposal = self._propose(problem)
+            with _random.replayed(random):
+                return self._residual(problem, proposal)
+        finally:
+            self.state.update(kept)
+            _random.restore(random)
+
+    # -- what a subclass fills in ------------------------------------------------------------------------
+
+    @abstractmethod
+    def _propose(self, problem: Problem) -> Proposal:
+        """Compute p for this problem without changing anything."""
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        named = dict(self.model.named_parameters())
+        names = {id(parameter): name for name, parameter in named.items()}
+        chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
+        if len(chosen) < len(named):
+            named = {name: parameter for name, parameter in named.items() if name in chosen}
+        return plan_layers(self.model, named, self.fallback)
+
+    def _device(self) -> torch.device:
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    def _pose(self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None) -> Problem:
+        """Check the batch, choose S2 and read the settings."""
+        plan = self._plan()
+        samples = _batch.check_batch(inputs, targets)
+        batch = self._choose(inputs, targets, samples, subset)
+        hyper = self._hyperparameters(plan)
+        damping = self.state["damping"] + self.damping.floor
+        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper))
+
+    def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:
+        """Order the batch so that S2 leads."""
+        if subset is None:
+            count = self._curvature_count(samples)
+            if count == samples:
+                return Batch(inputs, targets, samples, samples)
+            order, self.state["generator"] = _random.permutation(samples, self.state["generator"])
+        else:
+            chosen = _check_subset(subset, samples)
+            count = len(chosen)
+            outside = torch.ones(samples, dtype=torch.bool)
+            outside[chosen] = False
+            order = torch.cat([chosen, outside.nonzero().flatten()])
+        order = order.to(self._device())
+        inputs = _batch.take(inputs, order, samples)
+        return Batch(inputs, None if targets is None else _batch.take(targets, order, samples), samples, count)
+
+    def _curvature_count(self, samples: int) -> int:
+        """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
+        self.state["largest_batch"] = largest = max(samples, self.state["largest_batch"])
+        wanted = self.curvature_samples
+        if wanted is None:
+            return samples
+        if isinstance(wanted, float):
+            return max(1, round(wanted * samples))
+        if wanted > largest:
+            raise ValueError(
+                f"curvature_samples={wanted} is more than the {samples} samples of the batch; "
+                "use None for the whole batch, or a fraction of it"
+            )
+        return min(wanted, samples)
+
+    def _hyperparameters(self, plan: Plan) -> Hyperparameters:
+        names = {id(parameter): name for name, parameter in plan.parameters.items()}
+        hyper = Hyperparameters({}, {}, {})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is not None:
+                    hyper.lr[name] = group["lr"]
+                    hyper.momentum[name] = group["momentum"]
+                    hyper.weight_decay[name] = group["weight_decay"]
+        return hyper
+
+    def _previous(self, plan: Plan, hyper: Hyperparameters) -> Vector | None:
+        """q = mu p_prev by parameter name, or None while it is zero."""
+        stored: Mapping[str, Tensor] = self.state.get("momentum", {})
+        if not stored or not any(hyper.momentum.values()):
+            return None
+        return {
+            name: hyper.momentum[name] * stored[name].to(parameter)
+            if name in stored
+            else torch.zeros_like(parameter)
+            for name, parameter in plan.parameters.items()
+        }
+
+    def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture:
+        captured = capture(plan, self.model, self.forward, inputs, samples)
+        if not self.state.get("checked"):
+            check_parameter_use(captured)
+            self.state["checked"] = True
+        return captured
+
+    def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss of each sample in float64: rho is a difference of nearly equal losses."""
+        return self._rule.values(self.loss, outputs.detach().double(), targets)
+
+    def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Tensor:
+        """f(theta) - f(theta + p) over pieces already evaluated at theta."""
+        difference = torch.zeros((), dtype=torch.float64, device=self._device())
+        samples = 0
+        with torch.no_grad():
+            for index, piece in enumerate(pieces):
+                with displacement.applied(piece.capture, index):
+                    outputs = self.forward(self.model, piece.inputs).reshape(len(piece.values), -1)
+                difference = difference + (piece.values - self._values(outputs, piece.targets)).sum()  # type: ignore[arg-type]
+                samples += len(piece.values)
+        return difference / samples
+
+    def _judge(self, problem: Problem, proposal: Proposal, actual: Tensor) -> tuple[StepInfo, Vector | None]:
+        """rho, acceptance and what to report."""
+        vector = None
+        predicted = proposal.predicted
+        if any(problem.hyper.momentum.values()) or any(problem.hyper.weight_decay.values()):
+            vector = proposal.displacement.dense()
+        for name, decay in problem.hyper.weight_decay.items():
+            if decay and vector is not None:
+                # f holds decay |theta|^2 / 2: its change at theta + p, without cancellation
+                change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
+                actual = actual - decay * change.sum().double()
+        finite = torch.isfinite(actual) & torch.isfinite(predicted) & proposal.usable
+        # Where nothing is left to gain both are zero, and the model is as right as it can be.
+        settled = (actual == 0) & (predicted <= torch.finfo(torch.float32).tiny + 1e-16 * proposal.loss.abs())
+        ratio = torch.where(settled, 1.0, actual / predicted)
+        ratio = torch.where(finite, ratio, -torch.inf)
+        accepted = finite if self.accept is None else finite & (ratio >= self.accept)
+        info = StepInfo(
+            loss=proposal.loss,
+            damping=proposal.damping,
+            ratio=ratio,
+            predicted=predicted,
+            step_norm=proposal.squared_norm.sqrt(),
+            accepted=accepted,
+        )
+        return info, vector
+
+    def _remember(self, problem: Problem, proposal: Proposal, info: StepInfo, vector: Vector | None) -> None:
+        """Update lambda, the momentum and `last`."""
+        value = torch.maximum(self.state["damping"], proposal.damping - self.damping.floor)
+        self.state["damping"] = self.damping.next(value, info.ratio)
+        if any(problem.hyper.momentum.values()) and vector is not None:
+            stored = self.state.get("momentum", {})
+            self.state["momentum"] = {
+                name: torch.where(info.accepted, value, stored[name] if name in stored else torch.zeros_like(value))
+                for name, value in vector.items()
+            }
+        self.last = info
+
+    def _residual(self, problem: Problem, proposal: Proposal) -> Tensor:
+        """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side."""
+        plan, parameters = problem.plan, problem.plan.parameters
+        vector = proposal.displacement.dense()
+        with torch.enable_grad():
+            outputs = [self.forward(self.model, inputs) for inputs, _, _ in problem.batch.pieces()]
+            targets = [piece_targets for _, piece_targets, _ in problem.batch.pieces()]
+            value = torch.stack(
+                [
+                    len(out) * products.loss_of(self.loss, out, target)
+                    for out, target in zip(outputs, targets, strict=True)
+                ]
+            ).sum()
+            grads = torch.autograd.grad(
+                value / problem.batch.samples, list(parameters.values()), retain_graph=True, materialize_grads=True
+            )
+        rhs = {name: -grad for name, grad in zip(parameters, grads, strict=True)}
+        image: Vector = {name: torch.zeros_like(value) for name, value in vector.items()}
+        blocks = plan.blocks if self.blocks == "layer" else [tuple(parameters)]
+        for block in blocks:
+            product = products.curvature_product(
+                outputs[0], self.loss, parameters, targets[0], _vector.restrict(vector, block), self.curvature
+            )
+            image |= {name: product[name] for name in block}
+        for name, parameter in parameters.items():
+            decay = problem.hyper.weight_decay[name]
+            image[name] = image[name] + (decay + proposal.damping) * vector[name]
+            rhs[name] = rhs[name] - decay * parameter.detach()
+            if problem.previous is not None:
+                rhs[name] = rhs[name] + proposal.damping * problem.previous[name]
+        return _vector.norm(_vector.combine(image, rhs, -1.0)) / _vector.norm(rhs)
+
+    # -- copying ----------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own version keeps the groups and the state alone
+        names = ("step", "_zero_grad_profile_name", "profile_hook_step")
+        return {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
+
+
+def _named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups as torch takes them, every parameter with its name in the model."""
+    named = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    if params is None:
+        groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if p.requires_grad]}]
+        if not groups[0]["params"]:
+            raise ValueError("the model has no trainable parameter: every requires_grad is False")
+    else:
+        given = list(params)
+        groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+    for group in groups:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        foreign = [tuple(p.shape) for p in members if id(p) not in names]
+        if foreign:
+            raise ValueError(f"params: a parameter of shape {foreign[0]} does not belong to the model")
+        group["params"] = [(names[id(p)], p) for p in members]
+    return groups
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _check_curvature_samples(value: int | float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"curvature_samples must be None, an int or a fraction, got {value!r}")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"curvature_samples must be at least 1, got {value}")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"curvature_samples as a fraction must lie in (0, 1], got {value}")
+
+
+def _check_subset(subset: Any, samples: int) -> Tensor:
+    """Indices of S2 as a CPU tensor, checked for range and repetition."""
+    chosen = torch.as_tensor(subset).cpu()
+    if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.dim() != 1 or len(chosen) == 0:
+        raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
+    chosen = chosen.long()
+    if chosen.min() < 0 or chosen.max() >= samples:
+        raise ValueError(f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}")
+    if len(chosen.unique()) != len(chosen):
+        raise ValueError("subset: an index appears twice")
+    return chosen
+
+
+def warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:
+    """Say that the small system was not positive definite and what was done about it."""
+    warnings.warn(
+        f"the Gram matrix plus damping {before:.3g} is not numerically positive definite in {dtype}: damping "
+        f"raised to {after:.3g} for this step. gram_dtype=torch.float64 or a larger damping avoids this",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,65 @@
+"""First-order rivals from torch.optim behind the same `step(inputs, targets)`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury._batch import check_batch
+from woodbury.capture import Forward, call_model
+from woodbury.optim.base import StepInfo
+
+
+class FirstOrder:
+    """A torch.optim optimizer that takes a batch and returns a `StepInfo`.
+
+    The optimizer itself is `self.optimizer`; `damping`, `ratio` and `predicted` of the info are nan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        kind: type[torch.optim.Optimizer],
+        forward: Forward | None = None,
+        **settings: Any,  # handed to `kind`, which refuses what it does not know
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.forward = forward or call_model
+        self.optimizer = kind((p for p in model.parameters() if p.requires_grad), **settings)
+        self.last: StepInfo | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def step(self, inputs: Any, targets: Tensor | None = None) -> StepInfo:
+        """One gradient step on the mean loss of the batch."""
+        check_batch(inputs, targets)
+        self.optimizer.zero_grad()
+        outputs = self.forward(self.model, inputs)
+        value = self.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+        value.backward()
+        self.optimizer.step()
+        absent = torch.full((), torch.nan)
+        self.last = StepInfo(value.detach(), absent, absent, absent, absent, torch.ones((), dtype=torch.bool))
+        return self.last
+
+
+def sgd(model: nn.Module, loss: nn.Module, **settings: Any) -> FirstOrder:
+    """torch.optim.SGD behind the common contract."""
+    return FirstOrder(model, loss, torch.optim.SGD, **settings)
+
+
+def adam(model: nn.Module, loss: nn.Module, **settings: Any) -> FirstOrder:
+    """torch.optim.Adam behind the common contract."""
+    return FirstOrder(model, loss, torch.optim.Adam, **settings)

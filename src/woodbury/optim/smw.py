@@ -1,0 +1,377 @@
+"""SMW-GN, SMW-NG and SMW-NG-BD: exact damped steps solved in the space of samples.
+
+With rows Z of the batch (factor rows of S2, then gradient rows of the samples outside it), U the factor
+rows over sqrt(N2), and g = U^T e + g_rest:
+
+    (K + lambda I) a = e + U p0 - U g_rest / lambda          K = U U^T, small
+    p = p0 - U^T a - g_rest / lambda                         U p = lambda a - e
+
+which is p = -(U^T U + lambda I)^{-1} g for p0 = 0 (paper, equations (6) and (7), by the
+Sherman-Morrison-Woodbury identity). Writing g through e instead of subtracting U^T K^{-1} U g from g keeps
+float32 accurate at small damping. Momentum, weight decay and a gradient given from outside enter through p0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch, _vector
+from woodbury._vector import Vector
+from woodbury.capture import Forward
+from woodbury.damping import Damping, LevenbergMarquardt
+from woodbury.displacement import Displacement
+from woodbury.linalg import Solution, solve_cholesky, solve_conjugate_gradient
+from woodbury.optim.base import Batches, Piece, Problem, Proposal, SecondOrder, check_choice, warn_raised_damping
+from woodbury.rows import Rows, concatenate, factor_columns
+
+SOLVERS = ("cholesky", "cg", "products")
+_RAISES = 12  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
+
+
+@dataclass
+class Linearization:
+    """The model around theta: Z with U in front, and g = Z^T (e / N1, 1 / N1) + gradient."""
+
+    rows: Rows  # Z, unscaled
+    curvature_rows: int  # the first so many rows of Z, over sqrt(N2), are U
+    curvature_samples: int  # N2
+    samples: int  # N1
+    e: Tensor  # (curvature rows,), S e = r; zero where g is given by `gradient` alone
+    gradient: Vector | None  # the part of g that is not in Z
+
+
+def solve_in_sample_space(
+    gram: Tensor,
+    curvature_rows: int,
+    curvature_samples: int,
+    samples: int,
+    e: Tensor,
+    projected_base: Tensor | None,
+    damping: Tensor,
+    solver: str,
+    tolerance: float,
+) -> tuple[Tensor, Tensor, Solution]:
+    """Coefficients c of p = p0 - Z^T c and the image U p, from the Gram matrix Z Z^T alone.
+
+    gram (b, r, r), e (m,) with m = curvature_rows, projected_base U p0 (b, m) or None. Returns c (b, r),
+    U p (b, m) and the solver's report.
+    """
+    m, root = curvature_rows, curvature_samples**0.5
+    e = e.to(gram.dtype) * (root / samples)
+    damping = damping.to(gram.dtype)
+    matrix = gram[:, :m, :m] / curvature_samples
+    matrix.diagonal(dim1=-2, dim2=-1).add_(damping)
+    rhs = e if projected_base is None else e + projected_base
+    rest = gram.shape[-1] - m
+    if rest:
+        rhs = rhs - gram[:, :m, m:].sum(-1) / (samples * root * damping)
+    rhs = rhs.expand(len(gram), m)
+    if solver == "cholesky":
+        solution = solve_cholesky(matrix, rhs)
+    else:
+        solution = solve_conjugate_gradient(
+            lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, tolerance, max_iterations=10 * m
+        )
+    coefficients = solution.x / root
+    if rest:
+        outside = (1 / (samples * damping)).expand(len(gram), rest)
+        coefficients = torch.cat([coefficients, outside], dim=1)
+    return coefficients, damping * solution.x - e, solution
+
+
+class _SampleSpace(SecondOrder):
+    """The two methods of the paper; they differ in the factor S only."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        lr: float = 1.0,  # alpha
+        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
+        curvature_samples: int | float | None = None,  # N2
+        blocks: str = "full",
+        momentum: float = 0.0,  # mu
+        weight_decay: float = 0.0,
+        *,
+        accept: float | None = None,  # eta
+        solver: str = "cholesky",
+        solver_tolerance: float | None = None,
+        gram_dtype: torch.dtype | None = None,
+        forward: Forward | None = None,
+        fallback: str | None = None,
+        seed: int | None = None,
+        params: Iterable[Any] | None = None,
+    ) -> None:
+        check_choice("solver", solver, SOLVERS)
+        if gram_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
+        self.solver = solver
+        self.solver_tolerance = solver_tolerance
+        self.gram_dtype = gram_dtype
+        super().__init__(
+            model,
+            loss,
+            lr=lr,
+            damping=damping,
+            curvature_samples=curvature_samples,
+            blocks=blocks,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            accept=accept,
+            forward=forward,
+            fallback=fallback,
+            seed=seed,
+            params=params,
+        )
+
+    def _propose(self, problem: Problem) -> Proposal:
+        if problem.full is None:
+            line, pieces = self._linearize(problem)
+            loss = torch.cat([piece.values for piece in pieces]).mean()
+
+            def evaluate(displacement: Displacement) -> Tensor:
+                return self._decrease_on(pieces, displacement)
+        else:
+            # The loader first: its random numbers must be the ones that `evaluate` replays.
+            loss, gradient, evaluate = self._full_objective(problem, problem.full)
+            line, _ = self._linearize(problem)
+            line.gradient = gradient
+        damping = problem.damping
+        step = self._solve(problem, line, damping)
+        if self.solver == "cholesky" and damping.device.type == "cpu" and not step.usable:
+            step, damping = self._solve_with_more_damping(problem, line, damping)
+        return Proposal(
+            step.displacement, step.predicted, step.squared_norm, damping, step.usable, loss, evaluate
+        )
+
+    def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
+        """Run the model on the batch and return its rows, S2 in front, with the loss of every sample."""
+        plan, batch = problem.plan, problem.batch
+        given = problem.full is not None  # g comes from the loader: S2 is all we need
+        # The factor rows of the empirical Fisher are gradient rows: one pass gives them for the whole batch.
+        together = self.curvature == "empirical" and self.solver != "products" and not given
+        parts = [(batch.inputs, batch.targets, batch.samples)] if together else batch.pieces()
+        pieces, forms, counts = [], [], []
+        gradient: Vector | None = None
+        columns, e = torch.empty(0), None
+        for index, (inputs, targets, samples) in enumerate(parts[:1] if given else parts):
+            captured = self._capture(plan, inputs, samples)
+            outputs = captured.outputs.detach()
+            prepared = self._rule.prepare(self.loss, outputs, targets)
+            pieces.append(Piece(inputs, prepared, self._values(outputs, prepared), captured))
+            if index == 0:
+                columns, e = factor_columns(self._rule, self.loss, outputs, prepared, self.curvature)
+                in_rows = e is not None
+            else:
+                columns = self._rule.residual(self.loss, outputs, prepared).unsqueeze(1)
+                in_rows = e is not None and self.solver != "products"
+            if not in_rows and not given:
+                weights = self._rule.residual(self.loss, outputs, prepared) / batch.samples
+                part = captured.gradient(weights)
+                gradient = part if gradient is None else _vector.combine(gradient, part)
+            if index == 0 or in_rows:
+                forms.append(captured.rows(columns))
+                counts.append(columns.shape[0] * columns.shape[1])
+        count = batch.curvature * (counts[0] // parts[0][2])
+        e = torch.zeros(count).to(columns) if e is None or given else e[: batch.curvature].flatten()
+        line = Linearization(concatenate(plan, forms, counts), count, batch.curvature, batch.samples, e, gradient)
+        return line, pieces
+
+    def _full_objective(
+        self, problem: Problem, full: Batches
+    ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
+        """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
+        if iter(full) is full:
+            raise TypeError("full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice")
+        total: Tensor | None = None
+        gradient: Vector = {}
+        count = 0
+        for inputs, targets in full:
+            samples = _batch.check_batch(inputs, targets)
+            captured = self._capture(problem.plan, inputs, samples)
+            outputs = captured.outputs.detach()
+            prepared = self._rule.prepare(self.loss, outputs, targets)
+            part = captured.gradient(self._rule.residual(self.loss, outputs, prepared))
+            gradient = part if total is None else _vector.combine(gradient, part)
+            values = self._values(outputs, prepared).sum()
+            total = values if total is None else total + values
+            count += samples
+        if total is None:
+            raise ValueError("full= holds no batch")
+        before = total
+
+        def evaluate(displacement: Displacement) -> Tensor:
+            after = torch.zeros_like(before)
+            with displacement.applied(), torch.no_grad():
+                for inputs, targets in full:
+                    outputs = self.forward(self.model, inputs).reshape(_batch.sample_count(inputs), -1)
+                    after = after + self._values(outputs, self._rule.prepare(self.loss, outputs, targets)).sum()
+            return (before - after) / count
+
+        return total / count, {name: value / count for name, value in gradient.items()}, evaluate
+
+    def _solve(self, problem: Problem, line: Linearization, damping: Tensor) -> _Step:
+        """p for this damping, with its norm and predicted decrease."""
+        scales = _scales(problem, damping)
+        base = _base(problem, line, scales, damping)
+        projected = None if base is None else self._project(line, base)
+        if self.solver == "products":
+            gram = None
+            coefficients, image, solution = self._solve_by_products(line, scales, projected, damping)
+        else:
+            gram = self._gram(line, scales)
+            coefficients, image, solution = solve_in_sample_space(
+                gram,
+                line.curvature_rows,
+                line.curvature_samples,
+                line.samples,
+                line.e,
+                projected,
+                damping,
+                self.solver,
+                self._tolerance(gram.dtype),
+            )
+        parameters = problem.plan.parameters
+        displacement = Displacement(parameters, line.rows, coefficients, base, scales)
+        bend = image.square().sum().double()  # p^T B p = |U p|^2
+        if base is None and gram is not None:
+            squared = (coefficients * (gram @ coefficients.unsqueeze(-1)).squeeze(-1)).sum().double()
+            predicted = damping * squared + 0.5 * bend
+        else:
+            vector = displacement.dense()
+            squared = _vector.dot(vector, vector)
+            pull = squared if problem.previous is None else squared - _vector.dot(vector, problem.previous)
+            for name, decay in problem.hyper.weight_decay.items():
+                if decay:
+                    bend = bend + decay * vector[name].square().sum().double()
+            predicted = damping * pull + 0.5 * bend
+        return _Step(displacement, predicted, squared, solution.ok)
+
+    def _solve_with_more_damping(
+        self, problem: Problem, line: Linearization, damping: Tensor
+    ) -> tuple[_Step, Tensor]:
+        """Raise lambda tenfold until K + lambda I is numerically positive definite, and say so."""
+        raised = damping
+        for _ in range(_RAISES):
+            raised = raised * 10
+            step = self._solve(problem, line, raised)
+            if step.usable:
+                break
+        warn_raised_damping(float(damping), float(raised), self.gram_dtype or line.e.dtype)
+        return step, raised
+
+    def _solve_by_products(
+        self, line: Linearization, scales: dict[str, Tensor] | None, projected: Tensor | None, damping: Tensor
+    ) -> tuple[Tensor, Tensor, Solution]:
+        """The same system by CG with products U (D U^T x) alone; every row is a factor row here."""
+        rows, root = line.rows, line.curvature_samples**0.5
+        blocks = len(rows.forms) if self.blocks == "layer" else 1
+        e = line.e * (root / line.samples)
+        rhs = (e if projected is None else e + projected).expand(blocks, -1)
+        damping = damping.to(rhs.dtype)
+
+        def product(x: Tensor) -> Tensor:
+            vector = rows.rmatvec(x if self.blocks == "layer" else x[0])
+            if scales is not None:
+                vector = {name: value * scales[name] for name, value in vector.items()}
+            images = rows.layer_matvec(vector)
+            image = torch.stack(images) if self.blocks == "layer" else torch.stack(images).sum(0, keepdim=True)
+            return image / line.curvature_samples + damping * x
+
+        solution = solve_conjugate_gradient(product, rhs, self._tolerance(rhs.dtype), 10 * line.curvature_rows)
+        return solution.x / root, damping * solution.x - e, solution
+
+    def _gram(self, line: Linearization, scales: dict[str, Tensor] | None) -> Tensor:
+        """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
+        if self.blocks == "layer":
+            return torch.stack(line.rows.layer_grams(scales=scales, dtype=self.gram_dtype))
+        return line.rows.gram(scales=scales, dtype=self.gram_dtype).unsqueeze(0)
+
+    def _project(self, line: Linearization, base: Vector) -> Tensor:
+        """U p0, (blocks, m)."""
+        images = torch.stack(line.rows.layer_matvec(base))[:, : line.curvature_rows] / line.curvature_samples**0.5
+        return images if self.blocks == "layer" else images.sum(0, keepdim=True)
+
+    def _tolerance(self, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).eps ** 0.75 if self.solver_tolerance is None else self.solver_tolerance
+
+
+@dataclass
+class _Step:
+    displacement: Displacement
+    predicted: Tensor
+    squared_norm: Tensor
+    usable: Tensor
+
+
+def _scales(problem: Problem, damping: Tensor) -> dict[str, Tensor] | None:
+    """lambda / (lambda + weight decay) by parameter: the metric of the damped model relative to lambda I."""
+    decays = problem.hyper.weight_decay
+    if not any(decays.values()):
+        return None
+    return {name: damping / (damping + decay) for name, decay in decays.items()}
+
+
+def _base(
+    problem: Problem, line: Linearization, scales: dict[str, Tensor] | None, damping: Tensor
+) -> Vector | None:
+    """p0 = (lambda q - W theta - g') / (lambda + W): what p would be without curvature and rows; None if zero.
+
+    q = mu p_prev, W the weight decay, g' the part of the gradient that is not in the rows.
+    """
+    if scales is None and problem.previous is None and line.gradient is None:
+        return None
+    base = {}
+    for name, parameter in problem.plan.parameters.items():
+        force = torch.zeros_like(parameter) if line.gradient is None else line.gradient[name]
+        if problem.hyper.weight_decay[name]:
+            force = force + problem.hyper.weight_decay[name] * parameter.detach()
+        value = -force / damping
+        if problem.previous is not None:
+            value = value + problem.previous[name]
+        base[name] = value if scales is None else value * scales[name]
+    return base
+
+
+class GaussNewton(_SampleSpace):
+    """SMW-GN: p = -(B + lambda I)^{-1} g with the Gauss-Newton matrix B = (1/N2) sum_{S2} J_i^T H_i J_i.
+
+    Args:
+        model: any module made of layers a rule covers; only parameters with requires_grad are trained.
+        loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss (mean reduction), or one added by `register_loss`.
+        lr: alpha, theta moves by alpha p.
+        damping: lambda: a policy such as `LevenbergMarquardt`, or a number for a constant.
+        curvature_samples: N2: None for the whole batch, a number of samples, or a fraction of the batch. S2
+            is drawn at random from the batch at each step. A last batch smaller than N2 is used whole.
+        blocks: "full", or "layer" for a block-diagonal B with one block a layer.
+        momentum: mu: p minimises the damped model around mu p_prev instead of around 0.
+        weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.
+        accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss).
+        solver: for the small system: "cholesky" (exact), "cg" (conjugate gradients with the explicit
+            matrix) or "products" (conjugate gradients through U and U^T, no Gram matrix).
+        solver_tolerance: relative residual at which "cg" and "products" stop.
+        gram_dtype: accumulate and solve the small system in this type (torch.float64 buys 2 to 4 digits
+            of a float32 step at small damping).
+        forward: f(model, inputs) in place of model(inputs).
+        fallback: "autograd" computes rows that no layer rule covers by a backward pass each.
+        seed: of the draws of S2; by default they follow torch.manual_seed.
+        params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
+            parameters of the model in no group are left alone.
+    """
+
+    curvature = "gauss-newton"
+
+
+class NaturalGradient(_SampleSpace):
+    """SMW-NG: p = -(F + lambda I)^{-1} g with the empirical Fisher F = (1/N2) sum_{S2} g_i g_i^T.
+
+    g_i is the gradient of sample i's own loss. blocks="layer" gives SMW-NG-BD. Arguments as for
+    `GaussNewton`.
+    """
+
+    curvature = "empirical"

@@ -1,0 +1,86 @@
+"""Curvature products in parameter space: the twin of `rows`, sharing no code with it.
+
+Everything here is plain autograd on the model and on the loss module itself: no layer rule, no loss rule,
+no Gram matrix. `verify` uses it to check a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury._vector import Vector
+from woodbury.capture import Forward
+
+
+def jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> Tensor:
+    """J v for outputs attached to the graph, by differentiating J^T u in u."""
+    probe = torch.zeros_like(outputs, requires_grad=True)
+    transposed = torch.autograd.grad(
+        outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
+    )
+    paired = [(image, vector[name]) for name, image in zip(parameters, transposed, strict=True) if image.requires_grad]
+    images, vectors = [image for image, _ in paired], [value for _, value in paired]
+    (product,) = torch.autograd.grad(images, probe, vectors, retain_graph=True)
+    return product
+
+
+def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Vector:
+    """J^T w for outputs attached to the graph."""
+    grads = torch.autograd.grad(
+        outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
+    )
+    return dict(zip(parameters, grads, strict=True))
+
+
+def loss_of(loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+    """The loss module's own value; targets None means zeros."""
+    value: Tensor = loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+    return value
+
+
+def gradient(
+    model: nn.Module,
+    forward: Forward,
+    loss: nn.Module,
+    parameters: Mapping[str, Tensor],
+    inputs: Any,
+    targets: Tensor | None,
+) -> Vector:
+    """g = gradient of the mean loss over this batch."""
+    with torch.enable_grad():
+        value = loss_of(loss, forward(model, inputs), targets)
+        grads = torch.autograd.grad(value, list(parameters.values()), materialize_grads=True)
+    return dict(zip(parameters, grads, strict=True))
+
+
+def curvature_product(
+    outputs: Tensor,
+    loss: nn.Module,
+    parameters: Mapping[str, Tensor],
+    targets: Tensor | None,
+    vector: Mapping[str, Tensor],
+    curvature: str,
+) -> Vector:
+    """B v for outputs attached to the graph of a batch of n samples.
+
+    "gauss-newton": B = (1/n) sum J_i^T H_i J_i.  "empirical": B = (1/n) sum g_i g_i^T, g_i = J_i^T r_i.
+    """
+    samples = len(outputs)
+    with torch.enable_grad():
+        image = jacobian_product(outputs, parameters, vector)
+        point = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point, create_graph=True)  # r_i / n
+        if curvature == "gauss-newton":
+            if slope.requires_grad:
+                (weights,) = torch.autograd.grad(slope, point, image)
+            else:
+                weights = torch.zeros_like(point)
+        else:
+            slope = slope.detach()
+            inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
+            weights = samples * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
+        return transposed_jacobian_product(outputs, parameters, weights)
