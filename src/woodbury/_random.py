@@ -47,7 +47,7 @@ def restore(state: Snapshot) -> None:
 
 @contextmanager
 def replayed(state: Snapshot) -> Iterator[None]:
-    """Inside, random numbers repeat from `state`, so that dropout masks agree; afterwards nothing happened."""
+    """Inside, random numbers repeat from `state` (dropout masks agree); afterwards nothing happened."""
     now = snapshot(state.device)
     restore(state)
     try:

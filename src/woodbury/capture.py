@@ -57,13 +57,15 @@ def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallbac
     if not parameters:
         raise ValueError("the model has no trainable parameter: every requires_grad is False")
     names = {id(parameter): name for name, parameter in parameters.items()}
-    layers, rest = [], []
+    layers: list[Layer] = []
+    rest: list[str] = []
     seen: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise ValueError(
-                f"{type(module).__name__} {path!r} is in training mode: its outputs mix the samples of a batch, so "
-                "rows per sample do not exist. Call .eval() on it, or use GroupNorm or LayerNorm instead"
+                f"{type(module).__name__} {path!r} is in training mode: its outputs mix the samples "
+                "of a batch, so rows per sample do not exist. Call .eval() on it, or use GroupNorm or "
+                "LayerNorm instead"
             )
         own = {}
         for local, parameter in module._parameters.items():
@@ -72,7 +74,8 @@ def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallbac
             full = f"{path}.{local}" if path else local
             if id(parameter) in seen:
                 raise ValueError(
-                    f"parameter {seen[id(parameter)]!r} is shared with {full!r}: tied parameters are not supported"
+                    f"parameter {seen[id(parameter)]!r} is shared with {full!r}: "
+                    "tied parameters are not supported"
                 )
             seen[id(parameter)] = full
             own[local] = names[id(parameter)]
@@ -130,7 +133,9 @@ class Capture:
                 form = as_form(layer.rule(layer.module, self.calls[layer.name].inputs, grad))
             except ValueError as error:
                 raise ValueError(f"layer {layer.name!r}: {error}") from None
-            forms[layer.name] = form if set(form.parameters) == set(layer.parameters) else form.restrict(layer.parameters)
+            forms[layer.name] = (
+                form if set(form.parameters) == set(layer.parameters) else form.restrict(layer.parameters)
+            )
         for name in self.plan.rest:
             rows = self._explicit_rows(self.plan.parameters[name], columns)
             if rows is not None:
@@ -145,8 +150,10 @@ class Capture:
         )
         return dict(zip(parameters, grads, strict=True))
 
-    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
-        """Gradients in the layer outputs, (n, k, *output shape) each; None where nothing depends on a layer."""
+    def _grads(
+        self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool
+    ) -> Sequence[Tensor | None]:
+        """Gradients in the layer outputs, (n, k, *output shape) each; None where no output depends on one."""
         if not edges:
             return []
         if columns.shape[1] == 1:
@@ -171,12 +178,12 @@ class Capture:
         for i in range(n):
             seeds = torch.zeros(k, n, width, dtype=columns.dtype, device=columns.device)
             seeds[:, i] = columns[i]
-            (grad,) = torch.autograd.grad(
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(
                 self.outputs, parameter, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
             )
-            if grad is None:
+            if grads[0] is None:
                 return None
-            rows.append(grad)
+            rows.append(grads[0])
         return torch.cat(rows)
 
 
@@ -189,7 +196,8 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
             if layer.name in calls:
                 raise ValueError(
-                    f"layer {layer.name!r} is called more than once in a forward pass: its rows would be wrong"
+                    f"layer {layer.name!r} is called more than once in a forward pass: "
+                    "its rows would be wrong"
                 )
             given = args[0] if args else next(iter(kwargs.values()))
             calls[layer.name] = Call(given.detach(), outputs, get_gradient_edge(outputs), outputs._version)
@@ -243,6 +251,6 @@ def check_parameter_use(capture: Capture) -> None:
         for name in layer.parameters.values():
             if uses.get(id(capture.plan.parameters[name]), 0) > allowed:
                 raise ValueError(
-                    f"parameter {name!r} is used outside the forward call of its module {layer.name!r}, where no "
-                    "rule sees it: call the module itself, and once"
+                    f"parameter {name!r} is used outside the forward call of its module {layer.name!r}, "
+                    "where no rule sees it: call the module itself, and once"
                 )

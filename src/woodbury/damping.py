@@ -57,7 +57,7 @@ class LevenbergMarquardt:
     def next(self, value: Tensor, ratio: Tensor) -> Tensor:
         good = ratio > 1 - self.threshold
         bad = ~(ratio >= self.threshold)  # also true where the ratio is nan
-        return value * torch.where(bad, self.boost, torch.where(good, self.drop, 1.0))
+        return torch.where(bad, value * self.boost, torch.where(good, value * self.drop, value))
 
 
 @dataclass(frozen=True)

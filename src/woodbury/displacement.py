@@ -117,7 +117,10 @@ class Displacement:
         for layer, form, contracted in self._factors:
             inputs = form.inputs
             if masked:
-                contracted, inputs = torch.where(accepted, contracted, 0.0), torch.where(accepted, inputs, 0.0)
+                contracted, inputs = (
+                    torch.where(accepted, contracted, 0.0),
+                    torch.where(accepted, inputs, 0.0),
+                )
             if form.weight is not None:
                 name = layer.parameters[form.weight]
                 self.parameters[name].addmm_((-rates[name] * contracted).T, inputs)
@@ -133,7 +136,12 @@ def _displaced_linear(
     plain = type(module).forward
 
     def forward(input: Tensor) -> Tensor:
-        if call is not None and form.inner is not None and call.outputs_intact and _same_memory(input, call.inputs):
+        if (
+            call is not None
+            and form.inner is not None
+            and call.outputs_intact
+            and _same_memory(input, call.inputs)
+        ):
             start = form.layout.offset(piece)
             inner = form.inner[start : start + len(input)].to(contracted.dtype)
             return torch.addmm(call.outputs.detach(), inner, contracted, alpha=-1)
@@ -147,4 +155,9 @@ def _displaced_linear(
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+    )

@@ -57,7 +57,9 @@ def solve_conjugate_gradient(
         x = x + length * direction
         residual = residual - length * image
         previous, square = square, (residual * residual).sum(-1, keepdim=True)
-        direction = residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
+        direction = (
+            residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
+        )
     return Solution(x, (square <= goal).all(), max_iterations)
 
 

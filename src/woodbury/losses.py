@@ -145,8 +145,10 @@ class Logistic(LossRule):
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         prepared = super().prepare(loss, outputs, targets)
-        if not prepared.is_cuda and prepared.numel() and not (0 <= prepared.min() and prepared.max() <= 1):
-            raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
+        if not prepared.is_cuda:
+            lowest, highest = torch.aminmax(prepared)
+            if lowest < 0 or highest > 1:
+                raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
         return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -172,11 +174,8 @@ class Logistic(LossRule):
 
     @staticmethod
     def _positive(loss: nn.Module, outputs: Tensor) -> Tensor | None:
-        weight = loss.pos_weight
-        if weight is None:
-            return None
-        assert isinstance(weight, Tensor)
-        return weight.to(outputs.dtype).expand(outputs.shape[1])
+        weight: Tensor | None = getattr(loss, "pos_weight")  # noqa: B009  (typed as any module attribute)
+        return None if weight is None else weight.to(outputs.dtype).expand(outputs.shape[1])
 
 
 @register_loss(nn.CrossEntropyLoss)
@@ -195,7 +194,9 @@ class Softmax(LossRule):
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
         if loss.weight is not None:
-            _refuse(loss, "weight", "class weights change the normaliser with the batch; resample the classes")
+            _refuse(
+                loss, "weight", "class weights change the normaliser with the batch; resample the classes"
+            )
         if loss.ignore_index != -100:
             _refuse(loss, "ignore_index", "drop the ignored samples from the batch")
 
@@ -208,7 +209,7 @@ class Softmax(LossRule):
             )
         if targets is None:
             raise ValueError("CrossEntropyLoss needs targets: class indices (n,) or probabilities (n, C)")
-        smoothing = float(loss.label_smoothing)
+        smoothing: float = getattr(loss, "label_smoothing")  # noqa: B009
         if targets.is_floating_point():
             if targets.shape != outputs.shape:
                 raise ValueError(
@@ -221,7 +222,7 @@ class Softmax(LossRule):
         else:
             if targets.shape != (n,):
                 raise ValueError(
-                    f"CrossEntropyLoss: class-index targets must have shape ({n},), got {tuple(targets.shape)}"
+                    f"CrossEntropyLoss: class indices must have shape ({n},), got {tuple(targets.shape)}"
                 )
             if not targets.is_cuda:
                 lowest, highest = (int(value) for value in torch.aminmax(targets))

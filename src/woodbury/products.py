@@ -16,13 +16,19 @@ from woodbury._vector import Vector
 from woodbury.capture import Forward
 
 
-def jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Mapping[str, Tensor]) -> Tensor:
+def jacobian_product(
+    outputs: Tensor, parameters: Mapping[str, Tensor], vector: Mapping[str, Tensor]
+) -> Tensor:
     """J v for outputs attached to the graph, by differentiating J^T u in u."""
     probe = torch.zeros_like(outputs, requires_grad=True)
     transposed = torch.autograd.grad(
         outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
     )
-    paired = [(image, vector[name]) for name, image in zip(parameters, transposed, strict=True) if image.requires_grad]
+    paired = [
+        (image, vector[name])
+        for name, image in zip(parameters, transposed, strict=True)
+        if image.requires_grad
+    ]
     images, vectors = [image for image, _ in paired], [value for _, value in paired]
     (product,) = torch.autograd.grad(images, probe, vectors, retain_graph=True)
     return product

@@ -63,7 +63,9 @@ class Rows:
         with full_precision():
             grams = []
             for name, form in self.forms.items():
-                local = None if scales is None else {own: scales[full] for own, full in self._names[name].items()}
+                local = (
+                    None if scales is None else {own: scales[full] for own, full in self._names[name].items()}
+                )
                 gram = form.gram(other.forms[name], local, dtype)
                 grams.append(gram if factor == 1.0 else gram.mul_(factor))
         return grams

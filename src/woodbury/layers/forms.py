@@ -51,7 +51,11 @@ class Layout:
         for n, k in self.pieces:
             column = other_sample = 0
             for m, j in other.pieces:
-                block = matrix[row : row + n * k, column : column + m * j].unflatten(0, (n, k)).unflatten(2, (m, j))
+                block = (
+                    matrix[row : row + n * k, column : column + m * j]
+                    .unflatten(0, (n, k))
+                    .unflatten(2, (m, j))
+                )
                 block.mul_(samples[sample : sample + n, None, other_sample : other_sample + m, None])
                 column, other_sample = column + m * j, other_sample + m
             row, sample = row + n * k, sample + n
@@ -194,7 +198,8 @@ class ExplicitRows:
     def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, ExplicitRows)
         products = [
-            _product(rows.flatten(1), other.rows[name].flatten(1), dtype) * (1.0 if scales is None else scales[name])
+            _product(rows.flatten(1), other.rows[name].flatten(1), dtype)
+            * (1.0 if scales is None else scales[name])
             for name, rows in self.rows.items()
         ]
         return torch.stack(products).sum(0)
@@ -205,7 +210,8 @@ class ExplicitRows:
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         return {
-            name: torch.tensordot(coefficients.to(rows.dtype), rows, dims=1) for name, rows in self.rows.items()
+            name: torch.tensordot(coefficients.to(rows.dtype), rows, dims=1)
+            for name, rows in self.rows.items()
         }
 
     def dense(self) -> dict[str, Tensor]:

@@ -56,7 +56,9 @@ class Batch:
         if self.curvature == self.samples:
             return [(self.inputs, self.targets, self.samples)]
         inputs = _batch.split(self.inputs, self.curvature, self.samples)
-        targets = (None, None) if self.targets is None else _batch.split(self.targets, self.curvature, self.samples)
+        targets = (
+            (None, None) if self.targets is None else _batch.split(self.targets, self.curvature, self.samples)
+        )
         counts = (self.curvature, self.samples - self.curvature)
         return list(zip(inputs, targets, counts, strict=True))
 
@@ -109,6 +111,7 @@ class SecondOrder(torch.optim.Optimizer):
     """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
     curvature: str  # "gauss-newton" or "empirical"
+    state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
         self,
@@ -134,7 +137,9 @@ class SecondOrder(torch.optim.Optimizer):
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if not isinstance(model, nn.Module):
-            raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
+            raise TypeError(
+                f"the first argument must be the model (an nn.Module), got {type(model).__name__}"
+            )
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)
@@ -175,11 +180,6 @@ class SecondOrder(torch.optim.Optimizer):
         problem = self._pose(inputs, targets, subset, full)
         random = _random.snapshot(self._device())
         proposal = self._propose(problem)
-        if proposal.loss.device.type == "cpu" and not torch.isfinite(proposal.loss):
-            raise ValueError(
-                f"the loss at the current parameters is {proposal.loss.item()}: nothing was changed. "
-                "Check the model's parameters for nan or inf"
-            )
         with _random.replayed(random):
             actual = proposal.evaluate(proposal.displacement)
         info, vector = self._judge(problem, proposal, actual)
@@ -246,7 +246,9 @@ class SecondOrder(torch.optim.Optimizer):
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
-    def _pose(self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None) -> Problem:
+    def _pose(
+        self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None
+    ) -> Problem:
         """Check the batch, choose S2 and read the settings."""
         plan = self._plan()
         samples = _batch.check_batch(inputs, targets)
@@ -270,7 +272,9 @@ class SecondOrder(torch.optim.Optimizer):
             order = torch.cat([chosen, outside.nonzero().flatten()])
         order = order.to(self._device())
         inputs = _batch.take(inputs, order, samples)
-        return Batch(inputs, None if targets is None else _batch.take(targets, order, samples), samples, count)
+        return Batch(
+            inputs, None if targets is None else _batch.take(targets, order, samples), samples, count
+        )
 
     def _curvature_count(self, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
@@ -322,6 +326,14 @@ class SecondOrder(torch.optim.Optimizer):
         """Loss of each sample in float64: rho is a difference of nearly equal losses."""
         return self._rule.values(self.loss, outputs.detach().double(), targets)
 
+    def _check_loss(self, loss: Tensor) -> None:
+        """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
+        if loss.device.type == "cpu" and not torch.isfinite(loss):
+            raise ValueError(
+                f"the loss at the current parameters is {loss.item()}: nothing was changed. "
+                "Check the model's parameters for nan or inf"
+            )
+
     def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Tensor:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         difference = torch.zeros((), dtype=torch.float64, device=self._device())
@@ -347,7 +359,7 @@ class SecondOrder(torch.optim.Optimizer):
                 actual = actual - decay * change.sum().double()
         finite = torch.isfinite(actual) & torch.isfinite(predicted) & proposal.usable
         # Where nothing is left to gain both are zero, and the model is as right as it can be.
-        settled = (actual == 0) & (predicted <= torch.finfo(torch.float32).tiny + 1e-16 * proposal.loss.abs())
+        settled = (actual == 0) & ((proposal.squared_norm == 0) | (predicted <= 1e-16 * proposal.loss.abs()))
         ratio = torch.where(settled, 1.0, actual / predicted)
         ratio = torch.where(finite, ratio, -torch.inf)
         accepted = finite if self.accept is None else finite & (ratio >= self.accept)
@@ -368,7 +380,9 @@ class SecondOrder(torch.optim.Optimizer):
         if any(problem.hyper.momentum.values()) and vector is not None:
             stored = self.state.get("momentum", {})
             self.state["momentum"] = {
-                name: torch.where(info.accepted, value, stored[name] if name in stored else torch.zeros_like(value))
+                name: torch.where(
+                    info.accepted, value, stored[name] if name in stored else torch.zeros_like(value)
+                )
                 for name, value in vector.items()
             }
         self.last = info
@@ -387,7 +401,10 @@ class SecondOrder(torch.optim.Optimizer):
                 ]
             ).sum()
             grads = torch.autograd.grad(
-                value / problem.batch.samples, list(parameters.values()), retain_graph=True, materialize_grads=True
+                value / problem.batch.samples,
+                list(parameters.values()),
+                retain_graph=True,
+                materialize_grads=True,
             )
         rhs = {name: -grad for name, grad in zip(parameters, grads, strict=True)}
         image: Vector = {name: torch.zeros_like(value) for name, value in vector.items()}
@@ -410,7 +427,9 @@ class SecondOrder(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's own version keeps the groups and the state alone
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
-        return {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
+        return {
+            name: value for name, value in vars(self).items() if name not in names and "hooks" not in name
+        }
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
@@ -426,7 +445,9 @@ def _named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[s
             raise ValueError("the model has no trainable parameter: every requires_grad is False")
     else:
         given = list(params)
-        groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = (
+            [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        )
     for group in groups:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         foreign = [tuple(p.shape) for p in members if id(p) not in names]
@@ -459,7 +480,9 @@ def _check_subset(subset: Any, samples: int) -> Tensor:
         raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
     chosen = chosen.long()
     if chosen.min() < 0 or chosen.max() >= samples:
-        raise ValueError(f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}")
+        raise ValueError(
+            f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}"
+        )
     if len(chosen.unique()) != len(chosen):
         raise ValueError("subset: an index appears twice")
     return chosen

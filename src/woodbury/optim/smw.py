@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import Solution, solve_cholesky, solve_conjugate_gradient
-from woodbury.optim.base import Batches, Piece, Problem, Proposal, SecondOrder, check_choice, warn_raised_damping
+from woodbury.optim.base import (
+    Batches,
+    Piece,
+    Problem,
+    Proposal,
+    SecondOrder,
+    check_choice,
+    warn_raised_damping,
+)
 from woodbury.rows import Rows, concatenate, factor_columns
 
 SOLVERS = ("cholesky", "cg", "products")
@@ -133,14 +142,13 @@ class _SampleSpace(SecondOrder):
         if problem.full is None:
             line, pieces = self._linearize(problem)
             loss = torch.cat([piece.values for piece in pieces]).mean()
-
-            def evaluate(displacement: Displacement) -> Tensor:
-                return self._decrease_on(pieces, displacement)
+            evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate = self._full_objective(problem, problem.full)
             line, _ = self._linearize(problem)
             line.gradient = gradient
+        self._check_loss(loss)
         damping = problem.damping
         step = self._solve(problem, line, damping)
         if self.solver == "cholesky" and damping.device.type == "cpu" and not step.usable:
@@ -179,7 +187,9 @@ class _SampleSpace(SecondOrder):
                 counts.append(columns.shape[0] * columns.shape[1])
         count = batch.curvature * (counts[0] // parts[0][2])
         e = torch.zeros(count).to(columns) if e is None or given else e[: batch.curvature].flatten()
-        line = Linearization(concatenate(plan, forms, counts), count, batch.curvature, batch.samples, e, gradient)
+        line = Linearization(
+            concatenate(plan, forms, counts), count, batch.curvature, batch.samples, e, gradient
+        )
         return line, pieces
 
     def _full_objective(
@@ -187,7 +197,9 @@ class _SampleSpace(SecondOrder):
     ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
         """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
         if iter(full) is full:
-            raise TypeError("full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice")
+            raise TypeError(
+                "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
+            )
         total: Tensor | None = None
         gradient: Vector = {}
         count = 0
@@ -210,7 +222,9 @@ class _SampleSpace(SecondOrder):
             with displacement.applied(), torch.no_grad():
                 for inputs, targets in full:
                     outputs = self.forward(self.model, inputs).reshape(_batch.sample_count(inputs), -1)
-                    after = after + self._values(outputs, self._rule.prepare(self.loss, outputs, targets)).sum()
+                    after = (
+                        after + self._values(outputs, self._rule.prepare(self.loss, outputs, targets)).sum()
+                    )
             return (before - after) / count
 
         return total / count, {name: value / count for name, value in gradient.items()}, evaluate
@@ -280,10 +294,14 @@ class _SampleSpace(SecondOrder):
             if scales is not None:
                 vector = {name: value * scales[name] for name, value in vector.items()}
             images = rows.layer_matvec(vector)
-            image = torch.stack(images) if self.blocks == "layer" else torch.stack(images).sum(0, keepdim=True)
+            image = (
+                torch.stack(images) if self.blocks == "layer" else torch.stack(images).sum(0, keepdim=True)
+            )
             return image / line.curvature_samples + damping * x
 
-        solution = solve_conjugate_gradient(product, rhs, self._tolerance(rhs.dtype), 10 * line.curvature_rows)
+        solution = solve_conjugate_gradient(
+            product, rhs, self._tolerance(rhs.dtype), 10 * line.curvature_rows
+        )
         return solution.x / root, damping * solution.x - e, solution
 
     def _gram(self, line: Linearization, scales: dict[str, Tensor] | None) -> Tensor:
@@ -294,7 +312,9 @@ class _SampleSpace(SecondOrder):
 
     def _project(self, line: Linearization, base: Vector) -> Tensor:
         """U p0, (blocks, m)."""
-        images = torch.stack(line.rows.layer_matvec(base))[:, : line.curvature_rows] / line.curvature_samples**0.5
+        images = (
+            torch.stack(line.rows.layer_matvec(base))[:, : line.curvature_rows] / line.curvature_samples**0.5
+        )
         return images if self.blocks == "layer" else images.sum(0, keepdim=True)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
@@ -320,7 +340,7 @@ def _scales(problem: Problem, damping: Tensor) -> dict[str, Tensor] | None:
 def _base(
     problem: Problem, line: Linearization, scales: dict[str, Tensor] | None, damping: Tensor
 ) -> Vector | None:
-    """p0 = (lambda q - W theta - g') / (lambda + W): what p would be without curvature and rows; None if zero.
+    """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
 
     q = mu p_prev, W the weight decay, g' the part of the gradient that is not in the rows.
     """

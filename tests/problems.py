@@ -1,0 +1,114 @@
+"""Tiny problems in float64 that the tests run over."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+
+class Residual(nn.Module):
+    """Linear layers at several depths of the module tree, with a skip connection and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(5, 6)
+        self.body = nn.ModuleDict(
+            {"a": nn.Sequential(nn.Tanh(), nn.Linear(6, 6)), "b": nn.Linear(6, 6, bias=False)}
+        )
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x):
+        h = self.stem(x)
+        h = h + self.body["a"](h)
+        h = torch.sigmoid(self.frozen(h))
+        return self.head(nn.functional.silu(self.body["b"](h)))
+
+
+def mlp(*widths, activation=nn.Tanh, bias=True):
+    layers = []
+    for fan_in, fan_out in pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out, bias=bias), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+@dataclass
+class Problem:
+    model: nn.Module
+    loss: nn.Module
+    inputs: Any
+    targets: torch.Tensor
+
+
+def _class_targets(n, classes):
+    return torch.randint(classes, (n,))
+
+
+def _distributions(n, classes):
+    return torch.rand(n, classes, dtype=torch.float64).softmax(1)
+
+
+N = 7  # samples: different from every number of classes, outputs and factor columns below
+
+PROBLEMS = {
+    "softmax": lambda: Problem(mlp(5, 6, 4), nn.CrossEntropyLoss(), torch.randn(N, 5), _class_targets(N, 4)),
+    "softmax-two-classes": lambda: Problem(
+        mlp(4, 5, 2), nn.CrossEntropyLoss(), torch.randn(N, 4), _class_targets(N, 2)
+    ),
+    "softmax-probabilities": lambda: Problem(
+        mlp(5, 6, 3), nn.CrossEntropyLoss(), torch.randn(N, 5), _distributions(N, 3)
+    ),
+    "softmax-smoothed": lambda: Problem(
+        mlp(5, 6, 3), nn.CrossEntropyLoss(label_smoothing=0.2), torch.randn(N, 5), _class_targets(N, 3)
+    ),
+    "logistic": lambda: Problem(
+        mlp(4, 6, 6, 1, activation=nn.Sigmoid),
+        nn.BCEWithLogitsLoss(),
+        torch.randn(N, 4),
+        torch.randint(2, (N, 1)),
+    ),
+    "logistic-many": lambda: Problem(
+        mlp(4, 6, 3),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([0.5, 2.0, 3.0])),
+        torch.randn(N, 4),
+        torch.rand(N, 3),
+    ),
+    "squared": lambda: Problem(mlp(3, 6, 2), nn.MSELoss(), torch.randn(N, 3), torch.randn(N, 2)),
+    "squared-no-bias": lambda: Problem(
+        mlp(3, 6, 2, bias=False), nn.MSELoss(), torch.randn(N, 3), torch.randn(N, 2)
+    ),
+    "in-place": lambda: Problem(
+        nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)),
+        nn.CrossEntropyLoss(),
+        torch.randn(N, 5),
+        _class_targets(N, 3),
+    ),
+    "residual": lambda: Problem(Residual(), nn.CrossEntropyLoss(), torch.randn(N, 5), _class_targets(N, 3)),
+    "one-layer": lambda: Problem(
+        nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.randn(N, 4), _class_targets(N, 3)
+    ),
+    "images": lambda: Problem(
+        nn.Sequential(nn.Flatten(), *mlp(12, 5, 3)),
+        nn.CrossEntropyLoss(),
+        torch.randn(N, 3, 4),
+        _class_targets(N, 3),
+    ),
+}
+
+
+def make(name, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    problem = PROBLEMS[name]()
+    problem.model.to(dtype)
+    problem.loss.to(dtype)
+    problem.inputs = problem.inputs.to(dtype)
+    if problem.targets.is_floating_point() or isinstance(problem.loss, nn.BCEWithLogitsLoss | nn.MSELoss):
+        problem.targets = problem.targets.to(dtype)
+    return problem
+
+
+every_problem = pytest.mark.parametrize("name", list(PROBLEMS))

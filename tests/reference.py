@@ -1,0 +1,103 @@
+"""Dense references by plain autograd, one sample and one output at a time. No code of woodbury's."""
+
+import torch
+
+
+def parameters(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def flat(tensors):
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def one(inputs, i):
+    """Sample i as a batch of one."""
+    return inputs[i : i + 1]
+
+
+def per_sample(model, loss, inputs, targets, forward=None):
+    """For each sample: Jacobian (C, p), gradient of the sample's loss in the outputs (C,), Hessian (C, C)."""
+    params = list(parameters(model).values())
+    run = forward or (lambda m, x: m(x))
+    result = []
+    for i in range(len(inputs)):
+        outputs = run(model, one(inputs, i))
+        numbers = outputs.reshape(-1)
+        jacobian = torch.stack(
+            [
+                flat(torch.autograd.grad(number, params, retain_graph=True, materialize_grads=True))
+                for number in numbers
+            ]
+        )
+        point = outputs.detach()
+
+        def value(y, i=i, point=point):
+            return loss(y.reshape(point.shape), one(targets, i))
+
+        slope = torch.autograd.functional.jacobian(value, point.reshape(-1))
+        hessian = torch.autograd.functional.hessian(value, point.reshape(-1))
+        result.append((jacobian, slope, hessian))
+    return result
+
+
+def gradient(model, loss, inputs, targets, forward=None):
+    run = forward or (lambda m, x: m(x))
+    params = list(parameters(model).values())
+    return flat(torch.autograd.grad(loss(run(model, inputs), targets), params, materialize_grads=True))
+
+
+def curvature_matrix(samples, kind):
+    """B = (1/n) sum J^T H J, or (1/n) sum g g^T."""
+    if kind == "gauss-newton":
+        return sum(J.T @ H @ J for J, _, H in samples) / len(samples)
+    return sum(torch.outer(J.T @ r, J.T @ r) for J, r, _ in samples) / len(samples)
+
+
+def block_mask(model):
+    """(p, p): 1 where two parameters belong to the same module."""
+    owners = flat(
+        [
+            torch.full((p.numel(),), hash(name.rpartition(".")[0]) % 2**40, dtype=torch.float64)
+            for name, p in parameters(model).items()
+        ]
+    )
+    return (owners[:, None] == owners[None, :]).double()
+
+
+def dense_direction(
+    model, loss, inputs, targets, subset, damping, kind, blocks="full", decay=None, shift=None, forward=None
+):
+    """argmin_p g.p + p B p / 2 + W (theta.p + p.p/2) + damping |p - shift|^2 / 2, all dense."""
+    samples = per_sample(model, loss, inputs[subset], targets[subset], forward)
+    B = curvature_matrix(samples, kind)
+    if blocks == "layer":
+        B = B * block_mask(model).to(B)
+    g = gradient(model, loss, inputs, targets, forward)
+    theta = flat([p.detach() for p in parameters(model).values()])
+    W = torch.zeros_like(theta) if decay is None else decay
+    q = torch.zeros_like(theta) if shift is None else shift
+    matrix = B + torch.diag(W + damping)
+    return torch.linalg.solve(matrix, damping * q - g - W * theta), B, g
+
+
+def equation_6(samples, g, damping):
+    """p by the paper's (6): G^-1 = (I - J^T D^-1 J / N2) / lam, D = lam H^-1 + J J^T / N2, as printed."""
+    n = len(samples)
+    J = torch.cat([j for j, _, _ in samples])
+    H = torch.block_diag(*[h for _, _, h in samples])
+    D = damping * torch.linalg.inv(H) + J @ J.T / n
+    return -(g - J.T @ torch.linalg.solve(D, J @ g) / n) / damping
+
+
+def equation_7(samples, g, damping):
+    """p by the paper's (7): G^-1 = (I - J^T H D^-1 J / N2) / lam, D = lam I + J J^T H / N2, as printed."""
+    n = len(samples)
+    J = torch.cat([j for j, _, _ in samples])
+    H = torch.block_diag(*[h for _, _, h in samples])
+    D = damping * torch.eye(len(J), dtype=J.dtype) + J @ J.T @ H / n
+    return -(g - J.T @ H @ torch.linalg.solve(D, J @ g) / n) / damping
+
+
+def relative_error(a, b):
+    return float((a - b).norm() / b.norm())

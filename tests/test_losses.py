@@ -1,0 +1,112 @@
+"""The loss rules against autograd on the loss modules themselves."""
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import woodbury
+from woodbury.losses import loss_rule
+
+
+def outputs_of(name, dtype=torch.float64):
+    problem = problems.make(name, dtype)
+    with torch.no_grad():
+        outputs = problem.model(problem.inputs).reshape(len(problem.inputs), -1)
+    return problem, outputs
+
+
+def per_sample_derivatives(loss, outputs, targets):
+    slopes, hessians = [], []
+    for i in range(len(outputs)):
+
+        def value(y, i=i):
+            return loss(y.unsqueeze(0), targets[i : i + 1])
+
+        slopes.append(torch.autograd.functional.jacobian(value, outputs[i]))
+        hessians.append(torch.autograd.functional.hessian(value, outputs[i]))
+    return torch.stack(slopes), torch.stack(hessians)
+
+
+@problems.every_problem
+def test_values_residual_and_factor_match_the_loss_module(name):
+    problem, outputs = outputs_of(name)
+    rule = loss_rule(problem.loss)
+    prepared = rule.prepare(problem.loss, outputs, problem.targets)
+    slopes, hessians = per_sample_derivatives(problem.loss, outputs, problem.targets)
+    values = rule.values(problem.loss, outputs, prepared)
+    torch.testing.assert_close(values.mean(), problem.loss(outputs, problem.targets))
+    torch.testing.assert_close(rule.residual(problem.loss, outputs, prepared), slopes)
+    columns, e = rule.factor(problem.loss, outputs, prepared)
+    torch.testing.assert_close(columns.mT @ columns, hessians)  # S S^T = H
+    torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), slopes)  # S e = r
+
+
+def test_softmax_factor_has_one_column_less_than_classes():
+    _, outputs = outputs_of("softmax")
+    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(
+        nn.CrossEntropyLoss(), outputs, torch.zeros(7).long()
+    )
+    assert columns.shape == (7, 3, 4)
+    _, outputs = outputs_of("softmax-two-classes")
+    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(
+        nn.CrossEntropyLoss(), outputs, torch.zeros(7).long()
+    )
+    assert columns.shape == (7, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [30.0, 200.0, 1e4])
+def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
+    softmax = torch.tensor([[size, 0, -size], [0, size, 0], [-size, 0, 0]], dtype=dtype)
+    labels = torch.tensor([2, 1, 0])
+    logistic = torch.tensor([[size], [-size], [size]], dtype=dtype)
+    for loss, outputs, targets in (
+        (nn.CrossEntropyLoss(), softmax, labels),
+        (nn.BCEWithLogitsLoss(), logistic, torch.tensor([[0.0], [0.0], [1.0]], dtype=dtype)),
+    ):
+        rule = loss_rule(loss)
+        columns, e = rule.factor(loss, outputs, targets)
+        assert torch.isfinite(columns).all() and torch.isfinite(e).all()
+        residual = rule.residual(loss, outputs, targets)
+        torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), residual, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss, option",
+    [
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), "weight"),
+        (nn.CrossEntropyLoss(ignore_index=1), "ignore_index"),
+        (nn.CrossEntropyLoss(reduction="sum"), "reduction"),
+        (nn.MSELoss(reduction="sum"), "reduction"),
+        (nn.MSELoss(reduction="none"), "reduction"),
+        (nn.BCEWithLogitsLoss(weight=torch.ones(3)), "weight"),
+        (nn.BCEWithLogitsLoss(reduction="none"), "reduction"),
+    ],
+)
+def test_unsupported_options_are_refused_by_name(loss, option):
+    with pytest.raises(ValueError, match=option):
+        woodbury.GaussNewton(nn.Linear(2, 3), loss)
+
+
+def test_unknown_loss_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match=r"SoftMarginLoss.*register_loss"):
+        woodbury.GaussNewton(nn.Linear(2, 3), nn.SoftMarginLoss())
+
+
+@pytest.mark.parametrize(
+    "loss, outputs, targets, message",
+    [
+        (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, 1, 2, 3]), "0..2, got 3"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, -100, 2, 0]), "got -100"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.zeros(4, 1, dtype=torch.long), "shape"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.ones(4, 3), "sum to 1"),
+        (nn.CrossEntropyLoss(), (4, 1), torch.zeros(4).long(), "BCEWithLogitsLoss"),
+        (nn.CrossEntropyLoss(), (4, 3), None, "needs targets"),
+        (nn.MSELoss(), (4, 3), torch.ones(4), "do not fit"),
+        (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1"),
+    ],
+)
+def test_wrong_targets_are_refused(loss, outputs, targets, message):
+    with pytest.raises(ValueError, match=message):
+        loss_rule(loss).prepare(loss, torch.zeros(outputs), targets)

@@ -1,0 +1,198 @@
+"""U against a loop over single samples: Gram, products, dense, and the capture's refusals."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import problems
+import reference
+import woodbury
+from woodbury._vector import flatten
+from woodbury.losses import loss_rule
+
+
+def dense_rows(problem, curvature):
+    """The reference rows: S^T J / sqrt(n), with S from the loss rule (checked in test_losses)."""
+    samples = reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets)
+    outputs = problem.model(problem.inputs).detach().reshape(len(problem.inputs), -1)
+    rule = loss_rule(problem.loss)
+    columns, _ = rule.factor(problem.loss, outputs, rule.prepare(problem.loss, outputs, problem.targets))
+    blocks = []
+    for i, (J, r, _) in enumerate(samples):
+        blocks.append(columns[i] @ J if curvature == "gauss-newton" else (r @ J).unsqueeze(0))
+    return torch.cat(blocks) / len(samples) ** 0.5
+
+
+def vector_like(model):
+    return {name: torch.randn_like(p) for name, p in reference.parameters(model).items()}
+
+
+@problems.every_problem
+@pytest.mark.parametrize("curvature", ["gauss-newton", "empirical"])
+def test_rows_equal_a_loop_over_samples(name, curvature):
+    problem = problems.make(name)
+    U = dense_rows(problem, curvature)
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets, curvature=curvature)
+    assert rows.shape == U.shape
+    torch.testing.assert_close(rows.dense(), U)
+    torch.testing.assert_close(rows.gram(), U @ U.T)
+    vector = vector_like(problem.model)
+    torch.testing.assert_close(rows.matvec(vector), U @ flatten(vector))
+    c = torch.randn(len(U), dtype=torch.float64)
+    torch.testing.assert_close(flatten(rows.rmatvec(c)), U.T @ c)
+
+
+@problems.every_problem
+def test_cross_gram_with_gradient_rows_gives_u_g(name):
+    problem = problems.make(name)
+    factor = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    grads = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets, curvature="empirical")
+    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    n = len(problem.inputs)
+    torch.testing.assert_close(factor.gram(grads).sum(1) / n**0.5, factor.dense() @ g)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    n=st.integers(1, 6),
+    bias=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_products_are_adjoint_and_gram_is_their_composition(widths, n, bias, seed):
+    torch.manual_seed(seed)
+    model = problems.mlp(*widths, bias=bias).double()
+    inputs, targets = torch.randn(n, widths[0]).double(), torch.randn(n, widths[-1]).double()
+    rows = woodbury.rows(model, nn.MSELoss(), inputs, targets)
+    vector, c = vector_like(model), torch.randn(rows.count).double()
+    left = rows.matvec(vector) @ c
+    right = flatten(vector) @ flatten(rows.rmatvec(c))
+    torch.testing.assert_close(left, right)  # <U v, c> = <v, U^T c>
+    K = rows.gram()
+    torch.testing.assert_close(K, K.T)
+    torch.testing.assert_close(K @ c, rows.matvec(rows.rmatvec(c)))
+
+
+def test_gram_accumulates_in_the_type_asked_for():
+    problem = problems.make("softmax", torch.float32)
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    assert rows.gram().dtype == torch.float32
+    K = rows.gram(dtype=torch.float64)
+    assert K.dtype == torch.float64
+    dense = rows.dense().double()
+    assert reference.relative_error(K, dense @ dense.T) < 1e-6
+
+
+def test_gram_scales_weigh_each_parameter():
+    problem = problems.make("softmax")
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    scales = {name: torch.rand((), dtype=torch.float64) for name in reference.parameters(problem.model)}
+    D = reference.flat(
+        [scales[name] * torch.ones_like(p) for name, p in reference.parameters(problem.model).items()]
+    )
+    U = rows.dense()
+    torch.testing.assert_close(rows.gram(scales=scales), U @ torch.diag(D.detach()) @ U.T)
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width) + 0.1 * torch.randn(width))
+
+    def forward(self, x):
+        return self.gain * x
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class ByFunction(nn.Module):
+    """Uses the parameters of a layer without calling it, alone or beside the call."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.layer, self.call = nn.Linear(4, 4), call
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = F.linear(x, self.layer.weight, self.layer.bias)
+        return self.head(torch.tanh(h + self.layer(x) if self.call else h))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+MSE = nn.MSELoss()
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (
+            nn.Sequential(nn.Linear(4, 3), Scale(3)),
+            r"'1\.gain' of Scale.*register_layer.*fallback='autograd'",
+        ),
+        (Doubled(4, 3), r"'weight' of Doubled"),
+        (Twice(), r"'layer' is called more than once"),
+        (ByFunction(call=False), r"'layer\.weight' is used outside"),
+        (ByFunction(call=True), r"'layer\.weight' is used outside"),
+        (Tied(), r"'a\.weight' is shared with 'b\.weight'"),
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"BatchNorm1d '1' is in training mode.*eval"),
+        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), nn.Flatten()), r"layer '1'.*\(5, 2, 2\)"),
+        (nn.Linear(4, 3).requires_grad_(False), "no trainable parameter"),
+    ],
+)
+def test_models_whose_rows_would_be_wrong_are_refused_by_name(model, message):
+    with pytest.raises(ValueError, match=message):
+        woodbury.rows(model, MSE, torch.randn(5, 4), None)
+
+
+def test_sample_axis_must_come_first():
+    model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="first axis"):
+        woodbury.rows(model, MSE, torch.randn(5, 4), None, forward=lambda m, x: m(x).T)
+
+
+def test_frozen_batch_norm_in_eval_mode_is_fine():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3).requires_grad_(False)).double().eval()
+    x, t = torch.randn(5, 4).double(), torch.randn(5, 3).double()
+    J = reference.per_sample(model, MSE, x, t)
+    U = torch.cat([j for j, _, _ in J]) * (2 / 3 / 5) ** 0.5
+    torch.testing.assert_close(woodbury.rows(model, MSE, x, t).dense(), U)
+
+
+def test_autograd_fallback_is_exact():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), Scale(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, t = torch.randn(6, 4).double(), torch.randint(3, (6,))
+    loss = nn.CrossEntropyLoss()
+    rows = woodbury.rows(model, loss, x, t, fallback="autograd")
+    B = reference.curvature_matrix(reference.per_sample(model, loss, x, t), "gauss-newton")
+    torch.testing.assert_close(rows.dense().T @ rows.dense(), B)
+    torch.testing.assert_close(rows.gram(), rows.dense() @ rows.dense().T)
+
+
+def test_unknown_curvature_is_refused():
+    with pytest.raises(ValueError, match="curvature"):
+        woodbury.rows(nn.Linear(2, 2), MSE, torch.randn(3, 2), None, curvature="newton")

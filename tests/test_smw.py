@@ -1,0 +1,307 @@
+"""The sample-space step against dense solves, the paper's printed equations and an independent library."""
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import reference
+import woodbury
+from woodbury._vector import flatten
+
+METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
+SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}
+
+every_kind = pytest.mark.parametrize("kind", list(METHODS))
+every_blocks = pytest.mark.parametrize("blocks", ["full", "layer"])
+every_subset = pytest.mark.parametrize("subset", list(SUBSETS.values()), ids=list(SUBSETS))
+
+
+def dense(problem, subset, damping, kind, **options):
+    return reference.dense_direction(
+        problem.model, problem.loss, problem.inputs, problem.targets, subset, damping, kind, **options
+    )
+
+
+@problems.every_problem
+@every_kind
+@every_blocks
+@every_subset
+def test_direction_equals_the_dense_solve(name, kind, blocks, subset):
+    problem = problems.make(name)
+    optimizer = METHODS[kind](problem.model, problem.loss, damping=0.03, blocks=blocks)
+    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
+    expected, _, _ = dense(problem, subset, 0.03, kind, blocks=blocks)
+    assert reference.relative_error(flatten(p), expected) <= 1e-10
+
+
+@problems.every_problem
+@every_subset
+def test_gauss_newton_equals_the_papers_equations_6_and_7(name, subset):
+    problem = problems.make(name)
+    p = flatten(
+        woodbury.GaussNewton(problem.model, problem.loss, damping=0.1).direction(
+            problem.inputs, problem.targets, subset=subset
+        )
+    )
+    samples = reference.per_sample(
+        problem.model, problem.loss, problem.inputs[subset], problem.targets[subset]
+    )
+    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    assert reference.relative_error(p, reference.equation_7(samples, g, 0.1)) <= 1e-10
+    if not isinstance(problem.loss, nn.CrossEntropyLoss):  # H is singular for softmax: (6) does not apply
+        assert reference.relative_error(p, reference.equation_6(samples, g, 0.1)) <= 1e-10
+
+
+@every_kind
+@every_blocks
+@every_subset
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared-no-bias", "residual"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset, weight_decay):
+    problem = problems.make(name)
+    optimizer = METHODS[kind](
+        problem.model, problem.loss, damping=0.05, blocks=blocks, momentum=0.7, weight_decay=weight_decay
+    )
+    previous = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
+    optimizer.step(problem.inputs, problem.targets, subset=subset)
+    decay = weight_decay * torch.ones_like(previous)
+    expected, B, g = dense(problem, subset, 0.05, kind, blocks=blocks, decay=decay, shift=0.7 * previous)
+    p = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
+    assert reference.relative_error(p, expected) <= 1e-10
+    theta = reference.flat([q.detach() for q in reference.parameters(problem.model).values()])
+    predicted = -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
+    info = optimizer.step(problem.inputs, problem.targets, subset=subset)
+    torch.testing.assert_close(info.predicted, predicted)
+
+
+@every_kind
+@every_subset
+def test_weight_decay_of_each_group_enters_the_one_system(kind, subset):
+    problem = problems.make("softmax")
+    names = reference.parameters(problem.model)
+    weights = [p for name, p in names.items() if name.endswith("weight")]
+    biases = [p for name, p in names.items() if name.endswith("bias")]
+    optimizer = METHODS[kind](
+        problem.model,
+        problem.loss,
+        damping=0.05,
+        params=[{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": 0.5}],
+    )
+    decay = reference.flat(
+        [(0.3 if name.endswith("weight") else 0.0) * torch.ones_like(p) for name, p in names.items()]
+    ).detach()
+    expected, _, _ = dense(problem, subset, 0.05, kind, decay=decay)
+    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
+    assert reference.relative_error(flatten(p), expected) <= 1e-10
+    before = {name: q.detach().clone() for name, q in names.items()}
+    optimizer.step(problem.inputs, problem.targets, subset=subset)
+    for name, q in names.items():
+        torch.testing.assert_close(
+            q.detach(), before[name] + (0.5 if name.endswith("bias") else 1.0) * p[name]
+        )
+
+
+@problems.every_problem
+@every_kind
+@every_blocks
+@every_subset
+def test_predicted_decrease_norm_and_ratio_match_the_dense_model(name, kind, blocks, subset):
+    problem = problems.make(name)
+    lr, damping = 0.3, 0.2
+    optimizer = METHODS[kind](problem.model, problem.loss, lr=lr, damping=damping, blocks=blocks)
+    p, B, g = dense(problem, subset, damping, kind, blocks=blocks)
+    theta = {n: q.detach().clone() for n, q in reference.parameters(problem.model).items()}
+    loss = problem.loss(problem.model(problem.inputs), problem.targets)
+    info = optimizer.step(problem.inputs, problem.targets, subset=subset)
+    decrease = -g @ p - 0.5 * p @ B @ p
+    torch.testing.assert_close(info.predicted, decrease)
+    torch.testing.assert_close(info.step_norm, p.norm())
+    torch.testing.assert_close(info.loss, loss.detach())
+    torch.testing.assert_close(info.damping, torch.tensor(damping, dtype=torch.float64))
+    moved = reference.flat([q.detach() for q in reference.parameters(problem.model).values()])
+    torch.testing.assert_close(moved, reference.flat(list(theta.values())) + lr * p)
+    # rho is measured at theta + p, although theta moved by lr p
+    shifts = dict(zip(theta, p.split([q.numel() for q in theta.values()]), strict=True))
+    with torch.no_grad():
+        for n, q in reference.parameters(problem.model).items():
+            q.copy_(theta[n] + shifts[n].reshape(q.shape))
+        trial = problem.loss(problem.model(problem.inputs), problem.targets)
+    torch.testing.assert_close(info.ratio, (loss.detach() - trial) / decrease, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "residual"])
+@every_kind
+@every_blocks
+@every_subset
+@pytest.mark.parametrize("solver", ["cg", "products"])
+@pytest.mark.parametrize("tolerance", [1e-4, 1e-12])
+def test_conjugate_gradient_solvers_agree_to_their_tolerance(name, kind, blocks, subset, solver, tolerance):
+    problem = problems.make(name)
+    damping = 0.1
+    options = {"damping": damping, "blocks": blocks, "weight_decay": 0.01}
+    exact = METHODS[kind](problem.model, problem.loss, **options)
+    iterative = METHODS[kind](
+        problem.model, problem.loss, solver=solver, solver_tolerance=tolerance, **options
+    )
+    p = flatten(exact.direction(problem.inputs, problem.targets, subset=subset))
+    q = flatten(iterative.direction(problem.inputs, problem.targets, subset=subset))
+    # |K + lambda| / lambda <= 100 here bounds how a residual turns into an error
+    assert reference.relative_error(q, p) <= 100 * tolerance
+
+
+@every_kind
+def test_step_tends_to_the_scaled_gradient_for_large_damping(kind):
+    problem = problems.make("softmax")
+    p = METHODS[kind](problem.model, problem.loss, damping=1e9).direction(problem.inputs, problem.targets)
+    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    assert reference.relative_error(1e9 * flatten(p), -g) < 1e-8
+
+
+@every_kind
+@pytest.mark.parametrize("gram_dtype, bound", [(None, 1e-2), (torch.float64, 1e-4)])
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared"])
+@pytest.mark.parametrize("seed", range(3))
+def test_small_damping_keeps_float32_accurate(kind, gram_dtype, bound, name, seed):
+    """lambda = 1e-6 lambda_max with N1 = N2, on a wider network than the tiny ones."""
+    torch.manual_seed(seed)
+    n, outputs = 40, {"softmax": 10, "logistic": 1, "squared": 3}[name]
+    model = problems.mlp(50, 64, 64, outputs)
+    inputs = torch.randn(n, 50)
+    loss, targets = {
+        "softmax": (nn.CrossEntropyLoss(), torch.randint(10, (n,))),
+        "logistic": (nn.BCEWithLogitsLoss(), torch.randint(2, (n, 1)).float()),
+        "squared": (nn.MSELoss(), torch.randn(n, 3)),
+    }[name]
+    largest = torch.linalg.eigvalsh(
+        woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().double()
+    )[-1]
+    damping = float(1e-6 * largest)
+    single = METHODS[kind](model, loss, damping=damping, gram_dtype=gram_dtype).direction(inputs, targets)
+    twin = problems.mlp(50, 64, 64, outputs).double()
+    twin.load_state_dict(model.state_dict())
+    wide = targets.double() if targets.is_floating_point() else targets
+    double = METHODS[kind](twin, loss, damping=damping).direction(inputs.double(), wide)
+    assert torch.isfinite(flatten(single)).all()
+    assert reference.relative_error(flatten(single).double(), flatten(double)) <= bound
+
+
+@every_kind
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("part", [None, 30])
+def test_step_solves_the_system_of_an_independent_library(kind, dtype, bound, part):
+    """(B + lambda I) p = -g with curvlinops' matrix-free operators on the paper's MNIST network."""
+    curvlinops = pytest.importorskip("curvlinops")
+    n, damping = 60, 1.001
+    model = problems.mlp(784, 500, 10, activation=nn.Sigmoid).to(dtype)
+    inputs, targets = torch.randn(n, 784, dtype=dtype), torch.randint(10, (n,))
+    loss = nn.CrossEntropyLoss()
+    subset = torch.randperm(n)[: part or n]
+    optimizer = METHODS[kind](model, loss, damping=damping)
+    p = flatten(optimizer.direction(inputs, targets, subset=subset))
+    params = list(model.parameters())
+    data = [(inputs[subset], targets[subset])]
+    if kind == "gauss-newton":
+        operator = curvlinops.GGNLinearOperator(model, loss, params, data, check_deterministic=False)
+    else:
+        operator = curvlinops.EFLinearOperator(model, loss, params, data, check_deterministic=False)
+    g = reference.gradient(model, loss, inputs, targets)
+    residual = operator @ p + damping * p + g
+    assert float(residual.norm() / g.norm()) <= bound
+
+
+@every_kind
+def test_any_batch_size_at_any_step(kind):
+    problem = problems.make("softmax")
+    optimizer = METHODS[kind](problem.model, problem.loss, damping=0.1, curvature_samples=4)
+    for size in (7, 2, 5, 1, 7):
+        inputs, targets = problem.inputs[:size], problem.targets[:size]
+        subset = list(range(min(4, size)))
+        expected, _, _ = reference.dense_direction(
+            problem.model, problem.loss, inputs, targets, subset, 0.1, kind
+        )
+        p = flatten(optimizer.direction(inputs, targets, subset=subset))
+        assert reference.relative_error(p, expected) <= 1e-10
+        assert optimizer.step(inputs, targets).accepted
+
+
+@every_kind
+def test_user_layer_and_user_loss_take_part_exactly(kind):
+    """The documented way to add a layer and a loss of one's own (see register_layer, register_loss)."""
+
+    class Gain(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.gain = nn.Parameter(torch.rand(width) + 0.5)
+
+        def forward(self, x):
+            return self.gain * x
+
+    class Poisson(nn.Module):
+        def forward(self, outputs, targets):
+            return (outputs.exp() - targets * outputs).mean()
+
+    @woodbury.register_layer(Gain)
+    def gain_rows(layer, inputs, grads):
+        return {"gain": inputs.unsqueeze(1) * grads}
+
+    @woodbury.register_loss(Poisson)
+    class PoissonRule(woodbury.LossRule):
+        def values(self, loss, outputs, targets):
+            return (outputs.exp() - targets * outputs).mean(1)
+
+    model = nn.Sequential(nn.Linear(4, 5), Gain(5), nn.Tanh(), nn.Linear(5, 2)).double()
+    inputs, targets = torch.randn(6, 4).double(), torch.poisson(torch.ones(6, 2)).double()
+    for blocks in ("full", "layer"):
+        optimizer = METHODS[kind](model, Poisson(), damping=0.1, blocks=blocks)
+        for subset in ([0, 3, 5], list(range(6))):
+            expected, _, _ = reference.dense_direction(
+                model, Poisson(), inputs, targets, subset, 0.1, kind, blocks
+            )
+            p = optimizer.direction(inputs, targets, subset=subset)
+            assert reference.relative_error(flatten(p), expected) <= 1e-10
+        assert optimizer.step(inputs, targets).accepted
+
+
+@every_kind
+def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kind):
+    from woodbury.layers import Layout, OuterRows
+
+    class Embedded(nn.Module):
+        """A linear map with fixed work before and after it."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return 2 * torch.sin(x) @ self.weight.T
+
+    @woodbury.register_layer(Embedded)
+    def embedded_rows(layer, inputs, grads):
+        layout = Layout((tuple(grads.shape[:2]),))
+        return OuterRows(2 * torch.sin(inputs), grads.flatten(0, 1), layout, bias=None)
+
+    model = nn.Sequential(Embedded(), nn.Tanh(), nn.Linear(3, 2)).double()
+    inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 2).double()
+    optimizer = METHODS[kind](model, nn.MSELoss(), damping=0.1)
+    p, B, g = reference.dense_direction(model, nn.MSELoss(), inputs, targets, [0, 2], 0.1, kind)
+    info = optimizer.step(inputs, targets, subset=[0, 2])
+    torch.testing.assert_close(info.step_norm, p.norm())
+    torch.testing.assert_close(info.predicted, -g @ p - 0.5 * p @ B @ p)
+    after = nn.MSELoss()(model(inputs), targets)  # lr = 1: the trial point is where we are
+    torch.testing.assert_close((info.loss - after).detach(), info.ratio * info.predicted)
+
+
+def test_unsolvable_system_raises_the_damping_and_says_so():
+    """In float32 a Gram matrix of rank one with tiny damping is not numerically positive definite."""
+    model = nn.Linear(3, 1)
+    inputs = 100 * torch.ones(20, 3) + 1e-3 * torch.randn(20, 3)
+    optimizer = woodbury.GaussNewton(
+        model, nn.MSELoss(), damping=woodbury.LevenbergMarquardt(1e-9, floor=0.0)
+    )
+    with pytest.warns(RuntimeWarning, match="not numerically positive definite"):
+        info = optimizer.step(inputs, torch.ones(20, 1))
+    assert info.damping > 1e-9 and torch.isfinite(info.predicted)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert optimizer.state["damping"] > 5e-9
