@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -213,6 +214,10 @@ def _short(value: float) -> str:
 
 
 def _first_line(described: object) -> str:
+    """The first line of the docstring; a partial shows that of its function and the arguments it sets."""
+    if isinstance(described, partial):
+        arguments = ", ".join(f"{name}={value!r}" for name, value in described.keywords.items())
+        return f"{_first_line(described.func)} With {arguments}."
     return (described.__doc__ or "").strip().split("\n")[0]
 
 

@@ -12,6 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from woodbury.experiments.config import RunConfig
@@ -20,7 +21,7 @@ from woodbury.experiments.config import RunConfig
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#555555", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-_STYLE = {
+_STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.titlesize": 11,
@@ -101,8 +102,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     """
     groups = _by_optimizer(runs)
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(12, 6.4), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+        figure = Figure(figsize=(12, 6.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         (loss_epochs, loss_time, damping), (error_epochs, error_time, key) = figure.subplots(2, 3)
         figure.suptitle(_title(runs[0].config), x=0.012, ha="left", fontsize=13)
 

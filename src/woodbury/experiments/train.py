@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -69,7 +69,7 @@ def train(config: RunConfig, folder: Path, progress: Callable[[Progress], None] 
                 info = optimizer.step(inputs, targets)
                 seconds += time.perf_counter() - started
                 step += 1
-                values = {name: value.item() for name, value in asdict(info).items()}
+                values = info.as_dict()
                 _write(records, kind="step", epoch=epoch, step=step, seconds=seconds, **values)
                 if progress is not None:
                     progress(Progress(step, steps, values["loss"], values["damping"]))
