@@ -98,7 +98,7 @@ def compare(
         figure, _ = report.save(report.draw(results), folder / "comparison")
     except OSError as error:
         _fail(f"cannot write to {error.filename or out}: {error.strerror or error}")
-    console.print(f"figure [bold]{figure}[/] (and .svg), runs [bold]{folder}{os.sep}[/]", soft_wrap=True)
+    console.print(f"figure [bold]{figure}[/] (and .svg), run folders in [bold]{folder}[/]", soft_wrap=True)
 
 
 @bench.command("step")
