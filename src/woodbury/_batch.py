@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def _check_finite(tensor: Tensor, what: str) -> None:
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
         return
     # One cheap pass; a sum can overflow without any value being infinite, so only then look closely.
-    if torch.isfinite(tensor.sum()) or torch.isfinite(tensor).all():
+    if math.isfinite(tensor.sum().item()) or torch.isfinite(tensor).all():
         return
     flat = torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else torch.isfinite(tensor)
     bad = (~flat).nonzero().flatten()

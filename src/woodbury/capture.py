@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from woodbury.layers.forms import ExplicitRows, RowForm
+from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.registry import Rule, as_form, layer_rule
+from woodbury.layers.rules import linear_rows
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -43,6 +44,23 @@ class Plan:
     layers: tuple[Layer, ...]
     rest: tuple[str, ...]
     parameters: dict[str, nn.Parameter]
+    frozen: tuple[nn.Parameter, ...]
+    norms: tuple[nn.Module, ...]  # those that must stay in eval mode
+
+    def is_current(self) -> bool:
+        """Whether planning again would give the same, as far as can be told without walking the model."""
+        for layer in self.layers:
+            own = layer.module._parameters
+            for local, name in layer.parameters.items():
+                if own.get(local) is not self.parameters[name]:
+                    return False
+            if "forward" in vars(layer.module):
+                return False
+        return (
+            all(parameter.requires_grad for parameter in self.parameters.values())
+            and not any(parameter.requires_grad for parameter in self.frozen)
+            and not any(norm.training for norm in self.norms)
+        )
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
@@ -59,9 +77,12 @@ def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallbac
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
     rest: list[str] = []
+    norms: list[nn.Module] = []
     seen: dict[int, str] = {}
     for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, _BatchNorm):
+            norms.append(module)
+        if norms and norms[-1] is module and module.training:
             raise ValueError(
                 f"{type(module).__name__} {path!r} is in training mode: its outputs mix the samples "
                 "of a batch, so rows per sample do not exist. Call .eval() on it, or use GroupNorm or "
@@ -92,14 +113,16 @@ def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallbac
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
                 "fallback='autograd'. (Or leave it alone with requires_grad_(False).)"
             )
-    return Plan(tuple(layers), tuple(rest), parameters)
+    frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
+    return Plan(tuple(layers), tuple(rest), parameters, frozen, tuple(norms))
 
 
 @dataclass
 class Call:
     """One call of a layer during a captured forward pass."""
 
-    inputs: Tensor
+    given: Tensor  # the input, attached to the graph
+    inputs: Tensor  # the input, detached
     outputs: Tensor
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
     version: int  # of the outputs when they were made
@@ -118,29 +141,73 @@ class Capture:
     outputs: Tensor  # (n, C), attached to the graph
     calls: dict[str, Call]  # by layer name
 
-    def rows(self, columns: Tensor) -> dict[str, RowForm]:
-        """Back-propagate columns (n, k, C) and return the rows of every layer that was called.
+    def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+        """Back-propagate columns and return the rows of every layer that was called.
 
-        Row (i, a) is the derivative of columns[i, a] . outputs[i] in the layer's parameters.
+        segments are columns (m, k, C) for consecutive samples, from the first on. Row (i, a) is the
+        derivative of columns[i, a] . outputs[i] in the layer's parameters.
         """
+        if len(segments) > 1 or segments[0].shape[1] > 1:
+            chain = chain_of(self)
+            if chain is not None:
+                return self._rows_along(chain, segments)
+        start, pieces = 0, []
+        for columns in segments:
+            pieces.append(self._rows_by_autograd(columns, start))
+            start += len(columns)
+        return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+
+    def _rows_by_autograd(self, columns: Tensor, start: int) -> dict[str, RowForm]:
+        """Rows for any model: one backward pass, batched over the columns."""
+        window = slice(start, start + len(columns))
+        part = len(columns) < len(self.outputs)
+        if part:
+            padded = columns.new_zeros(len(self.outputs), *columns.shape[1:])
+            padded[window] = columns
+            columns = padded
         called = [layer for layer in self.plan.layers if layer.name in self.calls]
-        grads = self._grads([self.calls[layer.name].edge for layer in called], columns, bool(self.plan.rest))
+        grads = self._grads([self.calls[layer.name].edge for layer in called], columns)
         forms: dict[str, RowForm] = {}
         for layer, grad in zip(called, grads, strict=True):
             if grad is None:
                 continue
+            inputs = self.calls[layer.name].inputs
+            if part:
+                inputs, grad = inputs[window], grad[window]
             try:
-                form = as_form(layer.rule(layer.module, self.calls[layer.name].inputs, grad))
+                form = as_form(layer.rule(layer.module, inputs, grad))
             except ValueError as error:
                 raise ValueError(f"layer {layer.name!r}: {error}") from None
-            forms[layer.name] = (
-                form if set(form.parameters) == set(layer.parameters) else form.restrict(layer.parameters)
-            )
+            forms[layer.name] = form.restrict(layer.parameters)
         for name in self.plan.rest:
-            rows = self._explicit_rows(self.plan.parameters[name], columns)
+            rows = self._explicit_rows(self.plan.parameters[name], columns, window)
             if rows is not None:
                 forms[name] = ExplicitRows({name: rows})
         return forms
+
+    def _rows_along(self, chain: Sequence[Layer], segments: Sequence[Tensor]) -> dict[str, RowForm]:
+        """Rows of a plain chain z_1 -> v_2 = phi(z_1) -> z_2 ..., last layer first in `chain`.
+
+        h_l = (h_{l+1} W_{l+1}) phi'(z_l) for all rows of all segments at once: one product a layer (the
+        paper's Algorithm 5, for many right-hand sides).
+        """
+        layout = Layout(tuple((columns.shape[0], columns.shape[1]) for columns in segments))
+        sample = layout.sample_of_row(self.outputs.device)
+        grads = torch.cat([columns.flatten(0, 1) for columns in segments])  # h (r, C)
+        forms: dict[str, RowForm] = {}
+        for index, layer in enumerate(chain):
+            call = self.calls[layer.name]
+            inputs = call.inputs[: layout.samples]
+            bias = None if layer.module.bias is None else "bias"
+            form = OuterRows(inputs, grads, layout, bias=bias, affine=True)
+            forms[layer.name] = form.restrict(layer.parameters)
+            if index + 1 < len(chain):
+                weight = layer.module.weight
+                assert isinstance(weight, Tensor)
+                below = self.calls[chain[index + 1].name]
+                slope = torch.autograd.grad(call.given, [below.edge], torch.ones_like(call.given))[0]
+                grads = (grads @ weight.detach()).mul_(slope.index_select(0, sample))
+        return {layer.name: forms[layer.name] for layer in reversed(chain)}
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
@@ -150,32 +217,30 @@ class Capture:
         )
         return dict(zip(parameters, grads, strict=True))
 
-    def _grads(
-        self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool
-    ) -> Sequence[Tensor | None]:
+    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor) -> Sequence[Tensor | None]:
         """Gradients in the layer outputs, (n, k, *output shape) each; None where no output depends on one."""
         if not edges:
             return []
         if columns.shape[1] == 1:
             grads = torch.autograd.grad(
-                self.outputs, edges, columns.squeeze(1), retain_graph=keep_graph, allow_unused=True
+                self.outputs, edges, columns.squeeze(1), retain_graph=True, allow_unused=True
             )
             return [None if grad is None else grad.unsqueeze(1) for grad in grads]
         grads = torch.autograd.grad(
             self.outputs,
             edges,
             columns.transpose(0, 1),
-            retain_graph=keep_graph,
+            retain_graph=True,
             allow_unused=True,
             is_grads_batched=True,
         )
         return [None if grad is None else grad.transpose(0, 1) for grad in grads]
 
-    def _explicit_rows(self, parameter: nn.Parameter, columns: Tensor) -> Tensor | None:
-        """Rows of one parameter by a backward pass per row (n k, *shape): exact for any model."""
+    def _explicit_rows(self, parameter: nn.Parameter, columns: Tensor, window: slice) -> Tensor | None:
+        """Rows of one parameter by a backward pass per sample (m k, *shape): exact for any model."""
         n, k, width = columns.shape
         rows = []
-        for i in range(n):
+        for i in range(window.start, window.stop):
             seeds = torch.zeros(k, n, width, dtype=columns.dtype, device=columns.device)
             seeds[:, i] = columns[i]
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(
@@ -200,7 +265,9 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
                     "its rows would be wrong"
                 )
             given = args[0] if args else next(iter(kwargs.values()))
-            calls[layer.name] = Call(given.detach(), outputs, get_gradient_edge(outputs), outputs._version)
+            calls[layer.name] = Call(
+                given, given.detach(), outputs, get_gradient_edge(outputs), outputs._version
+            )
 
         return hook
 
@@ -223,6 +290,46 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
     if not flat.requires_grad:
         raise ValueError("the outputs do not depend on any trainable parameter")
     return Capture(plan, inputs, flat, calls)
+
+
+# Nodes of the autograd graph that act on each number by itself.
+_ELEMENTWISE = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Sigmoid", "Tanh", "Relu", "Silu", "Gelu", "Elu", "LeakyRelu", "Softplus", "Hardtanh", "Hardswish"),
+        *("Mish", "LogSigmoid", "Sin", "Cos", "Exp", "Celu", "NativeDropout", "Pow", "Neg"),
+        *("Mul", "Div", "Add", "Sub"),  # with a constant: they have one parent then
+    )
+)
+
+
+def chain_of(capture: Capture) -> list[Layer] | None:
+    """The layers from last to first if outputs = z_L and every v_{l+1} is an elementwise function of z_l.
+
+    Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
+    plan's Linear layers and one-input elementwise nodes. None for any other model.
+    """
+    owners = {call.edge.node: name for name, call in capture.calls.items()}
+    layers = {layer.name: layer for layer in capture.plan.layers}
+    chain: list[Layer] = []
+    node, shape = capture.outputs.grad_fn, capture.outputs.shape
+    while node is not None:
+        name = owners.get(node)
+        if name is None:
+            parents = [parent for parent, _ in node.next_functions if parent is not None]
+            if not chain or len(parents) != 1 or node.name() not in _ELEMENTWISE:
+                return None
+            node = parents[0]
+            continue
+        layer, call = layers[name], capture.calls[name]
+        # an elementwise node may still broadcast, which the shape gives away
+        if layer.rule is not linear_rows or call.inputs.dim() != 2 or call.outputs.shape != shape:
+            return None
+        chain.append(layer)
+        node, shape = call.given.grad_fn, call.given.shape
+        if node is None and call.given.requires_grad:
+            return None
+    return chain if len(chain) == len(capture.calls) and not capture.plan.rest else None
 
 
 def check_parameter_use(capture: Capture) -> None:

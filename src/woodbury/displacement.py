@@ -107,13 +107,9 @@ class Displacement:
         if not masked and not accepted:
             return
         for name, change in self._vector.items():
-            rate = rates[name]
             if masked:
                 change = torch.where(accepted, change, 0.0)
-            if isinstance(rate, Tensor):
-                self.parameters[name].add_(rate * change)
-            else:
-                self.parameters[name].add_(change, alpha=rate)
+            self.parameters[name].add_(rates[name] * change)
         for layer, form, contracted in self._factors:
             inputs = form.inputs
             if masked:
@@ -121,12 +117,15 @@ class Displacement:
                     torch.where(accepted, contracted, 0.0),
                     torch.where(accepted, inputs, 0.0),
                 )
-            if form.weight is not None:
-                name = layer.parameters[form.weight]
-                self.parameters[name].addmm_((-rates[name] * contracted).T, inputs)
-            if form.bias is not None:
-                name = layer.parameters[form.bias]
-                self.parameters[name].sub_(rates[name] * contracted.sum(0))
+            for local in form.parameters:
+                name = layer.parameters[local]
+                rate, change = rates[name], contracted
+                if isinstance(rate, Tensor):  # alpha= takes plain numbers only
+                    rate, change = 1.0, rate * contracted
+                if local == form.weight:
+                    self.parameters[name].addmm_(change.T, inputs, alpha=-rate)
+                else:
+                    self.parameters[name].sub_(change.sum(0), alpha=rate)
 
 
 def _displaced_linear(
@@ -149,7 +148,7 @@ def _displaced_linear(
         if form.weight is None:
             return outputs - contracted.sum(0)
         inner = input @ form.inputs.T
-        return torch.addmm(outputs, inner.add_(1.0) if form.bias is not None else inner, contracted, alpha=-1)
+        return outputs.addmm_(inner.add_(1.0) if form.bias is not None else inner, contracted, alpha=-1)
 
     return forward
 

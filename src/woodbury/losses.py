@@ -147,15 +147,18 @@ class Logistic(LossRule):
         prepared = super().prepare(loss, outputs, targets)
         if not prepared.is_cuda:
             lowest, highest = torch.aminmax(prepared)
-            if lowest < 0 or highest > 1:
+            if lowest.item() < 0 or highest.item() > 1:
                 raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
         return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        values = F.binary_cross_entropy_with_logits(
-            outputs, targets.to(outputs.dtype), pos_weight=self._positive(loss, outputs), reduction="none"
+        weight = self._positive(loss, outputs)
+        if weight is None:
+            return (F.softplus(outputs) - targets * outputs).mean(1)
+        targets = targets.to(outputs.dtype)
+        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none").mean(
+            1
         )
-        return values.mean(1)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         weight = self._positive(loss, outputs)

@@ -7,7 +7,7 @@ sample-major (row = i k + a), stored layer by layer; neither U nor any n x n obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from woodbury._batch import check_batch
 from woodbury._vector import Vector
 from woodbury.capture import Forward, Plan, call_model, capture, check_parameter_use, plan_layers
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
+from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.losses import LossRule, loss_rule
 
@@ -113,19 +113,6 @@ class Rows:
         return self.count, sum(parameter.numel() for parameter in self.plan.parameters.values())
 
 
-def concatenate(plan: Plan, pieces: Sequence[Mapping[str, RowForm]], counts: Sequence[int]) -> Rows:
-    """The rows of several pieces of a batch, one piece after the other, unscaled."""
-    forms: dict[str, RowForm] = {}
-    for name in pieces[0]:
-        own = [piece[name] for piece in pieces]
-        if all(isinstance(form, OuterRows) for form in own):
-            forms[name] = OuterRows.concatenate(own)  # type: ignore[arg-type]
-        else:
-            assert all(isinstance(form, ExplicitRows) for form in own)
-            forms[name] = ExplicitRows.concatenate(own)  # type: ignore[arg-type]
-    return Rows(plan, forms, sum(counts))
-
-
 def factor_columns(
     rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, curvature: str
 ) -> tuple[Tensor, Tensor | None]:
@@ -169,4 +156,4 @@ def rows(
     outputs = captured.outputs.detach()
     columns, _ = factor_columns(rule, loss, outputs, rule.prepare(loss, outputs, targets), curvature)
     n, k, _ = columns.shape
-    return Rows(plan, captured.rows(columns), n * k, scale=n**-0.5)
+    return Rows(plan, captured.rows([columns]), n * k, scale=n**-0.5)

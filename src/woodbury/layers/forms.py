@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -40,26 +41,15 @@ class Layout:
 
     def sample_of_row(self, device: torch.device) -> Tensor:
         """(r,) index of the sample each row belongs to."""
-        columns = torch.tensor([k for n, k in self.pieces for _ in range(n)])
-        return torch.repeat_interleave(columns).to(device)
+        return _sample_of_row(self.pieces, device)
 
-    def multiply_by_samples_(self, matrix: Tensor, samples: Tensor, other: Layout) -> Tensor:
-        """matrix[r, r'] *= samples[n(r), n(r')] in place, for matrix (r, r') and samples (n, n')."""
-        if self.is_plain and other.is_plain:
-            return matrix.mul_(samples)
-        row = sample = 0
-        for n, k in self.pieces:
-            column = other_sample = 0
-            for m, j in other.pieces:
-                block = (
-                    matrix[row : row + n * k, column : column + m * j]
-                    .unflatten(0, (n, k))
-                    .unflatten(2, (m, j))
-                )
-                block.mul_(samples[sample : sample + n, None, other_sample : other_sample + m, None])
-                column, other_sample = column + m * j, other_sample + m
-            row, sample = row + n * k, sample + n
-        return matrix
+    def spread(self, samples: Tensor, other: Layout) -> Tensor:
+        """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
+        if not self.is_plain:
+            samples = samples.index_select(0, self.sample_of_row(samples.device))
+        if not other.is_plain:
+            samples = samples.index_select(1, other.sample_of_row(samples.device))
+        return samples
 
     def sum_over_columns(self, rows: Tensor) -> Tensor:
         """Sum the rows (r, ...) of each sample: (n, ...)."""
@@ -67,9 +57,16 @@ class Layout:
             return rows
         parts, row = [], 0
         for n, k in self.pieces:
-            parts.append(rows[row : row + n * k].unflatten(0, (n, k)).sum(1))
+            part = rows[row : row + n * k]
+            parts.append(part if k == 1 else part.unflatten(0, (n, k)).sum(1))
             row += n * k
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@lru_cache(maxsize=64)
+def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    columns = torch.tensor([k for n, k in pieces for _ in range(n)])
+    return torch.repeat_interleave(columns).to(device)
 
 
 class RowForm(Protocol):
@@ -114,6 +111,8 @@ class OuterRows:
         return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     def restrict(self, names: Collection[str]) -> OuterRows:
+        if all(name in names for name in self.parameters):
+            return self
         weight = self.weight if self.weight in names else None
         bias = self.bias if self.bias in names else None
         return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
@@ -124,7 +123,7 @@ class OuterRows:
         if other is self and scales is None:
             self.inner = inner
         outer = _product(self.grads, other.grads, dtype)
-        return self.layout.multiply_by_samples_(outer, inner, other.layout)
+        return outer.mul_(self.layout.spread(inner, other.layout))
 
     def input_gram(
         self, inputs: Tensor, scales: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
@@ -220,6 +219,19 @@ class ExplicitRows:
     @staticmethod
     def concatenate(forms: Sequence[ExplicitRows]) -> ExplicitRows:
         return ExplicitRows({name: torch.cat([form.rows[name] for form in forms]) for name in forms[0].rows})
+
+
+def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowForm]:
+    """The forms of several pieces of a batch, one piece after the other, layer by layer."""
+    forms: dict[str, RowForm] = {}
+    for name in pieces[0]:
+        own = [piece[name] for piece in pieces]
+        if all(isinstance(form, OuterRows) for form in own):
+            forms[name] = OuterRows.concatenate(own)  # type: ignore[arg-type]
+        else:
+            assert all(isinstance(form, ExplicitRows) for form in own)
+            forms[name] = ExplicitRows.concatenate(own)  # type: ignore[arg-type]
+    return forms
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:

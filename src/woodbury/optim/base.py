@@ -7,6 +7,7 @@ state) lives here once.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -68,7 +69,7 @@ class Piece:
     """Part of a batch as the loss saw it at theta."""
 
     inputs: Any
-    targets: Tensor | None  # as the loss rule prepared them
+    targets: Tensor  # as the loss rule prepared them
     values: Tensor  # loss of each sample, float64
     capture: Capture | None = None
 
@@ -149,9 +150,14 @@ class SecondOrder(torch.optim.Optimizer):
         self.forward = forward or call_model
         self.fallback = fallback
         self.last: StepInfo | None = None
+        self._planned: tuple[Plan, list[int]] | None = None
+        self._checked: Plan | None = (
+            None  # the plan whose parameters were seen to be used as its rules assume
+        )
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(_named_groups(model, params), defaults)
+        self._precision = torch.finfo(self.param_groups[0]["params"][0].dtype).eps
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
         self.state["damping"] = torch.tensor(self.damping.initial, dtype=torch.float64, device=self._device())
@@ -235,12 +241,17 @@ class SecondOrder(torch.optim.Optimizer):
     # -- parts -------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
+        """The layers to train, made anew whenever something about the model has changed."""
+        groups = [len(group["params"]) for group in self.param_groups]
+        if self._planned is not None and self._planned[1] == groups and self._planned[0].is_current():
+            return self._planned[0]
         named = dict(self.model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
-        return plan_layers(self.model, named, self.fallback)
+        self._planned = (plan_layers(self.model, named, self.fallback), groups)
+        return self._planned[0]
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
@@ -317,9 +328,9 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture:
         captured = capture(plan, self.model, self.forward, inputs, samples)
-        if not self.state.get("checked"):
+        if self._checked is not plan:
             check_parameter_use(captured)
-            self.state["checked"] = True
+            self._checked = plan
         return captured
 
     def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -328,7 +339,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _check_loss(self, loss: Tensor) -> None:
         """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
-        if loss.device.type == "cpu" and not torch.isfinite(loss):
+        if loss.device.type == "cpu" and not math.isfinite(loss.item()):
             raise ValueError(
                 f"the loss at the current parameters is {loss.item()}: nothing was changed. "
                 "Check the model's parameters for nan or inf"
@@ -341,8 +352,10 @@ class SecondOrder(torch.optim.Optimizer):
         with torch.no_grad():
             for index, piece in enumerate(pieces):
                 with displacement.applied(piece.capture, index):
-                    outputs = self.forward(self.model, piece.inputs).reshape(len(piece.values), -1)
-                difference = difference + (piece.values - self._values(outputs, piece.targets)).sum()  # type: ignore[arg-type]
+                    outputs = self.forward(self.model, piece.inputs)
+                if outputs.dim() != 2:
+                    outputs = outputs.reshape(len(piece.values), -1)
+                difference = difference + (piece.values - self._values(outputs, piece.targets)).sum()
                 samples += len(piece.values)
         return difference / samples
 
@@ -357,10 +370,11 @@ class SecondOrder(torch.optim.Optimizer):
                 # f holds decay |theta|^2 / 2: its change at theta + p, without cancellation
                 change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
                 actual = actual - decay * change.sum().double()
-        finite = torch.isfinite(actual) & torch.isfinite(predicted) & proposal.usable
-        # Where nothing is left to gain both are zero, and the model is as right as it can be.
-        settled = (actual == 0) & ((proposal.squared_norm == 0) | (predicted <= 1e-16 * proposal.loss.abs()))
-        ratio = torch.where(settled, 1.0, actual / predicted)
+        # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
+        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
+        noise = self._precision * proposal.loss.abs() + self._precision**2
+        ratio = (actual + noise) / (predicted + noise)
+        finite = (ratio.abs() < torch.inf) & proposal.usable
         ratio = torch.where(finite, ratio, -torch.inf)
         accepted = finite if self.accept is None else finite & (ratio >= self.accept)
         info = StepInfo(
@@ -375,7 +389,9 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _remember(self, problem: Problem, proposal: Proposal, info: StepInfo, vector: Vector | None) -> None:
         """Update lambda, the momentum and `last`."""
-        value = torch.maximum(self.state["damping"], proposal.damping - self.damping.floor)
+        value = self.state["damping"]
+        if proposal.damping is not problem.damping:  # it was raised within the step
+            value = proposal.damping - self.damping.floor
         self.state["damping"] = self.damping.next(value, info.ratio)
         if any(problem.hyper.momentum.values()) and vector is not None:
             stored = self.state.get("momentum", {})
@@ -427,8 +443,11 @@ class SecondOrder(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's own version keeps the groups and the state alone
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
-        return {
-            name: value for name, value in vars(self).items() if name not in names and "hooks" not in name
+        kept = {name: value for name, value in vars(self).items() if name not in names}
+        return {name: value for name, value in kept.items() if "hooks" not in name} | {
+            "_planned": None,
+            "_checked": None,
+            "_chain": None,
         }
 
     def __repr__(self) -> str:

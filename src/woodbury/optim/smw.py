@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch, _vector
+from woodbury import _batch, _random, _vector
 from woodbury._vector import Vector
-from woodbury.capture import Forward
+from woodbury.capture import Capture, Forward, Plan, capture, chain_of
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
+from woodbury.layers.forms import concatenate_forms
 from woodbury.linalg import Solution, solve_cholesky, solve_conjugate_gradient
 from woodbury.optim.base import (
     Batches,
@@ -36,7 +37,7 @@ from woodbury.optim.base import (
     check_choice,
     warn_raised_damping,
 )
-from woodbury.rows import Rows, concatenate, factor_columns
+from woodbury.rows import Rows, factor_columns
 
 SOLVERS = ("cholesky", "cg", "products")
 _RAISES = 12  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
@@ -62,35 +63,34 @@ def solve_in_sample_space(
     e: Tensor,
     projected_base: Tensor | None,
     damping: Tensor,
-    solver: str,
-    tolerance: float,
+    solve: Callable[[Tensor, Tensor], Solution],
 ) -> tuple[Tensor, Tensor, Solution]:
-    """Coefficients c of p = p0 - Z^T c and the image U p, from the Gram matrix Z Z^T alone.
+    """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
-    gram (b, r, r), e (m,) with m = curvature_rows, projected_base U p0 (b, m) or None. Returns c (b, r),
-    U p (b, m) and the solver's report.
+    gram (b, r, r), e (m,) with m = curvature_rows, projected_base Z p0 (b, m) on the factor rows, or None.
+    With Z's factor rows sqrt(N2) U and c = a / sqrt(N2), the system of the module docstring times N2 is
+
+        (Z Z^T + N2 lambda I) c = (N2 / N1) e + Z p0 - Z g_rest / lambda
+        sqrt(N2) U p = N2 lambda c - (N2 / N1) e
+
+    and c = 1 / (N1 lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
+    solver's report.
     """
-    m, root = curvature_rows, curvature_samples**0.5
-    e = e.to(gram.dtype) * (root / samples)
-    damping = damping.to(gram.dtype)
-    matrix = gram[:, :m, :m] / curvature_samples
-    matrix.diagonal(dim1=-2, dim2=-1).add_(damping)
+    m, rest = curvature_rows, gram.shape[-1] - curvature_rows
+    e = e.to(gram.dtype) * (curvature_samples / samples)
+    shift = curvature_samples * damping
+    matrix = gram[:, :m, :m].clone()
+    matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
     rhs = e if projected_base is None else e + projected_base
-    rest = gram.shape[-1] - m
+    outside = 1 / (samples * damping)
     if rest:
-        rhs = rhs - gram[:, :m, m:].sum(-1) / (samples * root * damping)
-    rhs = rhs.expand(len(gram), m)
-    if solver == "cholesky":
-        solution = solve_cholesky(matrix, rhs)
-    else:
-        solution = solve_conjugate_gradient(
-            lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, tolerance, max_iterations=10 * m
-        )
-    coefficients = solution.x / root
+        rhs = rhs - outside * gram[:, :m, m:].sum(-1)
+    solution = solve(matrix, rhs.expand(len(gram), m))
+    image = shift * solution.x - e
+    coefficients = solution.x
     if rest:
-        outside = (1 / (samples * damping)).expand(len(gram), rest)
-        coefficients = torch.cat([coefficients, outside], dim=1)
-    return coefficients, damping * solution.x - e, solution
+        coefficients = torch.cat([coefficients, outside.to(gram.dtype).expand(len(gram), rest)], dim=1)
+    return coefficients, image.square().sum() / curvature_samples, solution
 
 
 class _SampleSpace(SecondOrder):
@@ -122,6 +122,7 @@ class _SampleSpace(SecondOrder):
         self.solver = solver
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
+        self._chain: tuple[Plan, bool] | None = None
         super().__init__(
             model,
             loss,
@@ -141,7 +142,8 @@ class _SampleSpace(SecondOrder):
     def _propose(self, problem: Problem) -> Proposal:
         if problem.full is None:
             line, pieces = self._linearize(problem)
-            loss = torch.cat([piece.values for piece in pieces]).mean()
+            values = [piece.values for piece in pieces]
+            loss = (values[0] if len(values) == 1 else torch.cat(values)).mean()
             evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
@@ -159,38 +161,82 @@ class _SampleSpace(SecondOrder):
 
     def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
         """Run the model on the batch and return its rows, S2 in front, with the loss of every sample."""
-        plan, batch = problem.plan, problem.batch
+        batch = problem.batch
+        if self.solver == "products" or problem.full is not None:
+            return self._linearize_in_pieces(problem)
+        # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
+        whole = batch.curvature == batch.samples
+        if self.curvature == "empirical" or whole or self._is_chain(problem):
+            return self._linearize_at_once(problem)
+        return self._linearize_in_pieces(problem)
+
+    def _linearize_at_once(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
+        batch, m = problem.batch, problem.batch.curvature
+        piece, captured, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
+        targets, gradient = piece.targets, None
+        if self.curvature == "empirical":
+            # Every factor row is a gradient row: S2 and the rest in one go.
+            segments = [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)]
+            e: Tensor | None = outputs.new_ones(m)
+        else:
+            columns, e = factor_columns(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
+            segments = [columns]
+            if e is None:
+                gradient = captured.gradient(self._rule.residual(self.loss, outputs, targets) / batch.samples)
+            elif m < batch.samples:
+                segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
+        count = sum(columns.shape[0] * columns.shape[1] for columns in segments)
+        rows = Rows(problem.plan, captured.rows(segments), count)
+        width = m * segments[0].shape[1]
+        e = outputs.new_zeros(width) if e is None else e.flatten()
+        return Linearization(rows, width, m, batch.samples, e, gradient), [piece]
+
+    def _linearize_in_pieces(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
+        """The same with S2 and the samples outside it run through the model one after the other."""
+        batch = problem.batch
         given = problem.full is not None  # g comes from the loader: S2 is all we need
-        # The factor rows of the empirical Fisher are gradient rows: one pass gives them for the whole batch.
-        together = self.curvature == "empirical" and self.solver != "products" and not given
-        parts = [(batch.inputs, batch.targets, batch.samples)] if together else batch.pieces()
-        pieces, forms, counts = [], [], []
+        pieces, forms, count, width = [], [], 0, 0
         gradient: Vector | None = None
-        columns, e = torch.empty(0), None
-        for index, (inputs, targets, samples) in enumerate(parts[:1] if given else parts):
-            captured = self._capture(plan, inputs, samples)
-            outputs = captured.outputs.detach()
-            prepared = self._rule.prepare(self.loss, outputs, targets)
-            pieces.append(Piece(inputs, prepared, self._values(outputs, prepared), captured))
+        e: Tensor | None = None
+        for index, (inputs, targets, samples) in enumerate(batch.pieces()[: 1 if given else None]):
+            piece, captured, outputs = self._evaluate(problem, inputs, targets, samples)
+            pieces.append(piece)
             if index == 0:
-                columns, e = factor_columns(self._rule, self.loss, outputs, prepared, self.curvature)
-                in_rows = e is not None
+                columns, e = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
+                in_rows, width = e is not None, columns.shape[0] * columns.shape[1]
+                e = outputs.new_zeros(width) if e is None or given else e.flatten()
             else:
-                columns = self._rule.residual(self.loss, outputs, prepared).unsqueeze(1)
-                in_rows = e is not None and self.solver != "products"
+                columns = self._rule.residual(self.loss, outputs, piece.targets).unsqueeze(1)
+                in_rows = in_rows and self.solver != "products"
             if not in_rows and not given:
-                weights = self._rule.residual(self.loss, outputs, prepared) / batch.samples
+                weights = self._rule.residual(self.loss, outputs, piece.targets) / batch.samples
                 part = captured.gradient(weights)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             if index == 0 or in_rows:
-                forms.append(captured.rows(columns))
-                counts.append(columns.shape[0] * columns.shape[1])
-        count = batch.curvature * (counts[0] // parts[0][2])
-        e = torch.zeros(count).to(columns) if e is None or given else e[: batch.curvature].flatten()
-        line = Linearization(
-            concatenate(plan, forms, counts), count, batch.curvature, batch.samples, e, gradient
-        )
-        return line, pieces
+                forms.append(captured.rows([columns]))
+                count += columns.shape[0] * columns.shape[1]
+        assert e is not None
+        rows = Rows(problem.plan, concatenate_forms(forms), count)
+        return Linearization(rows, width, batch.curvature, batch.samples, e, gradient), pieces
+
+    def _evaluate(
+        self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
+    ) -> tuple[Piece, Capture, Tensor]:
+        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
+        captured = self._capture(problem.plan, inputs, samples)
+        outputs = captured.outputs.detach()
+        prepared = self._rule.prepare(self.loss, outputs, targets)
+        return Piece(inputs, prepared, self._values(outputs, prepared), captured), captured, outputs
+
+    def _is_chain(self, problem: Problem) -> bool:
+        """Whether the model is a plain chain of Linear layers, seen once per plan on one sample."""
+        if self._chain is None or self._chain[0] is not problem.plan:
+            one, _ = _batch.split(problem.batch.inputs, 1, problem.batch.samples)
+            random = _random.snapshot(self._device())
+            probe = capture(problem.plan, self.model, self.forward, one, 1)
+            _random.restore(random)
+            self._chain = (problem.plan, chain_of(probe) is not None)
+        return self._chain[1]
 
     def _full_objective(
         self, problem: Problem, full: Batches
@@ -236,10 +282,10 @@ class _SampleSpace(SecondOrder):
         projected = None if base is None else self._project(line, base)
         if self.solver == "products":
             gram = None
-            coefficients, image, solution = self._solve_by_products(line, scales, projected, damping)
+            coefficients, bend, solution = self._solve_by_products(line, scales, projected, damping)
         else:
             gram = self._gram(line, scales)
-            coefficients, image, solution = solve_in_sample_space(
+            coefficients, bend, solution = solve_in_sample_space(
                 gram,
                 line.curvature_rows,
                 line.curvature_samples,
@@ -247,14 +293,12 @@ class _SampleSpace(SecondOrder):
                 line.e,
                 projected,
                 damping,
-                self.solver,
-                self._tolerance(gram.dtype),
+                solve_cholesky if self.solver == "cholesky" else self._solve_explicit_by_cg,
             )
-        parameters = problem.plan.parameters
-        displacement = Displacement(parameters, line.rows, coefficients, base, scales)
-        bend = image.square().sum().double()  # p^T B p = |U p|^2
+        displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales)
         if base is None and gram is not None:
-            squared = (coefficients * (gram @ coefficients.unsqueeze(-1)).squeeze(-1)).sum().double()
+            image = torch.bmm(gram, coefficients.unsqueeze(-1)).squeeze(-1)
+            squared = (coefficients * image).sum().double()
             predicted = damping * squared + 0.5 * bend
         else:
             vector = displacement.dense()
@@ -265,6 +309,14 @@ class _SampleSpace(SecondOrder):
                     bend = bend + decay * vector[name].square().sum().double()
             predicted = damping * pull + 0.5 * bend
         return _Step(displacement, predicted, squared, solution.ok)
+
+    def _solve_explicit_by_cg(self, matrix: Tensor, rhs: Tensor) -> Solution:
+        return solve_conjugate_gradient(
+            lambda x: torch.bmm(matrix, x.unsqueeze(-1)).squeeze(-1),
+            rhs,
+            self._tolerance(rhs.dtype),
+            max_iterations=10 * rhs.shape[-1],
+        )
 
     def _solve_with_more_damping(
         self, problem: Problem, line: Linearization, damping: Tensor
@@ -282,27 +334,23 @@ class _SampleSpace(SecondOrder):
     def _solve_by_products(
         self, line: Linearization, scales: dict[str, Tensor] | None, projected: Tensor | None, damping: Tensor
     ) -> tuple[Tensor, Tensor, Solution]:
-        """The same system by CG with products U (D U^T x) alone; every row is a factor row here."""
-        rows, root = line.rows, line.curvature_samples**0.5
-        blocks = len(rows.forms) if self.blocks == "layer" else 1
-        e = line.e * (root / line.samples)
-        rhs = (e if projected is None else e + projected).expand(blocks, -1)
-        damping = damping.to(rhs.dtype)
+        """The same system by CG with products Z (D Z^T x) alone; every row is a factor row here."""
+        rows, by_layer = line.rows, self.blocks == "layer"
+        e = line.e * (line.curvature_samples / line.samples)
+        rhs = (e if projected is None else e + projected).expand(len(rows.forms) if by_layer else 1, -1)
+        shift = line.curvature_samples * damping
 
         def product(x: Tensor) -> Tensor:
-            vector = rows.rmatvec(x if self.blocks == "layer" else x[0])
+            vector = rows.rmatvec(x if by_layer else x[0])
             if scales is not None:
                 vector = {name: value * scales[name] for name, value in vector.items()}
-            images = rows.layer_matvec(vector)
-            image = (
-                torch.stack(images) if self.blocks == "layer" else torch.stack(images).sum(0, keepdim=True)
-            )
-            return image / line.curvature_samples + damping * x
+            images = torch.stack(rows.layer_matvec(vector))
+            return (images if by_layer else images.sum(0, keepdim=True)) + shift * x
 
         solution = solve_conjugate_gradient(
-            product, rhs, self._tolerance(rhs.dtype), 10 * line.curvature_rows
+            product, rhs, self._tolerance(rhs.dtype), max_iterations=10 * line.curvature_rows
         )
-        return solution.x / root, damping * solution.x - e, solution
+        return solution.x, (shift * solution.x - e).square().sum() / line.curvature_samples, solution
 
     def _gram(self, line: Linearization, scales: dict[str, Tensor] | None) -> Tensor:
         """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
@@ -311,10 +359,8 @@ class _SampleSpace(SecondOrder):
         return line.rows.gram(scales=scales, dtype=self.gram_dtype).unsqueeze(0)
 
     def _project(self, line: Linearization, base: Vector) -> Tensor:
-        """U p0, (blocks, m)."""
-        images = (
-            torch.stack(line.rows.layer_matvec(base))[:, : line.curvature_rows] / line.curvature_samples**0.5
-        )
+        """Z p0 on the factor rows, (blocks, m)."""
+        images = torch.stack(line.rows.layer_matvec(base))[:, : line.curvature_rows]
         return images if self.blocks == "layer" else images.sum(0, keepdim=True)
 
     def _tolerance(self, dtype: torch.dtype) -> float:

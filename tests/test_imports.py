@@ -1,0 +1,103 @@
+"""The layers of the code import downward only, and the core needs torch alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import woodbury
+
+ROOT = Path(woodbury.__file__).parent
+
+# Lowest first. A module may import from lower layers, and from siblings only where `SIBLINGS` says so.
+LAYERS = [
+    ["_vector", "_batch", "_random"],
+    ["layers", "losses", "linalg"],
+    ["capture", "rows", "displacement", "products", "damping"],
+    ["optim"],
+    ["bench", "experiments.config", "experiments.data", "experiments.models"],
+    ["experiments.train", "experiments.report"],
+    ["cli"],
+]
+SIBLINGS = {
+    ("rows", "capture"),  # U is made of what was captured
+    ("displacement", "capture"),
+    ("displacement", "rows"),
+    ("products", "capture"),  # for the type of forward= alone
+    ("optim.smw", "optim.base"),
+    ("optim.first_order", "optim.base"),
+    ("layers.rules", "layers.forms"),
+    ("layers.rules", "layers.registry"),
+    ("layers.registry", "layers.forms"),
+}
+CORE_MODULES = [name for layer in LAYERS[:4] for name in layer] + ["bench"]
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), path, path.name == "__init__.py"
+
+
+def layer_of(name):
+    for level, names in enumerate(LAYERS):
+        if any(name == known or name.startswith(known + ".") for known in names):
+            return level
+    raise AssertionError(f"module {name!r} is on no layer of the map")
+
+
+def imported(path):
+    """Names of woodbury's own modules that a file imports, without the leading package name."""
+    known = {name for name, _, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] != "woodbury":
+                continue
+            local = name.removeprefix("woodbury").lstrip(".")
+            while local and local not in known:
+                local = local.rpartition(".")[0]
+            yield local
+
+
+@pytest.mark.parametrize("name, path, is_package", list(modules()), ids=lambda value: str(value)[-30:])
+def test_imports_point_downward(name, path, is_package):
+    if is_package:  # a package lists its public names from anywhere inside it
+        return
+    for target in imported(path):
+        assert target, f"{name} imports the package woodbury itself"
+        if (name, target) in SIBLINGS:
+            continue
+        assert layer_of(target) < layer_of(name), f"{name} imports {target}, which is not below it"
+
+
+def test_the_core_needs_torch_alone():
+    """With everything but torch (and what torch brings) hidden, the core and the benchmark still import."""
+    extras = ["numpy", "scipy", "sklearn", "matplotlib", "typer", "rich", "pandas"]
+    program = (
+        "import sys, torch\n"
+        f"for name in {extras!r}:\n"
+        "    for loaded in [m for m in sys.modules if m == name or m.startswith(name + '.')]:\n"
+        "        del sys.modules[loaded]\n"
+        "    sys.modules[name] = None\n"
+        f"import importlib\nfor name in {CORE_MODULES!r}: importlib.import_module('woodbury.' + name)\n"
+        "import woodbury\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "optimizer = woodbury.GaussNewton(model, torch.nn.MSELoss(), curvature_samples=2)\n"
+        "assert optimizer.step(torch.randn(4, 3), torch.randn(4, 2)).accepted\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_the_ones_listed():
+    for name in woodbury.__all__:
+        assert getattr(woodbury, name).__doc__, name
