@@ -55,6 +55,48 @@ def test_cross_gram_with_gradient_rows_gives_u_g(name):
     torch.testing.assert_close(factor.gram(grads).sum(1) / n**0.5, factor.dense() @ g)
 
 
+class Chain(nn.Module):
+    """A chain of Linear layers that is no nn.Sequential, with any function between them."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.c(self.function(self.b(self.function(self.a(x)))))
+
+
+BETWEEN = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "relu in place": torch.relu_,
+    "gelu": F.gelu,
+    "scaled": lambda z: 2 * torch.tanh(0.5 * z) + 1,
+    "square": lambda z: z**2,
+    "product with itself": lambda z: z * z,
+    "identity": lambda z: z,
+    "softmax": lambda z: z.softmax(1),
+    "norm": lambda z: F.layer_norm(z, z.shape[1:]),
+    "broadcast over features": lambda z: torch.tanh(z) * torch.arange(z.shape[1]).to(z),
+    "skip": lambda z: z + torch.tanh(z),
+    "mask": lambda z: z * (torch.arange(z.shape[1]) % 2).to(z),
+}
+
+
+@pytest.mark.parametrize("between", list(BETWEEN))
+def test_rows_are_exact_whatever_stands_between_the_layers(between):
+    """Chains have a way of their own through the columns; what is no chain must not be taken for one."""
+    problem = problems.make("softmax-probabilities")
+    problem.model = Chain(BETWEEN[between]).double()
+    for curvature in ("gauss-newton", "empirical"):
+        rows = woodbury.rows(
+            problem.model, problem.loss, problem.inputs, problem.targets, curvature=curvature
+        )
+        torch.testing.assert_close(rows.dense(), dense_rows(problem, curvature))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 6), min_size=2, max_size=4),
@@ -128,6 +170,20 @@ class ByFunction(nn.Module):
         return self.head(torch.tanh(h + self.layer(x) if self.call else h))
 
 
+class Overwriting(nn.Module):
+    """Changes a layer's input after the layer has used it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        y = self.b(h)
+        h.add_(1.0)
+        return y
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -157,6 +213,7 @@ MSE = nn.MSELoss()
         (Twice(), r"'layer' is called more than once"),
         (ByFunction(call=False), r"'layer\.weight' is used outside"),
         (ByFunction(call=True), r"'layer\.weight' is used outside"),
+        (Overwriting(), r"input of layer 'b' was changed in place"),
         (Tied(), r"'a\.weight' is shared with 'b\.weight'"),
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"BatchNorm1d '1' is in training mode.*eval"),
         (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), nn.Flatten()), r"layer '1'.*\(5, 2, 2\)"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +125,15 @@ class Call:
     inputs: Tensor  # the input, detached
     outputs: Tensor
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
-    version: int  # of the outputs when they were made
+    versions: tuple[int, int]  # of input and output at the time of the call
+
+    @property
+    def inputs_intact(self) -> bool:
+        return self.given._version == self.versions[0]
 
     @property
     def outputs_intact(self) -> bool:
-        return self.outputs._version == self.version
+        return self.outputs._version == self.versions[1]
 
 
 @dataclass
@@ -147,10 +151,14 @@ class Capture:
         segments are columns (m, k, C) for consecutive samples, from the first on. Row (i, a) is the
         derivative of columns[i, a] . outputs[i] in the layer's parameters.
         """
-        if len(segments) > 1 or segments[0].shape[1] > 1:
-            chain = chain_of(self)
-            if chain is not None:
-                return self._rows_along(chain, segments)
+        for name, call in self.calls.items():
+            if not call.inputs_intact:
+                raise ValueError(
+                    f"the input of layer {name!r} was changed in place after the layer had used it"
+                )
+        chain = chain_of(self)
+        if chain is not None:
+            return self._rows_along(chain, segments)
         start, pieces = 0, []
         for columns in segments:
             pieces.append(self._rows_by_autograd(columns, start))
@@ -185,29 +193,35 @@ class Capture:
                 forms[name] = ExplicitRows({name: rows})
         return forms
 
-    def _rows_along(self, chain: Sequence[Layer], segments: Sequence[Tensor]) -> dict[str, RowForm]:
+    def _rows_along(self, chain: Sequence[Link], segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Rows of a plain chain z_1 -> v_2 = phi(z_1) -> z_2 ..., last layer first in `chain`.
 
         h_l = (h_{l+1} W_{l+1}) phi'(z_l) for all rows of all segments at once: one product a layer (the
         paper's Algorithm 5, for many right-hand sides).
         """
         layout = Layout(tuple((columns.shape[0], columns.shape[1]) for columns in segments))
-        sample = layout.sample_of_row(self.outputs.device)
-        grads = torch.cat([columns.flatten(0, 1) for columns in segments])  # h (r, C)
+        flat = [columns.flatten(0, 1) for columns in segments]
+        grads = flat[0] if len(flat) == 1 else torch.cat(flat)  # h (r, C)
         forms: dict[str, RowForm] = {}
-        for index, layer in enumerate(chain):
-            call = self.calls[layer.name]
-            inputs = call.inputs[: layout.samples]
-            bias = None if layer.module.bias is None else "bias"
-            form = OuterRows(inputs, grads, layout, bias=bias, affine=True)
+        for index, link in enumerate(chain):
+            layer, call = link.layer, self.calls[link.layer.name]
+            inputs = call.inputs
+            if layout.samples < inputs.shape[0]:
+                inputs = inputs[: layout.samples]
+            weight, bias = layer.module._parameters["weight"], layer.module._parameters["bias"]
+            form = OuterRows(inputs, grads, layout, bias=None if bias is None else "bias", affine=True)
             forms[layer.name] = form.restrict(layer.parameters)
             if index + 1 < len(chain):
-                weight = layer.module.weight
-                assert isinstance(weight, Tensor)
-                below = self.calls[chain[index + 1].name]
-                slope = torch.autograd.grad(call.given, [below.edge], torch.ones_like(call.given))[0]
-                grads = (grads @ weight.detach()).mul_(slope.index_select(0, sample))
-        return {layer.name: forms[layer.name] for layer in reversed(chain)}
+                assert weight is not None
+                below = self.calls[chain[index + 1].layer.name]
+                if link.slope is not None:
+                    slope = link.slope(inputs)
+                else:
+                    slope = torch.autograd.grad(call.given, [below.edge], torch.ones_like(call.given))[0]
+                if not layout.is_plain:
+                    slope = slope.index_select(0, layout.sample_of_row(slope.device))
+                grads = grads.mm(weight.detach()).mul_(slope[: grads.shape[0]])
+        return {link.layer.name: forms[link.layer.name] for link in reversed(chain)}
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
@@ -223,7 +237,7 @@ class Capture:
             return []
         if columns.shape[1] == 1:
             grads = torch.autograd.grad(
-                self.outputs, edges, columns.squeeze(1), retain_graph=True, allow_unused=True
+                self.outputs, edges, columns[:, 0], retain_graph=True, allow_unused=True
             )
             return [None if grad is None else grad.unsqueeze(1) for grad in grads]
         grads = torch.autograd.grad(
@@ -265,9 +279,8 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
                     "its rows would be wrong"
                 )
             given = args[0] if args else next(iter(kwargs.values()))
-            calls[layer.name] = Call(
-                given, given.detach(), outputs, get_gradient_edge(outputs), outputs._version
-            )
+            versions = (given._version, outputs._version)
+            calls[layer.name] = Call(given, given.detach(), outputs, get_gradient_edge(outputs), versions)
 
         return hook
 
@@ -301,9 +314,22 @@ _ELEMENTWISE = frozenset(
         *("Mul", "Div", "Add", "Sub"),  # with a constant: they have one parent then
     )
 )
+# phi'(z) from v = phi(z), where that is one operation; autograd gives the others.
+_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "SigmoidBackward0": lambda v: torch.addcmul(v, v, v, value=-1),  # v - v^2
+    "TanhBackward0": lambda v: 1 - v * v,
+    "ReluBackward0": torch.sign,  # v > 0
+}
 
 
-def chain_of(capture: Capture) -> list[Layer] | None:
+class Link(NamedTuple):
+    """A layer of a chain, and phi' of the activation between it and the layer below, if it is simple."""
+
+    layer: Layer
+    slope: Callable[[Tensor], Tensor] | None
+
+
+def chain_of(capture: Capture) -> list[Link] | None:
     """The layers from last to first if outputs = z_L and every v_{l+1} is an elementwise function of z_l.
 
     Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
@@ -311,13 +337,15 @@ def chain_of(capture: Capture) -> list[Layer] | None:
     """
     owners = {call.edge.node: name for name, call in capture.calls.items()}
     layers = {layer.name: layer for layer in capture.plan.layers}
-    chain: list[Layer] = []
+    chain: list[Link] = []
+    between: list[str] = []  # names of the nodes since the last layer
     node, shape = capture.outputs.grad_fn, capture.outputs.shape
     while node is not None:
         name = owners.get(node)
         if name is None:
             parents = [parent for parent, _ in node.next_functions if parent is not None]
-            if not chain or len(parents) != 1 or node.name() not in _ELEMENTWISE:
+            between.append(node.name())
+            if not chain or len(parents) != 1 or between[-1] not in _ELEMENTWISE:
                 return None
             node = parents[0]
             continue
@@ -325,8 +353,10 @@ def chain_of(capture: Capture) -> list[Layer] | None:
         # an elementwise node may still broadcast, which the shape gives away
         if layer.rule is not linear_rows or call.inputs.dim() != 2 or call.outputs.shape != shape:
             return None
-        chain.append(layer)
-        node, shape = call.given.grad_fn, call.given.shape
+        if chain:
+            chain[-1] = Link(chain[-1].layer, _SLOPES.get(between[0]) if len(between) == 1 else None)
+        chain.append(Link(layer, None))
+        node, shape, between = call.given.grad_fn, call.given.shape, []
         if node is None and call.given.requires_grad:
             return None
     return chain if len(chain) == len(capture.calls) and not capture.plan.rest else None

@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from woodbury._scalar import Scalar, where
 
 
 class Damping(Protocol):
-    """A rule for lambda. `next` must not wait for the device: it maps 0-dim tensors to a 0-dim tensor."""
+    """A rule for lambda.
+
+    `next` gets plain floats when the model is on the CPU and 0-dim tensors otherwise; there it must not wait
+    for the device (`woodbury._scalar.where` chooses without waiting and takes both).
+    """
 
     @property
     def initial(self) -> float: ...
@@ -22,7 +25,7 @@ class Damping(Protocol):
     @property
     def floor(self) -> float: ...
 
-    def next(self, value: Tensor, ratio: Tensor) -> Tensor: ...
+    def next(self, value: Scalar, ratio: Scalar) -> Scalar: ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,9 @@ class LevenbergMarquardt:
         if self.floor < 0:
             raise ValueError(f"LevenbergMarquardt: floor must not be negative, got {self.floor}")
 
-    def next(self, value: Tensor, ratio: Tensor) -> Tensor:
-        good = ratio > 1 - self.threshold
-        bad = ~(ratio >= self.threshold)  # also true where the ratio is nan
-        return torch.where(bad, value * self.boost, torch.where(good, value * self.drop, value))
+    def next(self, value: Scalar, ratio: Scalar) -> Scalar:
+        kept = where(ratio > 1 - self.threshold, value * self.drop, value)
+        return where(ratio >= self.threshold, kept, value * self.boost)  # nan is not >= anything
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Constant:
         if not self.initial > 0:
             raise ValueError(f"damping must be positive, got {self.initial}")
 
-    def next(self, value: Tensor, ratio: Tensor) -> Tensor:
-        return torch.full_like(value, self.initial)
+    def next(self, value: Scalar, ratio: Scalar) -> Scalar:
+        return 0 * value + self.initial
 
 
 def as_damping(damping: Damping | float) -> Damping:

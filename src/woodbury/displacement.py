@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from woodbury._scalar import Scalar, Truth
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, Layer
 from woodbury.layers.forms import OuterRows
@@ -34,7 +35,7 @@ class Displacement:
         rows: Rows | None = None,
         coefficients: Tensor | None = None,
         base: Vector | None = None,
-        scales: Mapping[str, Tensor] | None = None,
+        scales: Mapping[str, Scalar] | None = None,
     ) -> None:
         self.parameters = parameters
         self._rows = rows
@@ -45,15 +46,16 @@ class Displacement:
             self._vector = self._form(base, scales)
         else:
             layers = {layer.name: layer for layer in rows.plan.layers}
+            blocks = coefficients.unbind()
             for index, (name, form) in enumerate(rows.forms.items()):
-                own = coefficients[index if len(coefficients) > 1 else 0]
+                own = blocks[index if len(blocks) > 1 else 0]
                 if isinstance(form, OuterRows) and form.affine:
                     self._factors.append((layers[name], form, form.contract(own)))
                 else:
                     names = layers[name].parameters if name in layers else {name: name}
                     self._vector |= {names[local]: -value for local, value in form.rmatvec(own).items()}
 
-    def _form(self, base: Vector | None, scales: Mapping[str, Tensor] | None) -> Vector:
+    def _form(self, base: Vector | None, scales: Mapping[str, Scalar] | None) -> Vector:
         if self._rows is None or self._coefficients is None:
             assert base is not None
             return base
@@ -91,28 +93,28 @@ class Displacement:
                 parameter.data = parameter.data + change
             for layer, form, contracted in self._factors:
                 call = None if capture is None else capture.calls.get(layer.name)
-                layer.module.forward = _displaced_linear(layer.module, form, contracted, call, piece)
+                # past Module.__setattr__, which looks for parameters and submodules
+                vars(layer.module)["forward"] = _displaced_linear(layer.module, form, contracted, call, piece)
                 patched.append(layer.module)
             yield
         finally:
             for module in patched:
-                del module.forward
+                del vars(module)["forward"]
             for parameter, data in before:
                 parameter.data = data
 
     @torch.no_grad()
-    def add_(self, rates: Mapping[str, float | Tensor], accepted: Tensor) -> None:
+    def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth) -> None:
         """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device."""
-        masked = accepted.device.type != "cpu"
-        if not masked and not accepted:
+        if not isinstance(accepted, Tensor) and not accepted:
             return
         for name, change in self._vector.items():
-            if masked:
+            if isinstance(accepted, Tensor):
                 change = torch.where(accepted, change, 0.0)
             self.parameters[name].add_(rates[name] * change)
         for layer, form, contracted in self._factors:
             inputs = form.inputs
-            if masked:
+            if isinstance(accepted, Tensor):
                 contracted, inputs = (
                     torch.where(accepted, contracted, 0.0),
                     torch.where(accepted, inputs, 0.0),
@@ -123,7 +125,7 @@ class Displacement:
                 if isinstance(rate, Tensor):  # alpha= takes plain numbers only
                     rate, change = 1.0, rate * contracted
                 if local == form.weight:
-                    self.parameters[name].addmm_(change.T, inputs, alpha=-rate)
+                    self.parameters[name].addmm_(change.t(), inputs, alpha=-rate)
                 else:
                     self.parameters[name].sub_(change.sum(0), alpha=rate)
 
@@ -142,12 +144,12 @@ def _displaced_linear(
             and _same_memory(input, call.inputs)
         ):
             start = form.layout.offset(piece)
-            inner = form.inner[start : start + len(input)].to(contracted.dtype)
+            inner = form.inner[start : start + input.shape[0]].to(contracted.dtype)
             return torch.addmm(call.outputs.detach(), inner, contracted, alpha=-1)
         outputs: Tensor = plain(module, input)
         if form.weight is None:
             return outputs - contracted.sum(0)
-        inner = input @ form.inputs.T
+        inner = input.mm(form.inputs.t())
         return outputs.addmm_(inner.add_(1.0) if form.bias is not None else inner, contracted, alpha=-1)
 
     return forward

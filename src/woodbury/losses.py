@@ -101,7 +101,7 @@ def _refuse(loss: nn.Module, option: str, advice: str) -> None:
 
 def _matching_targets(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
     """Targets with as many numbers a sample as the outputs, flattened to (n, C)."""
-    if targets.shape[:1] != outputs.shape[:1] or targets[0].numel() != outputs.shape[1]:
+    if targets.shape[:1] != outputs.shape[:1] or math.prod(targets.shape[1:]) != outputs.shape[1]:
         raise ValueError(
             f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs with "
             f"{outputs.shape[1]} number(s) for each of {outputs.shape[0]} samples"

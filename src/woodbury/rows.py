@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
+from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward, Plan, call_model, capture, check_parameter_use, plan_layers
 from woodbury.layers.forms import RowForm
@@ -37,7 +38,7 @@ class Rows:
     def gram(
         self,
         other: Rows | None = None,
-        scales: Mapping[str, Tensor] | None = None,
+        scales: Mapping[str, Scalar] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
@@ -54,7 +55,7 @@ class Rows:
     def layer_grams(
         self,
         other: Rows | None = None,
-        scales: Mapping[str, Tensor] | None = None,
+        scales: Mapping[str, Scalar] | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """The terms of `gram`, one per layer."""

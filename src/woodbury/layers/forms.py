@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from woodbury._scalar import Scalar
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Layout:
 
     pieces: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def samples(self) -> int:
         return sum(n for n, _ in self.pieces)
 
@@ -30,7 +32,7 @@ class Layout:
     def rows(self) -> int:
         return sum(n * k for n, k in self.pieces)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether every sample has exactly one row."""
         return all(k == 1 for _, k in self.pieces)
@@ -78,7 +80,7 @@ class RowForm(Protocol):
     def restrict(self, names: Collection[str]) -> RowForm:
         """The same rows with every parameter outside `names` left out."""
 
-    def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
         """U diag(scales) U'^T, (r, r'); a scale is one number per parameter."""
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -108,7 +110,9 @@ class OuterRows:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.weight, self.bias) if name is not None)
+        if self.weight is None or self.bias is None:
+            return tuple(name for name in (self.weight, self.bias) if name is not None)
+        return self.weight, self.bias
 
     def restrict(self, names: Collection[str]) -> OuterRows:
         if all(name in names for name in self.parameters):
@@ -117,7 +121,7 @@ class OuterRows:
         bias = self.bias if self.bias in names else None
         return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
 
-    def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, OuterRows)
         inner = self.input_gram(other.inputs, scales, dtype)
         if other is self and scales is None:
@@ -126,7 +130,7 @@ class OuterRows:
         return outer.mul_(self.layout.spread(inner, other.layout))
 
     def input_gram(
-        self, inputs: Tensor, scales: Mapping[str, Tensor] | None = None, dtype: torch.dtype | None = None
+        self, inputs: Tensor, scales: Mapping[str, Scalar] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """s_W v . v' + s_b, (n, n'), with the term of an absent or frozen parameter left out."""
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
@@ -156,7 +160,7 @@ class OuterRows:
         contracted = self.contract(coefficients)
         vector = {}
         if self.weight is not None:
-            vector[self.weight] = contracted.T @ self.inputs
+            vector[self.weight] = contracted.t() @ self.inputs
         if self.bias is not None:
             vector[self.bias] = contracted.sum(0)
         return vector
@@ -194,7 +198,7 @@ class ExplicitRows:
     def restrict(self, names: Collection[str]) -> ExplicitRows:
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
 
-    def gram(self, other: RowForm, scales: Mapping[str, Tensor] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, ExplicitRows)
         products = [
             _product(rows.flatten(1), other.rows[name].flatten(1), dtype)
@@ -238,4 +242,4 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     """a b^T, accumulated in `dtype` if one is given."""
     if dtype is not None and dtype != a.dtype:
         a, b = a.to(dtype), b.to(dtype)
-    return a @ b.T
+    return a.mm(b.t())

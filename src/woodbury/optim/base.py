@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch, _random, _vector, products
+from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, Plan, call_model, capture, check_parameter_use, plan_layers
 from woodbury.damping import Damping, as_damping
@@ -79,10 +80,10 @@ class Proposal:
     """A step before it is taken."""
 
     displacement: Displacement
-    predicted: Tensor  # m(0) - m(p)
-    squared_norm: Tensor  # |p|^2
-    damping: Tensor  # the lambda it was computed with
-    usable: Tensor  # 0-dim bool: whether the small system could be solved
+    predicted: Scalar  # m(0) - m(p)
+    squared_norm: Scalar  # |p|^2
+    damping: Scalar  # the lambda it was computed with
+    usable: Truth  # whether the small system could be solved
     loss: Tensor  # f(theta), float64
     evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
 
@@ -102,7 +103,7 @@ class Problem:
 
     plan: Plan
     batch: Batch
-    damping: Tensor
+    damping: Scalar
     hyper: Hyperparameters
     full: Batches | None
     previous: Vector | None  # q = mu p_prev, or None when zero
@@ -160,7 +161,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._precision = torch.finfo(self.param_groups[0]["params"][0].dtype).eps
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
-        self.state["damping"] = torch.tensor(self.damping.initial, dtype=torch.float64, device=self._device())
+        self.state["damping"] = placed(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
 
@@ -188,11 +189,14 @@ class SecondOrder(torch.optim.Optimizer):
         proposal = self._propose(problem)
         with _random.replayed(random):
             actual = proposal.evaluate(proposal.displacement)
-        info, vector = self._judge(problem, proposal, actual)
-        with torch.no_grad():
-            proposal.displacement.add_(problem.hyper.lr, info.accepted)
-        self._remember(problem, proposal, info, vector)
-        return info
+        vector = self._vector_if_needed(problem, proposal)
+        ratio, accepted = self._judge(problem, proposal, actual, vector)
+        proposal.displacement.add_(problem.hyper.lr, accepted)
+        self._remember(problem, proposal, ratio, accepted, vector)
+        norm = root(proposal.squared_norm)
+        numbers = tensors((proposal.damping, ratio, proposal.predicted, norm))
+        self.last = StepInfo(proposal.loss, *numbers, torch.as_tensor(accepted))
+        return self.last
 
     def direction(
         self,
@@ -265,6 +269,7 @@ class SecondOrder(torch.optim.Optimizer):
         samples = _batch.check_batch(inputs, targets)
         batch = self._choose(inputs, targets, samples, subset)
         hyper = self._hyperparameters(plan)
+        self.state["damping"] = placed(self.state["damping"], self._device())
         damping = self.state["damping"] + self.damping.floor
         return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper))
 
@@ -347,61 +352,54 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Tensor:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
-        difference = torch.zeros((), dtype=torch.float64, device=self._device())
-        samples = 0
+        differences = []
         with torch.no_grad():
             for index, piece in enumerate(pieces):
                 with displacement.applied(piece.capture, index):
                     outputs = self.forward(self.model, piece.inputs)
                 if outputs.dim() != 2:
-                    outputs = outputs.reshape(len(piece.values), -1)
-                difference = difference + (piece.values - self._values(outputs, piece.targets)).sum()
-                samples += len(piece.values)
-        return difference / samples
+                    outputs = outputs.reshape(piece.values.shape[0], -1)
+                differences.append(piece.values - self._values(outputs, piece.targets))
+        return (differences[0] if len(differences) == 1 else torch.cat(differences)).mean()
 
-    def _judge(self, problem: Problem, proposal: Proposal, actual: Tensor) -> tuple[StepInfo, Vector | None]:
-        """rho, acceptance and what to report."""
-        vector = None
-        predicted = proposal.predicted
+    def _vector_if_needed(self, problem: Problem, proposal: Proposal) -> Vector | None:
+        """p itself where momentum or weight decay ask for it."""
         if any(problem.hyper.momentum.values()) or any(problem.hyper.weight_decay.values()):
-            vector = proposal.displacement.dense()
+            return proposal.displacement.dense()
+        return None
+
+    def _judge(
+        self, problem: Problem, proposal: Proposal, decrease: Tensor, vector: Vector | None
+    ) -> tuple[Scalar, Truth]:
+        """rho and whether theta may move."""
         for name, decay in problem.hyper.weight_decay.items():
             if decay and vector is not None:
                 # f holds decay |theta|^2 / 2: its change at theta + p, without cancellation
                 change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
-                actual = actual - decay * change.sum().double()
+                decrease = decrease - decay * change.sum().double()
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
-        noise = self._precision * proposal.loss.abs() + self._precision**2
-        ratio = (actual + noise) / (predicted + noise)
-        finite = (ratio.abs() < torch.inf) & proposal.usable
-        ratio = torch.where(finite, ratio, -torch.inf)
-        accepted = finite if self.accept is None else finite & (ratio >= self.accept)
-        info = StepInfo(
-            loss=proposal.loss,
-            damping=proposal.damping,
-            ratio=ratio,
-            predicted=predicted,
-            step_norm=proposal.squared_norm.sqrt(),
-            accepted=accepted,
-        )
-        return info, vector
+        noise = self._precision * magnitude(scalar(proposal.loss)) + self._precision**2
+        ratio = (scalar(decrease) + noise) / (proposal.predicted + noise)
+        finite = (magnitude(ratio) < math.inf) & proposal.usable
+        ratio = where(finite, ratio, -math.inf)
+        return ratio, finite if self.accept is None else finite & (ratio >= self.accept)
 
-    def _remember(self, problem: Problem, proposal: Proposal, info: StepInfo, vector: Vector | None) -> None:
-        """Update lambda, the momentum and `last`."""
+    def _remember(
+        self, problem: Problem, proposal: Proposal, ratio: Scalar, accepted: Truth, vector: Vector | None
+    ) -> None:
+        """Update lambda and the momentum."""
         value = self.state["damping"]
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
-        self.state["damping"] = self.damping.next(value, info.ratio)
+        self.state["damping"] = self.damping.next(value, ratio)
         if any(problem.hyper.momentum.values()) and vector is not None:
             stored = self.state.get("momentum", {})
+            moved = torch.as_tensor(accepted)
             self.state["momentum"] = {
-                name: torch.where(
-                    info.accepted, value, stored[name] if name in stored else torch.zeros_like(value)
-                )
+                name: torch.where(moved, value, stored[name] if name in stored else torch.zeros_like(value))
                 for name, value in vector.items()
             }
-        self.last = info
 
     def _residual(self, problem: Problem, proposal: Proposal) -> Tensor:
         """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch, _random, _vector
+from woodbury._scalar import Scalar, Truth, scalar, truth
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, Plan, capture, chain_of
 from woodbury.damping import Damping, LevenbergMarquardt
@@ -62,9 +63,9 @@ def solve_in_sample_space(
     samples: int,
     e: Tensor,
     projected_base: Tensor | None,
-    damping: Tensor,
+    damping: Scalar,
     solve: Callable[[Tensor, Tensor], Solution],
-) -> tuple[Tensor, Tensor, Solution]:
+) -> tuple[Tensor, Scalar, Solution]:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
     gram (b, r, r), e (m,) with m = curvature_rows, projected_base Z p0 (b, m) on the factor rows, or None.
@@ -82,15 +83,15 @@ def solve_in_sample_space(
     matrix = gram[:, :m, :m].clone()
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
     rhs = e if projected_base is None else e + projected_base
-    outside = 1 / (samples * damping)
     if rest:
-        rhs = rhs - outside * gram[:, :m, m:].sum(-1)
+        outside = 1 / (samples * damping)
+        rhs = rhs - gram[:, :m, m:].sum(-1) * outside
     solution = solve(matrix, rhs.expand(len(gram), m))
     image = shift * solution.x - e
     coefficients = solution.x
     if rest:
-        coefficients = torch.cat([coefficients, outside.to(gram.dtype).expand(len(gram), rest)], dim=1)
-    return coefficients, image.square().sum() / curvature_samples, solution
+        coefficients = torch.cat([coefficients, gram.new_ones(len(gram), rest) * outside], dim=1)
+    return coefficients, _square(image) / curvature_samples, solution
 
 
 class _SampleSpace(SecondOrder):
@@ -153,7 +154,7 @@ class _SampleSpace(SecondOrder):
         self._check_loss(loss)
         damping = problem.damping
         step = self._solve(problem, line, damping)
-        if self.solver == "cholesky" and damping.device.type == "cpu" and not step.usable:
+        if self.solver == "cholesky" and isinstance(damping, float) and not step.usable:
             step, damping = self._solve_with_more_damping(problem, line, damping)
         return Proposal(
             step.displacement, step.predicted, step.squared_norm, damping, step.usable, loss, evaluate
@@ -275,7 +276,7 @@ class _SampleSpace(SecondOrder):
 
         return total / count, {name: value / count for name, value in gradient.items()}, evaluate
 
-    def _solve(self, problem: Problem, line: Linearization, damping: Tensor) -> _Step:
+    def _solve(self, problem: Problem, line: Linearization, damping: Scalar) -> _Step:
         """p for this damping, with its norm and predicted decrease."""
         scales = _scales(problem, damping)
         base = _base(problem, line, scales, damping)
@@ -297,18 +298,19 @@ class _SampleSpace(SecondOrder):
             )
         displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales)
         if base is None and gram is not None:
-            image = torch.bmm(gram, coefficients.unsqueeze(-1)).squeeze(-1)
-            squared = (coefficients * image).sum().double()
+            image = torch.bmm(gram, coefficients.unsqueeze(-1))
+            squared = scalar(torch.dot(coefficients.reshape(-1), image.reshape(-1)))  # |p|^2 = c^T Z Z^T c
             predicted = damping * squared + 0.5 * bend
         else:
             vector = displacement.dense()
-            squared = _vector.dot(vector, vector)
-            pull = squared if problem.previous is None else squared - _vector.dot(vector, problem.previous)
+            squared = pull = scalar(_vector.dot(vector, vector))
+            if problem.previous is not None:
+                pull = pull - scalar(_vector.dot(vector, problem.previous))
             for name, decay in problem.hyper.weight_decay.items():
                 if decay:
-                    bend = bend + decay * vector[name].square().sum().double()
+                    bend = bend + decay * scalar(vector[name].square().sum())
             predicted = damping * pull + 0.5 * bend
-        return _Step(displacement, predicted, squared, solution.ok)
+        return _Step(displacement, predicted, squared, truth(solution.ok))
 
     def _solve_explicit_by_cg(self, matrix: Tensor, rhs: Tensor) -> Solution:
         return solve_conjugate_gradient(
@@ -319,8 +321,8 @@ class _SampleSpace(SecondOrder):
         )
 
     def _solve_with_more_damping(
-        self, problem: Problem, line: Linearization, damping: Tensor
-    ) -> tuple[_Step, Tensor]:
+        self, problem: Problem, line: Linearization, damping: float
+    ) -> tuple[_Step, float]:
         """Raise lambda tenfold until K + lambda I is numerically positive definite, and say so."""
         raised = damping
         for _ in range(_RAISES):
@@ -328,12 +330,12 @@ class _SampleSpace(SecondOrder):
             step = self._solve(problem, line, raised)
             if step.usable:
                 break
-        warn_raised_damping(float(damping), float(raised), self.gram_dtype or line.e.dtype)
+        warn_raised_damping(damping, raised, self.gram_dtype or line.e.dtype)
         return step, raised
 
     def _solve_by_products(
-        self, line: Linearization, scales: dict[str, Tensor] | None, projected: Tensor | None, damping: Tensor
-    ) -> tuple[Tensor, Tensor, Solution]:
+        self, line: Linearization, scales: dict[str, Scalar] | None, projected: Tensor | None, damping: Scalar
+    ) -> tuple[Tensor, Scalar, Solution]:
         """The same system by CG with products Z (D Z^T x) alone; every row is a factor row here."""
         rows, by_layer = line.rows, self.blocks == "layer"
         e = line.e * (line.curvature_samples / line.samples)
@@ -350,9 +352,9 @@ class _SampleSpace(SecondOrder):
         solution = solve_conjugate_gradient(
             product, rhs, self._tolerance(rhs.dtype), max_iterations=10 * line.curvature_rows
         )
-        return solution.x, (shift * solution.x - e).square().sum() / line.curvature_samples, solution
+        return solution.x, _square(shift * solution.x - e) / line.curvature_samples, solution
 
-    def _gram(self, line: Linearization, scales: dict[str, Tensor] | None) -> Tensor:
+    def _gram(self, line: Linearization, scales: dict[str, Scalar] | None) -> Tensor:
         """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
         if self.blocks == "layer":
             return torch.stack(line.rows.layer_grams(scales=scales, dtype=self.gram_dtype))
@@ -367,15 +369,21 @@ class _SampleSpace(SecondOrder):
         return torch.finfo(dtype).eps ** 0.75 if self.solver_tolerance is None else self.solver_tolerance
 
 
+def _square(values: Tensor) -> Scalar:
+    """Sum of squares."""
+    flat = values.reshape(-1)
+    return scalar(torch.dot(flat, flat))
+
+
 @dataclass
 class _Step:
     displacement: Displacement
-    predicted: Tensor
-    squared_norm: Tensor
-    usable: Tensor
+    predicted: Scalar
+    squared_norm: Scalar
+    usable: Truth
 
 
-def _scales(problem: Problem, damping: Tensor) -> dict[str, Tensor] | None:
+def _scales(problem: Problem, damping: Scalar) -> dict[str, Scalar] | None:
     """lambda / (lambda + weight decay) by parameter: the metric of the damped model relative to lambda I."""
     decays = problem.hyper.weight_decay
     if not any(decays.values()):
@@ -384,7 +392,7 @@ def _scales(problem: Problem, damping: Tensor) -> dict[str, Tensor] | None:
 
 
 def _base(
-    problem: Problem, line: Linearization, scales: dict[str, Tensor] | None, damping: Tensor
+    problem: Problem, line: Linearization, scales: dict[str, Scalar] | None, damping: Scalar
 ) -> Vector | None:
     """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
 
