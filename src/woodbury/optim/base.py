@@ -193,9 +193,9 @@ class SecondOrder(torch.optim.Optimizer):
         ratio, accepted = self._judge(problem, proposal, actual, vector)
         proposal.displacement.add_(problem.hyper.lr, accepted)
         self._remember(problem, proposal, ratio, accepted, vector)
-        norm = root(proposal.squared_norm)
-        numbers = tensors((proposal.damping, ratio, proposal.predicted, norm))
-        self.last = StepInfo(proposal.loss, *numbers, torch.as_tensor(accepted))
+        numbers = (proposal.damping, ratio, proposal.predicted, root(proposal.squared_norm))
+        damping, rho, predicted, norm = tensors(numbers)
+        self.last = StepInfo(proposal.loss, damping, rho, predicted, norm, torch.as_tensor(accepted))
         return self.last
 
     def direction(
@@ -286,7 +286,7 @@ class SecondOrder(torch.optim.Optimizer):
             outside = torch.ones(samples, dtype=torch.bool)
             outside[chosen] = False
             order = torch.cat([chosen, outside.nonzero().flatten()])
-        order = order.to(self._device())
+        order = order.to(self._device(), non_blocking=True)
         inputs = _batch.take(inputs, order, samples)
         return Batch(
             inputs, None if targets is None else _batch.take(targets, order, samples), samples, count

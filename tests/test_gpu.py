@@ -1,0 +1,113 @@
+"""The same steps on a CUDA device: equal to the CPU's, rejected on the device, and without waiting for it."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import woodbury
+from woodbury._vector import flatten
+from woodbury.optim import OPTIMIZERS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+every_optimizer = pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd"])
+
+
+def pair(name, kind, **settings):
+    """The same optimizer on the CPU and on the GPU."""
+    made = []
+    for device in ("cpu", "cuda"):
+        problem = problems.make(name)
+        problem.model.to(device)
+        problem.loss.to(device)
+        problem.inputs, problem.targets = problem.inputs.to(device), problem.targets.to(device)
+        made.append((problem, OPTIMIZERS[kind](problem.model, problem.loss, seed=0, **settings)))
+    return made
+
+
+@every_optimizer
+@problems.every_problem
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.5, "weight_decay": 0.01}], ids=["plain", "dense"])
+def test_steps_agree_with_the_cpu(name, kind, settings):
+    (cpu, on_cpu), (gpu, on_gpu) = pair(name, kind, curvature_samples=4, **settings)
+    for _ in range(3):
+        a = on_cpu.step(cpu.inputs, cpu.targets).as_dict()
+        b = on_gpu.step(gpu.inputs, gpu.targets).as_dict()
+        assert a == pytest.approx(b, rel=1e-8)
+    for p, q in zip(cpu.model.parameters(), gpu.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q.cpu(), rtol=1e-8, atol=1e-10)
+    assert on_gpu.verify(gpu.inputs, gpu.targets) < 1e-10
+
+
+@every_optimizer
+@pytest.mark.parametrize("bad", ["inputs", "parameters", "cliff"])
+def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
+    model = problems.mlp(4, 5, 3).cuda()
+    inputs, targets = torch.randn(6, 4, device="cuda"), torch.randint(3, (6,), device="cuda")
+    optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss())
+    optimizer.step(inputs, targets)
+    if bad == "inputs":
+        inputs[2, 1] = torch.nan
+    elif bad == "parameters":
+        with torch.no_grad():
+            model[0].weight[0, 0] = torch.inf
+    else:
+        optimizer.forward = lambda m, x: torch.where(
+            torch.is_grad_enabled() * torch.ones_like(m(x)) > 0, m(x), torch.nan
+        )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    damping = float(optimizer.state["damping"])
+    info = optimizer.step(inputs, targets)
+    assert not info.accepted and info.ratio == -torch.inf
+    assert float(optimizer.state["damping"]) == pytest.approx(1.01 * damping)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+@every_optimizer
+def test_a_step_does_not_wait_for_the_device(kind):
+    model = problems.mlp(20, 30, 30, 5).cuda()
+    inputs, targets = torch.randn(40, 20, device="cuda"), torch.randint(5, (40,), device="cuda")
+    optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), curvature_samples=20)
+    for _ in range(3):
+        optimizer.step(inputs, targets)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(inputs, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_optimizer
+def test_tf32_stays_out_of_the_gram_matrix(kind):
+    model = problems.mlp(300, 200, 10).cuda()
+    inputs, targets = torch.randn(60, 300, device="cuda"), torch.randint(10, (60,), device="cuda")
+    curvature = "gauss-newton" if kind == "smw-gn" else "empirical"
+    rows = woodbury.rows(model, nn.CrossEntropyLoss(), inputs, targets, curvature=curvature)
+    exact = rows.gram(dtype=torch.float64)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        gram = rows.gram()
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert (gram - exact).norm() / exact.norm() < 1e-6
+
+
+@every_optimizer
+def test_state_moves_between_devices(kind):
+    (cpu, on_cpu), (gpu, on_gpu) = pair("softmax", kind, curvature_samples=4, momentum=0.5)
+    for _ in range(3):
+        on_cpu.step(cpu.inputs, cpu.targets)
+    gpu.model.load_state_dict(cpu.model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_gpu.load_state_dict(on_cpu.state_dict())
+    a = flatten(on_cpu.direction(cpu.inputs, cpu.targets))
+    torch.testing.assert_close(flatten(on_gpu.direction(gpu.inputs, gpu.targets)).cpu(), a)
