@@ -1,0 +1,113 @@
+"""What the pages say exists: every function, test and file that README.md and docs/*.md name."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+METHOD = ROOT / "docs" / "method.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
+TEST = re.compile(r"\b(tests/\w+\.py)(?:::(\w+))?")
+LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
+
+
+def code_spans(text):
+    """The inline code of a page, without its fenced blocks."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+
+
+def names(text):
+    return [name for span in code_spans(text) for name in NAME.findall(span)]
+
+
+def resolve(name):
+    """The object a dotted name stands for. Modules go first: `woodbury.rows` is a module and a function."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        module = ".".join(parts[:length])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise  # the module is there, something it imports is not
+            continue
+        for part in parts[length:]:
+            # dataclass fields without a default are annotations alone
+            found = found.__annotations__[part] if _is_field(found, part) else getattr(found, part)
+        return found
+    raise AttributeError(name)
+
+
+def _is_field(owner, name):
+    return isinstance(owner, type) and not hasattr(owner, name) and name in owner.__annotations__
+
+
+def has_test(file, name):
+    """Whether tests/file.py exists and, if a name is given, defines it at the top level."""
+    path = ROOT / file
+    if not path.is_file():
+        return False
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return not name or any(isinstance(node, ast.FunctionDef) and node.name == name for node in body)
+
+
+def missing_links(page, text):
+    targets = [target.partition("#")[0] for target in LINK.findall(text) if "://" not in target]
+    return [target for target in targets if target and not (page.parent / target).exists()]
+
+
+@every_page
+def test_names_in_code_resolve(page):
+    for name in names(page.read_text(encoding="utf-8")):
+        assert resolve(name) is not None, name
+
+
+@every_page
+def test_named_tests_exist(page):
+    for file, name in TEST.findall(page.read_text(encoding="utf-8")):
+        assert has_test(file, name), f"{page.name}: {file}::{name}"
+
+
+@every_page
+def test_relative_links_lead_to_files(page):
+    assert missing_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def test_every_item_of_the_paper_has_a_function_and_a_test():
+    lines = METHOD.read_text(encoding="utf-8").splitlines()
+    start = lines.index("| item | function | test |") + 2
+    items = {}
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        item, function, test = (cell.strip() for cell in line.strip("|").split(" | "))
+        assert names(function), item
+        assert all(name for _, name in TEST.findall(test)) and TEST.search(test), item
+        items[item] = function
+    expected = [f"({number})" for number in range(1, 8)] + [f"Algorithm {number}," for number in range(1, 8)]
+    for label in [*expected, "rule for lambda", "its constants", "Lemma 1", "Theorem 1", "footnote", "cost"]:
+        assert any(item.startswith(label) for item in items), label
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["woodbury.Rows.grams", "woodbury.nothing", "woodbury.rows.Rows.gram.x", "woodbury.optim.smw.solve"],
+)
+def test_a_wrong_name_is_noticed(name):
+    assert names(f"see `{name}(x)`") == [name]
+    with pytest.raises(AttributeError):
+        resolve(name)
+
+
+def test_a_wrong_test_or_link_is_noticed():
+    assert TEST.findall("`tests/test_docs.py::test_a`") == [("tests/test_docs.py", "test_a")]
+    assert not has_test("tests/test_docs.py", "test_a")
+    assert not has_test("tests/test_nothing.py", "")
+    assert has_test("tests/test_docs.py", "test_a_wrong_test_or_link_is_noticed")
+    assert missing_links(METHOD, "[a](method.md#x) [b](gone.md) [c](https://a.b/c) [d](#e)") == ["gone.md"]
