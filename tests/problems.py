@@ -62,6 +62,9 @@ PROBLEMS = {
     "softmax-probabilities": lambda: Problem(
         mlp(5, 6, 3), nn.CrossEntropyLoss(), torch.randn(N, 5), _distributions(N, 3)
     ),
+    "softmax-unnormalised": lambda: Problem(
+        mlp(5, 6, 3), nn.CrossEntropyLoss(), torch.randn(N, 5), 3 * torch.rand(N, 3, dtype=torch.float64)
+    ),
     "softmax-smoothed": lambda: Problem(
         mlp(5, 6, 3), nn.CrossEntropyLoss(label_smoothing=0.2), torch.randn(N, 5), _class_targets(N, 3)
     ),

@@ -100,7 +100,7 @@ def test_unknown_loss_is_refused_with_the_way_out():
         (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, 1, 2, 3]), "0..2, got 3"),
         (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, -100, 2, 0]), "got -100"),
         (nn.CrossEntropyLoss(), (4, 3), torch.zeros(4, 1, dtype=torch.long), "shape"),
-        (nn.CrossEntropyLoss(), (4, 3), torch.ones(4, 3), "sum to 1"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.full((4, 3), -0.5), "not be negative"),
         (nn.CrossEntropyLoss(), (4, 1), torch.zeros(4).long(), "BCEWithLogitsLoss"),
         (nn.CrossEntropyLoss(), (4, 3), None, "needs targets"),
         (nn.MSELoss(), (4, 3), torch.ones(4), "do not fit"),
@@ -110,3 +110,21 @@ def test_unknown_loss_is_refused_with_the_way_out():
 def test_wrong_targets_are_refused(loss, outputs, targets, message):
     with pytest.raises(ValueError, match=message):
         loss_rule(loss).prepare(loss, torch.zeros(outputs), targets)
+
+
+def test_softmax_columns_are_the_householder_reflection_of_the_symmetric_factor():
+    """S Q without column j, Q the reflection that maps sqrt(p) to -e_j; e is Q (r / sqrt(p))."""
+    loss, outputs = nn.CrossEntropyLoss(), 3 * torch.randn(7, 4, dtype=torch.float64)
+    targets = torch.randint(4, (7,))
+    rule = loss_rule(loss)
+    columns, e = rule.factor(loss, outputs, targets)
+    residual = rule.residual(loss, outputs, targets)
+    for i, p in enumerate(outputs.softmax(1)):
+        root, j = p.sqrt(), int(p.argmax())
+        S = torch.diag(root) - torch.outer(p, root)
+        w = root + torch.eye(4).double()[j]
+        Q = torch.eye(4).double() - 2 * torch.outer(w, w) / (w @ w)
+        others = [c for c in range(4) if c != j]
+        torch.testing.assert_close((S @ Q)[:, j], torch.zeros(4).double())
+        torch.testing.assert_close(columns[i], (S @ Q)[:, others].T)
+        torch.testing.assert_close(e[i], (Q @ (residual[i] / root))[others])

@@ -267,6 +267,37 @@ def test_dropout_masks_agree_between_the_two_evaluations(kind, part):
 
 
 @every_optimizer
+def test_verify_runs_the_batch_in_the_pieces_of_the_step(kind):
+    """Two dropout layers: masks drawn piece by piece differ from masks drawn for the whole batch."""
+    layers = (nn.Linear(5, 40), nn.Tanh(), nn.Dropout(0.5), nn.Linear(40, 30), nn.Tanh(), nn.Dropout(0.5))
+    model = nn.Sequential(*layers, nn.Linear(30, 3)).double()
+    x, t = torch.randn(7, 5).double(), torch.randint(3, (7,))
+    optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), damping=0.1, curvature_samples=4)
+    for _ in range(3):
+        assert optimizer.verify(x, t) < 1e-10
+        optimizer.step(x, t)
+
+
+@every_optimizer
+@pytest.mark.parametrize("accept", [None, 0.1])
+def test_a_predicted_increase_is_never_a_good_step(kind, accept):
+    """Momentum can point where the model itself expects f to rise: rho is -inf there, and lambda rises."""
+    problem = problems.make("softmax")
+    optimizer = build(kind, problem, momentum=0.9, accept=accept)
+    optimizer.step(problem.inputs, problem.targets)
+    g = optimizer.direction(problem.inputs, problem.targets)
+    optimizer.state["momentum"] = {name: -50 * value for name, value in g.items()}  # uphill
+    before = state_of(problem.model)
+    info = optimizer.step(problem.inputs, problem.targets)
+    assert info.predicted < 0 and info.ratio == -torch.inf
+    assert bool(info.accepted) == (accept is None)
+    if accept is not None:
+        assert_same(state_of(problem.model), before)
+        assert all(value.abs().max() == 0 for value in optimizer.state["momentum"].values())
+        assert optimizer.step(problem.inputs, problem.targets).accepted  # and it does not get stuck
+
+
+@every_optimizer
 def test_subset_is_drawn_at_random_and_by_seed(kind):
     problem = problems.make("softmax")
 

@@ -1,13 +1,18 @@
 """The sample-space step against dense solves, the paper's printed equations and an independent library."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import problems
 import reference
 import woodbury
 from woodbury._vector import flatten
+from woodbury.linalg import solve_cholesky
+from woodbury.optim.smw import solve_in_sample_space
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}
@@ -305,3 +310,56 @@ def test_unsolvable_system_raises_the_damping_and_says_so():
     assert info.damping > 1e-9 and torch.isfinite(info.predicted)
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert optimizer.state["damping"] > 5e-9
+
+
+def test_small_system_gives_p_and_u_p_of_the_dense_problem():
+    """U p = lambda a - e, and p = p0 - Z^T c minimises the damped model around p0."""
+    n1, n2, k, size, damping = 6, 4, 3, 40, 0.07
+    m = n2 * k
+    Z = torch.randn(m + n1 - n2, size, dtype=torch.float64)
+    e, p0 = torch.randn(m, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
+    U, g = Z[:m] / n2**0.5, (Z[:m].T @ e + Z[m:].sum(0)) / n1
+    c, bend, solution = solve_in_sample_space(
+        (Z @ Z.T).unsqueeze(0), m, n2, n1, e, (Z[:m] @ p0).unsqueeze(0), damping, solve_cholesky
+    )
+    p = p0 - Z.T @ c[0]
+    expected = torch.linalg.solve(U.T @ U + damping * torch.eye(size).double(), damping * p0 - g)
+    assert reference.relative_error(p, expected) <= 1e-12
+    a, scaled = n2**0.5 * c[0, :m], n2**0.5 / n1 * e
+    torch.testing.assert_close(U @ p, damping * a - scaled)
+    assert float(bend) == pytest.approx(float((U @ p).square().sum()), rel=1e-10)
+    assert bool(solution.ok)
+
+
+@every_kind
+def test_push_through_keeps_digits_that_the_subtracted_form_loses(kind):
+    """float32, lambda = 1e-6 lambda_max, against -(g - U^T (K + lambda I)^-1 U g) / lambda."""
+    model, loss = problems.mlp(50, 64, 64, 10), nn.CrossEntropyLoss()
+    inputs, targets = torch.randn(40, 50), torch.randint(10, (40,))
+    U = woodbury.rows(model, loss, inputs, targets, curvature=kind).dense()
+    K = U @ U.T
+    damping = float(1e-6 * torch.linalg.eigvalsh(K.double())[-1])
+    g = reference.gradient(model, loss, inputs, targets)
+    shifted = K + damping * torch.eye(len(K))
+    subtracted = -(g - U.T @ torch.linalg.solve(shifted, U @ g)) / damping
+    twin = problems.mlp(50, 64, 64, 10).double()
+    twin.load_state_dict(model.state_dict())
+    exact = flatten(METHODS[kind](twin, loss, damping=damping).direction(inputs.double(), targets))
+    single = flatten(METHODS[kind](model, loss, damping=damping).direction(inputs, targets))
+    ours = reference.relative_error(single.double(), exact)
+    assert ours <= 1e-2
+    assert reference.relative_error(subtracted.double(), exact) >= 10 * ours
+
+
+@pytest.mark.parametrize("kind, columns", [("gauss-newton", 9), ("empirical", 1)])
+def test_matrix_products_of_a_step_stay_within_the_papers_cost(kind, columns):
+    """O(r n + r^2 sum_l m_l) with r = columns N2 rows; a Gram matrix from written-out rows takes r^2 n."""
+    n, widths = 40, (60, 50, 30, 10)
+    model, loss = problems.mlp(*widths), nn.CrossEntropyLoss()
+    inputs, targets = torch.randn(n, widths[0]), torch.randint(10, (n,))
+    optimizer = METHODS[kind](model, loss)
+    optimizer.step(inputs, targets)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step(inputs, targets)
+    size, r = sum(a * b for a, b in pairwise(widths)), columns * n
+    assert counter.get_total_flops() <= 8 * (r * size + r**2 * sum(widths))

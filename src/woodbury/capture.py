@@ -5,7 +5,8 @@ Nothing is hung on tensors or modules: `capture` returns a value, and its keys a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -151,11 +152,7 @@ class Capture:
         segments are columns (m, k, C) for consecutive samples, from the first on. Row (i, a) is the
         derivative of columns[i, a] . outputs[i] in the layer's parameters.
         """
-        for name, call in self.calls.items():
-            if not call.inputs_intact:
-                raise ValueError(
-                    f"the input of layer {name!r} was changed in place after the layer had used it"
-                )
+        self.check_inputs()
         chain = chain_of(self)
         if chain is not None:
             return self._rows_along(chain, segments)
@@ -164,6 +161,15 @@ class Capture:
             pieces.append(self._rows_by_autograd(columns, start))
             start += len(columns)
         return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+
+    def check_inputs(self) -> None:
+        """Raise if a layer's input is no longer what the layer saw."""
+        for name, call in self.calls.items():
+            if not call.inputs_intact:
+                raise ValueError(
+                    f"the input of layer {name!r} was changed in place after the layer had used it: "
+                    "write into new memory instead (out of place, or .clone())"
+                )
 
     def _rows_by_autograd(self, columns: Tensor, start: int) -> dict[str, RowForm]:
         """Rows for any model: one backward pass, batched over the columns."""
@@ -266,13 +272,27 @@ class Capture:
         return torch.cat(rows)
 
 
+@contextmanager
+def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
+    """Inside, each module computes the given function in place of its `forward`; its hooks still run."""
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward  # past Module.__setattr__, which looks for parameters
+        yield
+    finally:
+        for module in forwards:
+            vars(module).pop("forward", None)
+
+
 def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: dict[str, Call] = {}
-    handles = []
 
-    def keep(layer: Layer) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Tensor) -> None:
+    def recording(layer: Layer) -> Callable[..., Tensor]:
+        plain = type(layer.module).forward
+
+        def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
+            outputs: Tensor = plain(layer.module, *args, **kwargs)
             if layer.name in calls:
                 raise ValueError(
                     f"layer {layer.name!r} is called more than once in a forward pass: "
@@ -281,28 +301,25 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
             given = args[0] if args else next(iter(kwargs.values()))
             versions = (given._version, outputs._version)
             calls[layer.name] = Call(given, given.detach(), outputs, get_gradient_edge(outputs), versions)
+            return outputs
 
-        return hook
+        return layer_forward
 
-    try:
-        for layer in plan.layers:
-            handles.append(layer.module.register_forward_hook(keep(layer), with_kwargs=True))
-        with torch.enable_grad():
-            outputs = forward(model, inputs)
-            if not isinstance(outputs, Tensor):
-                raise TypeError(f"the model must return a tensor, got {type(outputs).__name__}; use forward=")
-            if outputs.dim() == 0 or outputs.shape[0] != samples:
-                raise ValueError(
-                    f"the model returned outputs of shape {tuple(outputs.shape)} for {samples} samples: "
-                    "the first axis must be the sample axis"
-                )
-            flat = outputs if outputs.dim() == 2 else outputs.reshape(samples, -1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not flat.requires_grad:
+    with replaced_forward({layer.module: recording(layer) for layer in plan.layers}), torch.enable_grad():
+        outputs = forward(model, inputs)
+    if not isinstance(outputs, Tensor):
+        raise TypeError(f"the model must return a tensor, got {type(outputs).__name__}; use forward=")
+    if outputs.dim() == 0 or outputs.shape[0] != samples:
+        raise ValueError(
+            f"the model returned outputs of shape {tuple(outputs.shape)} for {samples} samples: "
+            "the first axis must be the sample axis"
+        )
+    if not outputs.requires_grad:
         raise ValueError("the outputs do not depend on any trainable parameter")
-    return Capture(plan, inputs, flat, calls)
+    if outputs.dim() != 2:
+        with torch.enable_grad():
+            outputs = outputs.reshape(samples, -1)
+    return Capture(plan, inputs, outputs, calls)
 
 
 # Nodes of the autograd graph that act on each number by itself.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from woodbury._scalar import Scalar, Truth
 from woodbury._vector import Vector
-from woodbury.capture import Call, Capture, Layer
+from woodbury.capture import Call, Capture, Layer, replaced_forward
 from woodbury.layers.forms import OuterRows
 from woodbury.rows import Rows
 
@@ -85,21 +85,18 @@ class Displacement:
         capture is the pass over this piece of the batch at theta, if there was one.
         """
         before: list[tuple[nn.Parameter, Tensor]] = []
-        patched: list[nn.Module] = []
+        forwards = {}
+        for layer, form, contracted in self._factors:
+            call = None if capture is None else capture.calls.get(layer.name)
+            forwards[layer.module] = _displaced_linear(layer.module, form, contracted, call, piece)
         try:
             for name, change in self._vector.items():
                 parameter = self.parameters[name]
                 before.append((parameter, parameter.data))
                 parameter.data = parameter.data + change
-            for layer, form, contracted in self._factors:
-                call = None if capture is None else capture.calls.get(layer.name)
-                # past Module.__setattr__, which looks for parameters and submodules
-                vars(layer.module)["forward"] = _displaced_linear(layer.module, form, contracted, call, piece)
-                patched.append(layer.module)
-            yield
+            with replaced_forward(forwards):
+                yield
         finally:
-            for module in patched:
-                del vars(module)["forward"]
             for parameter, data in before:
                 parameter.data = data
 
@@ -140,6 +137,7 @@ def _displaced_linear(
         if (
             call is not None
             and form.inner is not None
+            and call.inputs_intact
             and call.outputs_intact
             and _same_memory(input, call.inputs)
         ):
@@ -149,8 +147,7 @@ def _displaced_linear(
         outputs: Tensor = plain(module, input)
         if form.weight is None:
             return outputs - contracted.sum(0)
-        inner = input.mm(form.inputs.t())
-        return outputs.addmm_(inner.add_(1.0) if form.bias is not None else inner, contracted, alpha=-1)
+        return outputs.addmm_(form.input_gram(input).t(), contracted, alpha=-1)
 
     return forward
 

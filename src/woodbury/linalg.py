@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,13 +65,34 @@ def solve_conjugate_gradient(
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Keep TF32 out of the matrix products inside, whatever the global flags say."""
-    flag = torch.backends.cuda.matmul.allow_tf32
-    if not flag:
+    """Keep TF32 and bfloat16 out of float32 matrix products inside, whatever the global settings say."""
+    kept = _precision()
+    if set(kept) <= _FULL:
         yield
         return
-    torch.backends.cuda.matmul.allow_tf32 = False
+    _set_precision(("ieee",) * len(kept))
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = flag
+        _set_precision(kept)
+
+
+_FULL = {"ieee", "none", "highest"}
+
+# torch 2.9 gave each backend a setting of its own; reading or writing the older one beside it raises.
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    _cuda: Any = torch.backends.cuda.matmul
+    _cpu: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to the type stubs)
+
+    def _precision() -> tuple[str, ...]:
+        return _cuda.fp32_precision, _cpu.fp32_precision
+
+    def _set_precision(values: tuple[str, ...]) -> None:
+        _cuda.fp32_precision, _cpu.fp32_precision = values
+else:
+
+    def _precision() -> tuple[str, ...]:
+        return (torch.get_float32_matmul_precision(),)
+
+    def _set_precision(values: tuple[str, ...]) -> None:
+        torch.set_float32_matmul_precision("highest" if values[0] == "ieee" else values[0])

@@ -185,8 +185,9 @@ class Logistic(LossRule):
 class Softmax(LossRule):
     """l = -sum_c t_c log p_c, p = softmax(y); targets are class indices (n,) or probabilities (n, C).
 
-    H = diag(p) - p p^T = S S^T with S = diag(sqrt p) - p sqrt(p)^T. As S sqrt(p) = 0, the Householder
-    reflection that maps sqrt(p) to -e_j leaves C - 1 columns: with j the most likely class,
+    r = p - t and H = diag(p) - p p^T where t sums to 1; otherwise p and H are multiplied by sum(t), as torch
+    does. H = S S^T with S = diag(sqrt p) - p sqrt(p)^T. As S sqrt(p) = 0, the Householder reflection mapping
+    sqrt(p) to -e_j leaves C - 1 columns: with j the most likely class,
 
         column i != j:  sqrt(p_i) (e_i - t e_j - (1 - t) p),      t = sqrt(p_j) / (1 + sqrt(p_j))
         e_i = r_i / sqrt(p_i) - sqrt(p_i) r_j / (sqrt(p_j) (1 + sqrt(p_j)))
@@ -220,8 +221,8 @@ class Softmax(LossRule):
                     f"{tuple(outputs.shape)}, got {tuple(targets.shape)}"
                 )
             targets = targets.to(outputs.dtype)
-            if not targets.is_cuda and not _are_distributions(targets):
-                raise ValueError("CrossEntropyLoss: probability targets must be >= 0 and sum to 1 per sample")
+            if not targets.is_cuda and targets.min().item() < 0:
+                raise ValueError("CrossEntropyLoss: probability targets must not be negative")
         else:
             if targets.shape != (n,):
                 raise ValueError(
@@ -248,7 +249,7 @@ class Softmax(LossRule):
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         probabilities = outputs.softmax(1)
         if targets.is_floating_point():
-            return probabilities - targets
+            return probabilities * targets.sum(1, keepdim=True) - targets
         ones = torch.ones((), dtype=outputs.dtype, device=outputs.device).expand(len(targets), 1)
         return probabilities.scatter_add(1, targets.unsqueeze(1), -ones)
 
@@ -267,9 +268,8 @@ class Softmax(LossRule):
         columns.scatter_add_(2, others.unsqueeze(2), torch.ones_like(columns[:, :, :1]))
         columns *= root.unsqueeze(2)
         shift = residual.gather(1, top) / (top_root * (1 + top_root))
-        return columns, residual.gather(1, others) / root - root * shift
-
-
-def _are_distributions(targets: Tensor) -> bool:
-    tolerance = 1e-4 if targets.dtype in (torch.float32, torch.float64) else 1e-2
-    return bool((targets >= 0).all() and ((targets.sum(1) - 1).abs() <= tolerance).all())
+        e = residual.gather(1, others) / root - root * shift
+        if targets.is_floating_point():  # H = sum(t) (diag(p) - p p^T)
+            mass = targets.sum(1, keepdim=True).sqrt()
+            return columns * mass.unsqueeze(2), e / mass
+        return columns, e

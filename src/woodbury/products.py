@@ -7,13 +7,11 @@ no Gram matrix. `verify` uses it to check a step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from woodbury._vector import Vector
-from woodbury.capture import Forward
 
 
 def jacobian_product(
@@ -46,21 +44,6 @@ def loss_of(loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
     """The loss module's own value; targets None means zeros."""
     value: Tensor = loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
     return value
-
-
-def gradient(
-    model: nn.Module,
-    forward: Forward,
-    loss: nn.Module,
-    parameters: Mapping[str, Tensor],
-    inputs: Any,
-    targets: Tensor | None,
-) -> Vector:
-    """g = gradient of the mean loss over this batch."""
-    with torch.enable_grad():
-        value = loss_of(loss, forward(model, inputs), targets)
-        grads = torch.autograd.grad(value, list(parameters.values()), materialize_grads=True)
-    return dict(zip(parameters, grads, strict=True))
 
 
 def curvature_product(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from woodbury._scalar import Scalar
 
@@ -63,6 +64,11 @@ class Layout:
             parts.append(part if k == 1 else part.unflatten(0, (n, k)).sum(1))
             row += n * k
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(count, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -133,14 +139,11 @@ class OuterRows:
         self, inputs: Tensor, scales: Mapping[str, Scalar] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """s_W v . v' + s_b, (n, n'), with the term of an absent or frozen parameter left out."""
+        weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
-        if self.weight is None:
-            shape = (len(self.inputs), len(inputs))
-            return bias * torch.ones(shape, dtype=dtype or inputs.dtype, device=inputs.device)
-        inner = _product(self.inputs, inputs, dtype)
-        if scales is not None:
-            inner = inner.mul_(scales[self.weight])
-        return inner.add_(bias) if self.bias is not None else inner
+        if self.weight is not None and self.bias is not None and scales is None and dtype is None:
+            return F.linear(self.inputs, inputs, _ones(inputs.shape[0], inputs.dtype, inputs.device))
+        return _product(self.inputs, inputs, dtype) * weight + bias
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         change = torch.zeros(self.layout.samples, self.grads.shape[1]).to(self.grads)  # of z, (n, o)
@@ -242,4 +245,4 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     """a b^T, accumulated in `dtype` if one is given."""
     if dtype is not None and dtype != a.dtype:
         a, b = a.to(dtype), b.to(dtype)
-    return a.mm(b.t())
+    return F.linear(a, b)

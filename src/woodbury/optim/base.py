@@ -34,7 +34,7 @@ class StepInfo:
 
     loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
     damping: Tensor  # lambda used
-    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if theta + p is no good at all
+    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
     predicted: Tensor  # m(0) - m(p)
     step_norm: Tensor  # |p|; theta moved by lr p
     accepted: Tensor  # whether theta moved
@@ -85,6 +85,7 @@ class Proposal:
     damping: Scalar  # the lambda it was computed with
     usable: Truth  # whether the small system could be solved
     loss: Tensor  # f(theta), float64
+    pieces: list[Piece]  # the batch as it went through the model at theta
     evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
 
 
@@ -357,6 +358,8 @@ class SecondOrder(torch.optim.Optimizer):
             for index, piece in enumerate(pieces):
                 with displacement.applied(piece.capture, index):
                     outputs = self.forward(self.model, piece.inputs)
+                if piece.capture is not None:
+                    piece.capture.check_inputs()  # the update still needs them
                 if outputs.dim() != 2:
                     outputs = outputs.reshape(piece.values.shape[0], -1)
                 differences.append(piece.values - self._values(outputs, piece.targets))
@@ -380,9 +383,11 @@ class SecondOrder(torch.optim.Optimizer):
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
         noise = self._precision * magnitude(scalar(proposal.loss)) + self._precision**2
-        ratio = (scalar(decrease) + noise) / (proposal.predicted + noise)
-        finite = (magnitude(ratio) < math.inf) & proposal.usable
-        ratio = where(finite, ratio, -math.inf)
+        actual, predicted = scalar(decrease) + noise, proposal.predicted + noise
+        finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
+        # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
+        sensible = finite & (predicted > 0)
+        ratio = where(sensible, actual / where(sensible, predicted, 1.0), -math.inf)
         return ratio, finite if self.accept is None else finite & (ratio >= self.accept)
 
     def _remember(
@@ -394,38 +399,33 @@ class SecondOrder(torch.optim.Optimizer):
             value = proposal.damping - self.damping.floor
         self.state["damping"] = self.damping.next(value, ratio)
         if any(problem.hyper.momentum.values()) and vector is not None:
-            stored = self.state.get("momentum", {})
             moved = torch.as_tensor(accepted)
-            self.state["momentum"] = {
-                name: torch.where(moved, value, stored[name] if name in stored else torch.zeros_like(value))
-                for name, value in vector.items()
+            self.state["momentum"] = {  # a rejected step leaves none behind
+                name: torch.where(moved, value, torch.zeros_like(value)) for name, value in vector.items()
             }
 
     def _residual(self, problem: Problem, proposal: Proposal) -> Tensor:
         """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side."""
         plan, parameters = problem.plan, problem.plan.parameters
         vector = proposal.displacement.dense()
-        with torch.enable_grad():
-            outputs = [self.forward(self.model, inputs) for inputs, _, _ in problem.batch.pieces()]
-            targets = [piece_targets for _, piece_targets, _ in problem.batch.pieces()]
-            value = torch.stack(
-                [
-                    len(out) * products.loss_of(self.loss, out, target)
-                    for out, target in zip(outputs, targets, strict=True)
-                ]
-            ).sum()
+        batch = problem.batch
+        with torch.enable_grad():  # in the pieces the step ran, so that dropout masks agree
+            outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
+            value = products.loss_of(self.loss, outputs, batch.targets)
             grads = torch.autograd.grad(
-                value / problem.batch.samples,
-                list(parameters.values()),
-                retain_graph=True,
-                materialize_grads=True,
+                value, list(parameters.values()), retain_graph=True, materialize_grads=True
             )
         rhs = {name: -grad for name, grad in zip(parameters, grads, strict=True)}
         image: Vector = {name: torch.zeros_like(value) for name, value in vector.items()}
         blocks = plan.blocks if self.blocks == "layer" else [tuple(parameters)]
         for block in blocks:
             product = products.curvature_product(
-                outputs[0], self.loss, parameters, targets[0], _vector.restrict(vector, block), self.curvature
+                outputs[: batch.curvature],
+                self.loss,
+                parameters,
+                None if batch.targets is None else batch.targets[: batch.curvature],
+                _vector.restrict(vector, block),
+                self.curvature,
             )
             image |= {name: product[name] for name in block}
         for name, parameter in parameters.items():

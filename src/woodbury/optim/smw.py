@@ -149,7 +149,7 @@ class _SampleSpace(SecondOrder):
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate = self._full_objective(problem, problem.full)
-            line, _ = self._linearize(problem)
+            line, pieces = self._linearize(problem)
             line.gradient = gradient
         self._check_loss(loss)
         damping = problem.damping
@@ -157,7 +157,14 @@ class _SampleSpace(SecondOrder):
         if self.solver == "cholesky" and isinstance(damping, float) and not step.usable:
             step, damping = self._solve_with_more_damping(problem, line, damping)
         return Proposal(
-            step.displacement, step.predicted, step.squared_norm, damping, step.usable, loss, evaluate
+            displacement=step.displacement,
+            predicted=step.predicted,
+            squared_norm=step.squared_norm,
+            damping=damping,
+            usable=step.usable,
+            loss=loss,
+            pieces=pieces,
+            evaluate=evaluate,
         )
 
     def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:

@@ -1,0 +1,74 @@
+"""The model at theta + p without forming p, against the model with its parameters replaced."""
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import reference
+import woodbury
+from woodbury.capture import call_model, capture, plan_layers
+from woodbury.displacement import Displacement
+
+
+def setting(name):
+    problem = problems.make(name)
+    plan = plan_layers(problem.model, dict(problem.model.named_parameters()), None)
+    held = capture(plan, problem.model, call_model, problem.inputs, problems.N)
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    rows.gram()  # leaves v V^T + 1 behind
+    return problem, plan, held, rows
+
+
+@pytest.mark.parametrize("name", ["softmax", "squared-no-bias", "in-place", "residual"])
+@pytest.mark.parametrize("base", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_trial_pass_equals_the_model_at_theta_plus_p(name, base, captured):
+    """z(v) - (v V^T + 1) Hbar, and theta bit-identical afterwards."""
+    problem, plan, held, rows = setting(name)
+    parameters = plan.parameters
+    c = torch.randn(1, rows.count, dtype=torch.float64)
+    start = {key: torch.randn_like(p) for key, p in parameters.items()} if base else None
+    p = Displacement(parameters, rows, c, start)
+    shifted = {key: q.detach() + p.dense()[key] for key, q in parameters.items()}
+    expected = torch.func.functional_call(problem.model, shifted, (problem.inputs,)).detach()
+    before = {key: q.detach().clone() for key, q in parameters.items()}
+    with torch.no_grad(), p.applied(held if captured else None):
+        outputs = problem.model(problem.inputs)
+    torch.testing.assert_close(outputs, expected)
+    assert all(torch.equal(before[key], q) for key, q in parameters.items())
+    assert not any("forward" in vars(module) for module in problem.model.modules())
+
+
+def test_trial_pass_does_not_read_the_weights_of_the_first_layer():
+    problem, plan, held, rows = setting("softmax")
+    p = Displacement(plan.parameters, rows, torch.randn(1, rows.count, dtype=torch.float64))
+    with torch.no_grad(), p.applied(held):
+        expected = problem.model(problem.inputs)
+        problem.model[0].weight.fill_(torch.nan)
+        torch.testing.assert_close(problem.model(problem.inputs), expected)
+
+
+class Buffered(nn.Module):
+    """Writes the activations into the same memory at each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("memory", torch.zeros(7, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.memory.copy_(torch.tanh(self.a(x)))
+        return self.b(self.memory)
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+def test_memory_written_again_by_the_trial_pass_is_refused_before_anything_changes(method):
+    model = Buffered()
+    optimizer = method(model, nn.MSELoss(), params=list(model.b.parameters()))
+    before = model.b.weight.detach().clone()
+    with pytest.raises(ValueError, match="layer 'b' was changed in place"):
+        optimizer.step(torch.randn(7, 3), torch.randn(7, 2))
+    assert torch.equal(model.b.weight, before)
+    assert reference.parameters(model)

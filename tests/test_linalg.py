@@ -1,0 +1,66 @@
+"""The small solvers and the precision of the products that feed them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from woodbury.linalg import solve_cholesky, solve_conjugate_gradient
+
+
+def systems(blocks, size):
+    root = torch.randn(blocks, size, size + 3, dtype=torch.float64)
+    return root @ root.mT + torch.eye(size).double(), torch.randn(blocks, size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("blocks, size", [(1, 1), (1, 8), (3, 5)])
+def test_solvers_solve_every_block(blocks, size):
+    matrix, rhs = systems(blocks, size)
+    rhs[0] = 0.0  # a block that has converged before it starts
+    exact = torch.linalg.solve(matrix, rhs.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(solve_cholesky(matrix, rhs).x, exact)
+    found = solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 500)
+    torch.testing.assert_close(found.x, exact)
+    assert (found.ok and 0 < found.iterations < 500) or blocks == 1
+
+
+def test_failure_is_reported():
+    matrix, rhs = systems(2, 4)
+    matrix[1] -= 100 * torch.eye(4).double()
+    assert not solve_cholesky(matrix, rhs).ok
+    matrix, rhs = systems(1, 6)
+    assert not solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 1).ok
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('high')",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "pass",
+    ],
+)
+def test_full_precision_holds_inside_and_leaves_the_users_setting_alone(setting):
+    if "fp32_precision" in setting and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    program = f"""
+import torch
+from woodbury.linalg import full_precision, _precision
+def seen():
+    try:
+        older = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:
+        older = None
+    return _precision(), older
+{setting}
+before = seen()
+with full_precision():
+    assert set(_precision()) <= {{"ieee", "none", "highest"}}, _precision()
+assert seen() == before, (before, seen())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
