@@ -1,9 +1,11 @@
-"""The example of the README runs as printed."""
+"""The code in the README and in the docs runs as printed."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+import woodbury
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -14,3 +16,13 @@ def test_the_example_runs_and_prints_a_line_per_epoch(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert all(re.fullmatch(r"loss \d.*, damping \d.*, ratio -?\d.*", line) for line in lines)
+
+
+@pytest.mark.parametrize("page", sorted((README.parent / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_code_in_the_docs_runs(page: Path) -> None:
+    for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        names: dict[str, object] = {}
+        exec(compile(example, str(page), "exec"), names)
+        optimizer = names["optimizer"]
+        assert isinstance(optimizer, woodbury.GaussNewton)
+        assert optimizer.verify(names["inputs"], names["counts"]) < 1e-4  # type: ignore[arg-type]
