@@ -362,7 +362,7 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_bad_batches_are_refused_before_anything_changes(kind, inputs, targets, options, message):
     problem = problems.make("softmax")
-    optimizer = build(kind, problem, momentum=0.5)
+    optimizer = build(kind, problem, momentum=0.5, curvature_samples=0.5)
     inputs = inputs.double()
     optimizer.step(problem.inputs, problem.targets)
     before, state = state_of(problem.model), pickle.dumps(optimizer.state_dict())

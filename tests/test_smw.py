@@ -11,8 +11,7 @@ import problems
 import reference
 import woodbury
 from woodbury._vector import flatten
-from woodbury.linalg import solve_cholesky
-from woodbury.optim.smw import solve_in_sample_space
+from woodbury.linalg import solve_cholesky, solve_in_sample_space
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,3 +78,45 @@ def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
         return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
 
     return cut(slice(0, at)), cut(slice(at, None))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A checked batch whose first `curvature` samples are S2."""
+
+    inputs: Any
+    targets: Tensor | None
+    samples: int  # N1
+    curvature: int  # N2
+
+    def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
+        """S2 and the samples outside it, as (inputs, targets, samples)."""
+        if self.curvature == self.samples:
+            return [(self.inputs, self.targets, self.samples)]
+        inputs = split(self.inputs, self.curvature, self.samples)
+        targets = (None, None) if self.targets is None else split(self.targets, self.curvature, self.samples)
+        counts = (self.curvature, self.samples - self.curvature)
+        return list(zip(inputs, targets, counts, strict=True))
+
+
+def ordered(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, curvature: int) -> Batch:
+    """The batch with its samples in the given order, the first `curvature` of them S2."""
+    targets = None if targets is None else take(targets, order, samples)
+    return Batch(take(inputs, order, samples), targets, samples, curvature)
+
+
+def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
+    """An order of the batch that puts a given subset in front, and the size of the subset."""
+    chosen = torch.as_tensor(subset).cpu()
+    if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.dim() != 1 or len(chosen) == 0:
+        raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
+    chosen = chosen.long()
+    if chosen.min() < 0 or chosen.max() >= samples:
+        raise ValueError(
+            f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}"
+        )
+    if len(chosen.unique()) != len(chosen):
+        raise ValueError("subset: an index appears twice")
+    outside = torch.ones(samples, dtype=torch.bool)
+    outside[chosen] = False
+    return torch.cat([chosen, outside.nonzero().flatten()]), len(chosen)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from woodbury._scalar import Scalar, scalar
+
 
 class Solution(NamedTuple):
     """What a solver returns: the solution, whether it can be trusted, and how many iterations it took."""
@@ -61,6 +63,50 @@ def solve_conjugate_gradient(
             residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
         )
     return Solution(x, (square <= goal).all(), max_iterations)
+
+
+def solve_in_sample_space(
+    gram: Tensor,
+    curvature_rows: int,
+    curvature_samples: int,
+    samples: int,
+    e: Tensor,
+    projected_base: Tensor | None,
+    damping: Scalar,
+    solve: Callable[[Tensor, Tensor], Solution],
+) -> tuple[Tensor, Scalar, Solution]:
+    """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
+
+    gram (b, r, r), e (m,) with m = curvature_rows, projected_base Z p0 (b, m) on the factor rows, or None.
+    With Z's factor rows sqrt(N2) U and c = a / sqrt(N2), the system of `woodbury.optim.smw` times N2 is
+
+        (Z Z^T + N2 lambda I) c = (N2 / N1) e + Z p0 - Z g_rest / lambda
+        sqrt(N2) U p = N2 lambda c - (N2 / N1) e
+
+    and c = 1 / (N1 lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
+    solver's report.
+    """
+    m, rest = curvature_rows, gram.shape[-1] - curvature_rows
+    e = e.to(gram.dtype) * (curvature_samples / samples)
+    shift = curvature_samples * damping
+    matrix = gram[:, :m, :m].clone()
+    matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
+    rhs = e if projected_base is None else e + projected_base
+    if rest:
+        outside = 1 / (samples * damping)
+        rhs = rhs - gram[:, :m, m:].sum(-1) * outside
+    solution = solve(matrix, rhs.expand(len(gram), m))
+    image = shift * solution.x - e
+    coefficients = solution.x
+    if rest:
+        coefficients = torch.cat([coefficients, gram.new_ones(len(gram), rest) * outside], dim=1)
+    return coefficients, sum_of_squares(image) / curvature_samples, solution
+
+
+def sum_of_squares(values: Tensor) -> Scalar:
+    """Sum of squares."""
+    flat = values.reshape(-1)
+    return scalar(torch.dot(flat, flat))
 
 
 @contextmanager

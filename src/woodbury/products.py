@@ -6,11 +6,14 @@ no Gram matrix. `verify` uses it to check a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from woodbury import _vector
+from woodbury._batch import Batch
+from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 
 
@@ -73,3 +76,38 @@ def curvature_product(
             inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
             weights = samples * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
         return transposed_jacobian_product(outputs, parameters, weights)
+
+
+def relative_residual(
+    outputs: Tensor,
+    loss: nn.Module,
+    batch: Batch,
+    parameters: Mapping[str, Tensor],
+    vector: Mapping[str, Tensor],
+    *,
+    damping: Scalar,
+    decay: Mapping[str, float],
+    previous: Mapping[str, Tensor] | None,
+    blocks: Sequence[Sequence[str]],
+    curvature: str,
+) -> Tensor:
+    """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side.
+
+    outputs are those of the whole batch, attached to the graph; W is the weight decay and q = mu p_prev. Where
+    both are zero this is |(B + lambda I) p + g| / |g|. B is cut into the given blocks of parameters.
+    """
+    value = loss_of(loss, outputs, batch.targets)
+    grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
+    targets = None if batch.targets is None else batch.targets[: batch.curvature]
+    image: Vector = {}
+    for block in blocks:
+        part = _vector.restrict(vector, block)
+        product = curvature_product(outputs[: batch.curvature], loss, parameters, targets, part, curvature)
+        image |= {name: product[name] for name in block}
+    rhs: Vector = {}
+    for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
+        image[name] = image[name] + (decay[name] + damping) * vector[name]
+        rhs[name] = -grad - decay[name] * parameter.detach()
+        if previous is not None:
+            rhs[name] = rhs[name] + damping * previous[name]
+    return _vector.norm(_vector.combine(image, rhs, -1.0)) / _vector.norm(rhs)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch, _random, _vector, products
+from woodbury import _batch, _random, products
+from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, Plan, call_model, capture, check_parameter_use, plan_layers
@@ -42,27 +43,6 @@ class StepInfo:
     def as_dict(self) -> dict[str, float | bool]:
         """The same as plain Python numbers."""
         return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A checked batch whose first `curvature` samples are S2."""
-
-    inputs: Any
-    targets: Tensor | None
-    samples: int  # N1
-    curvature: int  # N2
-
-    def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
-        """S2 and the samples outside it, as (inputs, targets, samples)."""
-        if self.curvature == self.samples:
-            return [(self.inputs, self.targets, self.samples)]
-        inputs = _batch.split(self.inputs, self.curvature, self.samples)
-        targets = (
-            (None, None) if self.targets is None else _batch.split(self.targets, self.curvature, self.samples)
-        )
-        counts = (self.curvature, self.samples - self.curvature)
-        return list(zip(inputs, targets, counts, strict=True))
 
 
 @dataclass
@@ -153,13 +133,10 @@ class SecondOrder(torch.optim.Optimizer):
         self.fallback = fallback
         self.last: StepInfo | None = None
         self._planned: tuple[Plan, list[int]] | None = None
-        self._checked: Plan | None = (
-            None  # the plan whose parameters were seen to be used as its rules assume
-        )
+        self._checked: Plan | None = None  # the plan whose parameters were seen to be used as assumed
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(_named_groups(model, params), defaults)
-        self._precision = torch.finfo(self.param_groups[0]["params"][0].dtype).eps
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
         self.state["damping"] = placed(self.damping.initial, self._device())
@@ -185,11 +162,16 @@ class SecondOrder(torch.optim.Optimizer):
             full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
                 over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
         """
-        problem = self._pose(inputs, targets, subset, full)
-        random = _random.snapshot(self._device())
-        proposal = self._propose(problem)
-        with _random.replayed(random):
-            actual = proposal.evaluate(proposal.displacement)
+        kept = self._draws()
+        try:
+            problem = self._pose(inputs, targets, subset, full)
+            random = _random.snapshot(self._device())
+            proposal = self._propose(problem)
+            with _random.replayed(random):
+                actual = proposal.evaluate(proposal.displacement)
+        except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
+            self.state.update(kept)
+            raise
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
         proposal.displacement.add_(problem.hyper.lr, accepted)
@@ -211,7 +193,7 @@ class SecondOrder(torch.optim.Optimizer):
 
         It is the p the next `step` on the same batch would use.
         """
-        kept = {key: self.state[key] for key in ("generator", "largest_batch")}
+        kept = self._draws()
         random = _random.snapshot(self._device())
         try:
             return self._propose(self._pose(inputs, targets, subset, full)).displacement.dense()
@@ -225,14 +207,27 @@ class SecondOrder(torch.optim.Optimizer):
         B and g come from matrix-free autograd products that share no code with the solve. With weight decay
         and momentum it is the residual of the system they turn this into. Nothing changes.
         """
-        kept = {key: self.state[key] for key in ("generator", "largest_batch")}
+        kept = self._draws()
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, None)
             with _random.replayed(random):
                 proposal = self._propose(problem)
-            with _random.replayed(random):
-                return self._residual(problem, proposal)
+            # in the pieces the step ran, so that dropout masks agree
+            with _random.replayed(random), torch.enable_grad():
+                outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
+            return products.relative_residual(
+                outputs,
+                self.loss,
+                problem.batch,
+                problem.plan.parameters,
+                proposal.displacement.dense(),
+                damping=proposal.damping,
+                decay=problem.hyper.weight_decay,
+                previous=problem.previous,
+                blocks=problem.plan.blocks if self.blocks == "layer" else [tuple(problem.plan.parameters)],
+                curvature=self.curvature,
+            )
         finally:
             self.state.update(kept)
             _random.restore(random)
@@ -274,6 +269,10 @@ class SecondOrder(torch.optim.Optimizer):
         damping = self.state["damping"] + self.damping.floor
         return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper))
 
+    def _draws(self) -> dict[str, Any]:
+        """The part of the state that posing a problem changes."""
+        return {key: self.state[key] for key in ("generator", "largest_batch")}
+
     def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:
         """Order the batch so that S2 leads."""
         if subset is None:
@@ -282,16 +281,8 @@ class SecondOrder(torch.optim.Optimizer):
                 return Batch(inputs, targets, samples, samples)
             order, self.state["generator"] = _random.permutation(samples, self.state["generator"])
         else:
-            chosen = _check_subset(subset, samples)
-            count = len(chosen)
-            outside = torch.ones(samples, dtype=torch.bool)
-            outside[chosen] = False
-            order = torch.cat([chosen, outside.nonzero().flatten()])
-        order = order.to(self._device(), non_blocking=True)
-        inputs = _batch.take(inputs, order, samples)
-        return Batch(
-            inputs, None if targets is None else _batch.take(targets, order, samples), samples, count
-        )
+            order, count = _batch.subset_first(subset, samples)
+        return _batch.ordered(inputs, targets, samples, order.to(self._device(), non_blocking=True), count)
 
     def _curvature_count(self, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
@@ -382,7 +373,8 @@ class SecondOrder(torch.optim.Optimizer):
                 decrease = decrease - decay * change.sum().double()
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
-        noise = self._precision * magnitude(scalar(proposal.loss)) + self._precision**2
+        precision = torch.finfo(self.param_groups[0]["params"][0].dtype).eps
+        noise = precision * magnitude(scalar(proposal.loss)) + precision**2
         actual, predicted = scalar(decrease) + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
@@ -403,38 +395,6 @@ class SecondOrder(torch.optim.Optimizer):
             self.state["momentum"] = {  # a rejected step leaves none behind
                 name: torch.where(moved, value, torch.zeros_like(value)) for name, value in vector.items()
             }
-
-    def _residual(self, problem: Problem, proposal: Proposal) -> Tensor:
-        """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side."""
-        plan, parameters = problem.plan, problem.plan.parameters
-        vector = proposal.displacement.dense()
-        batch = problem.batch
-        with torch.enable_grad():  # in the pieces the step ran, so that dropout masks agree
-            outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
-            value = products.loss_of(self.loss, outputs, batch.targets)
-            grads = torch.autograd.grad(
-                value, list(parameters.values()), retain_graph=True, materialize_grads=True
-            )
-        rhs = {name: -grad for name, grad in zip(parameters, grads, strict=True)}
-        image: Vector = {name: torch.zeros_like(value) for name, value in vector.items()}
-        blocks = plan.blocks if self.blocks == "layer" else [tuple(parameters)]
-        for block in blocks:
-            product = products.curvature_product(
-                outputs[: batch.curvature],
-                self.loss,
-                parameters,
-                None if batch.targets is None else batch.targets[: batch.curvature],
-                _vector.restrict(vector, block),
-                self.curvature,
-            )
-            image |= {name: product[name] for name in block}
-        for name, parameter in parameters.items():
-            decay = problem.hyper.weight_decay[name]
-            image[name] = image[name] + (decay + proposal.damping) * vector[name]
-            rhs[name] = rhs[name] - decay * parameter.detach()
-            if problem.previous is not None:
-                rhs[name] = rhs[name] + proposal.damping * problem.previous[name]
-        return _vector.norm(_vector.combine(image, rhs, -1.0)) / _vector.norm(rhs)
 
     # -- copying ----------------------------------------------------------------------------------------
 
@@ -488,21 +448,6 @@ def _check_curvature_samples(value: int | float | None) -> None:
         raise ValueError(f"curvature_samples must be at least 1, got {value}")
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(f"curvature_samples as a fraction must lie in (0, 1], got {value}")
-
-
-def _check_subset(subset: Any, samples: int) -> Tensor:
-    """Indices of S2 as a CPU tensor, checked for range and repetition."""
-    chosen = torch.as_tensor(subset).cpu()
-    if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.dim() != 1 or len(chosen) == 0:
-        raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
-    chosen = chosen.long()
-    if chosen.min() < 0 or chosen.max() >= samples:
-        raise ValueError(
-            f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}"
-        )
-    if len(chosen.unique()) != len(chosen):
-        raise ValueError("subset: an index appears twice")
-    return chosen
 
 
 def warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:

@@ -28,7 +28,13 @@ from woodbury.capture import Capture, Forward, Plan, capture, chain_of
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import concatenate_forms
-from woodbury.linalg import Solution, solve_cholesky, solve_conjugate_gradient
+from woodbury.linalg import (
+    Solution,
+    solve_cholesky,
+    solve_conjugate_gradient,
+    solve_in_sample_space,
+    sum_of_squares,
+)
 from woodbury.optim.base import (
     Batches,
     Piece,
@@ -54,44 +60,6 @@ class Linearization:
     samples: int  # N1
     e: Tensor  # (curvature rows,), S e = r; zero where g is given by `gradient` alone
     gradient: Vector | None  # the part of g that is not in Z
-
-
-def solve_in_sample_space(
-    gram: Tensor,
-    curvature_rows: int,
-    curvature_samples: int,
-    samples: int,
-    e: Tensor,
-    projected_base: Tensor | None,
-    damping: Scalar,
-    solve: Callable[[Tensor, Tensor], Solution],
-) -> tuple[Tensor, Scalar, Solution]:
-    """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
-
-    gram (b, r, r), e (m,) with m = curvature_rows, projected_base Z p0 (b, m) on the factor rows, or None.
-    With Z's factor rows sqrt(N2) U and c = a / sqrt(N2), the system of the module docstring times N2 is
-
-        (Z Z^T + N2 lambda I) c = (N2 / N1) e + Z p0 - Z g_rest / lambda
-        sqrt(N2) U p = N2 lambda c - (N2 / N1) e
-
-    and c = 1 / (N1 lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
-    solver's report.
-    """
-    m, rest = curvature_rows, gram.shape[-1] - curvature_rows
-    e = e.to(gram.dtype) * (curvature_samples / samples)
-    shift = curvature_samples * damping
-    matrix = gram[:, :m, :m].clone()
-    matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
-    rhs = e if projected_base is None else e + projected_base
-    if rest:
-        outside = 1 / (samples * damping)
-        rhs = rhs - gram[:, :m, m:].sum(-1) * outside
-    solution = solve(matrix, rhs.expand(len(gram), m))
-    image = shift * solution.x - e
-    coefficients = solution.x
-    if rest:
-        coefficients = torch.cat([coefficients, gram.new_ones(len(gram), rest) * outside], dim=1)
-    return coefficients, _square(image) / curvature_samples, solution
 
 
 class _SampleSpace(SecondOrder):
@@ -359,7 +327,7 @@ class _SampleSpace(SecondOrder):
         solution = solve_conjugate_gradient(
             product, rhs, self._tolerance(rhs.dtype), max_iterations=10 * line.curvature_rows
         )
-        return solution.x, _square(shift * solution.x - e) / line.curvature_samples, solution
+        return solution.x, sum_of_squares(shift * solution.x - e) / line.curvature_samples, solution
 
     def _gram(self, line: Linearization, scales: dict[str, Scalar] | None) -> Tensor:
         """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
@@ -374,12 +342,6 @@ class _SampleSpace(SecondOrder):
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.solver_tolerance is None else self.solver_tolerance
-
-
-def _square(values: Tensor) -> Scalar:
-    """Sum of squares."""
-    flat = values.reshape(-1)
-    return scalar(torch.dot(flat, flat))
 
 
 @dataclass
