@@ -93,7 +93,7 @@ def relative_residual(
 ) -> Tensor:
     """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side.
 
-    outputs are those of the whole batch, attached to the graph; W is the weight decay and q = mu p_prev. Where
+    outputs are those of the whole batch, attached to the graph; W is the weight decay, q = mu p_prev. Where
     both are zero this is |(B + lambda I) p + g| / |g|. B is cut into the given blocks of parameters.
     """
     value = loss_of(loss, outputs, batch.targets)

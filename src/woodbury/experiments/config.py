@@ -85,9 +85,9 @@ PRESETS: dict[str, Preset] = {
         # lr and momentum: the best of one grid for all, see docs/digits.md. Adam was not part of that grid:
         # its rate is the best of 0.001, 0.003, 0.01 and 0.03, so the largest one tried.
         settings={
-            "smw-gn": {"lr": 0.1, "momentum": 0.9, **_SMW},
+            "smw-gn": {"lr": 0.3, "momentum": 0.9, **_SMW},
             "smw-ng": {"lr": 0.3, "momentum": 0.9, **_SMW},
-            "smw-ng-bd": {"lr": 0.3, "momentum": 0.9, **_SMW},
+            "smw-ng-bd": {"lr": 1.0, "momentum": 0.9, **_SMW},
             "sgd": {"lr": 1.0, "momentum": 0.9},
             "adam": {"lr": 0.03},
         },
