@@ -26,7 +26,9 @@ SIBLINGS = {
     ("displacement", "capture"),
     ("displacement", "rows"),
     ("products", "capture"),  # for the type of forward= alone
+    ("optim.base", "optim.settings"),
     ("optim.smw", "optim.base"),
+    ("optim.smw", "optim.settings"),
     ("optim.first_order", "optim.base"),
     ("layers.rules", "layers.forms"),
     ("layers.rules", "layers.registry"),

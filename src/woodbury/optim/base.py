@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch, _random, products
+from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
 from woodbury._vector import Vector
@@ -25,6 +25,13 @@ from woodbury.capture import Capture, Forward, Plan, call_model, capture, check_
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
 from woodbury.losses import loss_rule
+from woodbury.optim.settings import (
+    Hyperparameters,
+    check_choice,
+    check_curvature_samples,
+    named_groups,
+    read_settings,
+)
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
 
@@ -66,16 +73,8 @@ class Proposal:
     usable: Truth  # whether the small system could be solved
     loss: Tensor  # f(theta), float64
     pieces: list[Piece]  # the batch as it went through the model at theta
+    center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
     evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
-
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """Group settings of this very step, by parameter name."""
-
-    lr: dict[str, float | Tensor]
-    momentum: dict[str, float]
-    weight_decay: dict[str, float]
 
 
 @dataclass
@@ -115,7 +114,7 @@ class SecondOrder(torch.optim.Optimizer):
     ) -> None:
         check_choice("blocks", blocks, ("full", "layer"))
         check_choice("fallback", fallback, (None, "autograd"))
-        _check_curvature_samples(curvature_samples)
+        check_curvature_samples(curvature_samples)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
@@ -136,7 +135,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._checked: Plan | None = None  # the plan whose parameters were seen to be used as assumed
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(_named_groups(model, params), defaults)
+        super().__init__(named_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
         self.state["damping"] = placed(self.damping.initial, self._device())
@@ -224,7 +223,7 @@ class SecondOrder(torch.optim.Optimizer):
                 proposal.displacement.dense(),
                 damping=proposal.damping,
                 decay=problem.hyper.weight_decay,
-                previous=problem.previous,
+                previous=proposal.center,
                 blocks=problem.plan.blocks if self.blocks == "layer" else [tuple(problem.plan.parameters)],
                 curvature=self.curvature,
             )
@@ -264,7 +263,7 @@ class SecondOrder(torch.optim.Optimizer):
         plan = self._plan()
         samples = _batch.check_batch(inputs, targets)
         batch = self._choose(inputs, targets, samples, subset)
-        hyper = self._hyperparameters(plan)
+        hyper = read_settings(self.param_groups, plan.parameters)
         self.state["damping"] = placed(self.state["damping"], self._device())
         damping = self.state["damping"] + self.damping.floor
         return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper))
@@ -299,18 +298,6 @@ class SecondOrder(torch.optim.Optimizer):
             )
         return min(wanted, samples)
 
-    def _hyperparameters(self, plan: Plan) -> Hyperparameters:
-        names = {id(parameter): name for name, parameter in plan.parameters.items()}
-        hyper = Hyperparameters({}, {}, {})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                if name is not None:
-                    hyper.lr[name] = group["lr"]
-                    hyper.momentum[name] = group["momentum"]
-                    hyper.weight_decay[name] = group["weight_decay"]
-        return hyper
-
     def _previous(self, plan: Plan, hyper: Hyperparameters) -> Vector | None:
         """q = mu p_prev by parameter name, or None while it is zero."""
         stored: Mapping[str, Tensor] = self.state.get("momentum", {})
@@ -329,6 +316,52 @@ class SecondOrder(torch.optim.Optimizer):
             check_parameter_use(captured)
             self._checked = plan
         return captured
+
+    def _evaluate(
+        self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
+    ) -> tuple[Piece, Capture, Tensor]:
+        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
+        captured = self._capture(problem.plan, inputs, samples)
+        outputs = captured.outputs.detach()
+        prepared = self._rule.prepare(self.loss, outputs, targets)
+        return Piece(inputs, prepared, self._values(outputs, prepared), captured), captured, outputs
+
+    def _full_objective(
+        self, problem: Problem, full: Batches
+    ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
+        """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
+        if iter(full) is full:
+            raise TypeError(
+                "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
+            )
+        total: Tensor | None = None
+        gradient: Vector = {}
+        count = 0
+        for inputs, targets in full:
+            samples = _batch.check_batch(inputs, targets)
+            captured = self._capture(problem.plan, inputs, samples)
+            outputs = captured.outputs.detach()
+            prepared = self._rule.prepare(self.loss, outputs, targets)
+            part = captured.gradient(self._rule.residual(self.loss, outputs, prepared))
+            gradient = part if total is None else _vector.combine(gradient, part)
+            values = self._values(outputs, prepared).sum()
+            total = values if total is None else total + values
+            count += samples
+        if total is None:
+            raise ValueError("full= holds no batch")
+        before = total
+
+        def evaluate(displacement: Displacement) -> Tensor:
+            after = torch.zeros_like(before)
+            with displacement.applied(), torch.no_grad():
+                for inputs, targets in full:
+                    outputs = self.forward(self.model, inputs).reshape(_batch.sample_count(inputs), -1)
+                    after = (
+                        after + self._values(outputs, self._rule.prepare(self.loss, outputs, targets)).sum()
+                    )
+            return (before - after) / count
+
+        return total / count, {name: value / count for name, value in gradient.items()}, evaluate
 
     def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of each sample in float64: rho is a difference of nearly equal losses."""
@@ -410,44 +443,6 @@ class SecondOrder(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
-
-
-def _named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """Parameter groups as torch takes them, every parameter with its name in the model."""
-    named = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in named.items()}
-    if params is None:
-        groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if p.requires_grad]}]
-        if not groups[0]["params"]:
-            raise ValueError("the model has no trainable parameter: every requires_grad is False")
-    else:
-        given = list(params)
-        groups = (
-            [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
-        )
-    for group in groups:
-        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        foreign = [tuple(p.shape) for p in members if id(p) not in names]
-        if foreign:
-            raise ValueError(f"params: a parameter of shape {foreign[0]} does not belong to the model")
-        group["params"] = [(names[id(p)], p) for p in members]
-    return groups
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def _check_curvature_samples(value: int | float | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"curvature_samples must be None, an int or a fraction, got {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"curvature_samples must be at least 1, got {value}")
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"curvature_samples as a fraction must lie in (0, 1], got {value}")
 
 
 def warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from woodbury import _batch, _random, _vector
 from woodbury._scalar import Scalar, Truth, scalar, truth
 from woodbury._vector import Vector
-from woodbury.capture import Capture, Forward, Plan, capture, chain_of
+from woodbury.capture import Forward, Plan, capture, chain_of
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import concatenate_forms
@@ -36,14 +36,13 @@ from woodbury.linalg import (
     sum_of_squares,
 )
 from woodbury.optim.base import (
-    Batches,
     Piece,
     Problem,
     Proposal,
     SecondOrder,
-    check_choice,
     warn_raised_damping,
 )
+from woodbury.optim.settings import check_choice
 from woodbury.rows import Rows, factor_columns
 
 SOLVERS = ("cholesky", "cg", "products")
@@ -132,6 +131,7 @@ class _SampleSpace(SecondOrder):
             usable=step.usable,
             loss=loss,
             pieces=pieces,
+            center=problem.previous,
             evaluate=evaluate,
         )
 
@@ -195,15 +195,6 @@ class _SampleSpace(SecondOrder):
         rows = Rows(problem.plan, concatenate_forms(forms), count)
         return Linearization(rows, width, batch.curvature, batch.samples, e, gradient), pieces
 
-    def _evaluate(
-        self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
-    ) -> tuple[Piece, Capture, Tensor]:
-        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
-        captured = self._capture(problem.plan, inputs, samples)
-        outputs = captured.outputs.detach()
-        prepared = self._rule.prepare(self.loss, outputs, targets)
-        return Piece(inputs, prepared, self._values(outputs, prepared), captured), captured, outputs
-
     def _is_chain(self, problem: Problem) -> bool:
         """Whether the model is a plain chain of Linear layers, seen once per plan on one sample."""
         if self._chain is None or self._chain[0] is not problem.plan:
@@ -213,43 +204,6 @@ class _SampleSpace(SecondOrder):
             _random.restore(random)
             self._chain = (problem.plan, chain_of(probe) is not None)
         return self._chain[1]
-
-    def _full_objective(
-        self, problem: Problem, full: Batches
-    ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
-        """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
-        if iter(full) is full:
-            raise TypeError(
-                "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
-            )
-        total: Tensor | None = None
-        gradient: Vector = {}
-        count = 0
-        for inputs, targets in full:
-            samples = _batch.check_batch(inputs, targets)
-            captured = self._capture(problem.plan, inputs, samples)
-            outputs = captured.outputs.detach()
-            prepared = self._rule.prepare(self.loss, outputs, targets)
-            part = captured.gradient(self._rule.residual(self.loss, outputs, prepared))
-            gradient = part if total is None else _vector.combine(gradient, part)
-            values = self._values(outputs, prepared).sum()
-            total = values if total is None else total + values
-            count += samples
-        if total is None:
-            raise ValueError("full= holds no batch")
-        before = total
-
-        def evaluate(displacement: Displacement) -> Tensor:
-            after = torch.zeros_like(before)
-            with displacement.applied(), torch.no_grad():
-                for inputs, targets in full:
-                    outputs = self.forward(self.model, inputs).reshape(_batch.sample_count(inputs), -1)
-                    after = (
-                        after + self._values(outputs, self._rule.prepare(self.loss, outputs, targets)).sum()
-                    )
-            return (before - after) / count
-
-        return total / count, {name: value / count for name, value in gradient.items()}, evaluate
 
     def _solve(self, problem: Problem, line: Linearization, damping: Scalar) -> _Step:
         """p for this damping, with its norm and predicted decrease."""

@@ -1,0 +1,72 @@
+"""Settings of an optimizer: parameter groups by name, their values at a step, checks that name a culprit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Group settings of this very step, by parameter name."""
+
+    lr: dict[str, float | Tensor]
+    momentum: dict[str, float]
+    weight_decay: dict[str, float]
+
+
+def read_settings(
+    groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]
+) -> Hyperparameters:
+    """The settings of each parameter as its group has them now."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    settings = Hyperparameters({}, {}, {})
+    for group in groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is not None:
+                settings.lr[name] = group["lr"]
+                settings.momentum[name] = group["momentum"]
+                settings.weight_decay[name] = group["weight_decay"]
+    return settings
+
+
+def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups as torch takes them, every parameter with its name in the model."""
+    named = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    if params is None:
+        groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if p.requires_grad]}]
+        if not groups[0]["params"]:
+            raise ValueError("the model has no trainable parameter: every requires_grad is False")
+    else:
+        given = list(params)
+        groups = (
+            [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        )
+    for group in groups:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        foreign = [tuple(p.shape) for p in members if id(p) not in names]
+        if foreign:
+            raise ValueError(f"params: a parameter of shape {foreign[0]} does not belong to the model")
+        group["params"] = [(names[id(p)], p) for p in members]
+    return groups
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def check_curvature_samples(value: int | float | None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"curvature_samples must be None, an int or a fraction, got {value!r}")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"curvature_samples must be at least 1, got {value}")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"curvature_samples as a fraction must lie in (0, 1], got {value}")
