@@ -117,9 +117,7 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each run (default 5)")
     parser.add_argument("--seeds", type=int, default=3, help="networks and data sets (default 3)")
     parser.add_argument("--out", type=Path, default=Path("precision.png"), help="the figure")

@@ -91,9 +91,7 @@ PROBLEMS = {
         _class_targets(N, 3),
     ),
     "residual": lambda: Problem(Residual(), nn.CrossEntropyLoss(), torch.randn(N, 5), _class_targets(N, 3)),
-    "one-layer": lambda: Problem(
-        nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.randn(N, 4), _class_targets(N, 3)
-    ),
+    "one-layer": lambda: Problem(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.randn(N, 4), _class_targets(N, 3)),
     "images": lambda: Problem(
         nn.Sequential(nn.Flatten(), *mlp(12, 5, 3)),
         nn.CrossEntropyLoss(),

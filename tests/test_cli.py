@@ -52,9 +52,7 @@ def test_a_second_comparison_overwrites_nothing(tmp_path: Path) -> None:
         (["digits", "--optimizers", ","], "no optimizer given: --optimizers takes names separated by commas"),
     ],
 )
-def test_a_wrong_name_ends_in_one_line_and_status_2(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_name_ends_in_one_line_and_status_2(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = runner.invoke(cli.app, ["compare", *arguments, "--out", str(tmp_path / "runs")])
     assert result.exit_code == 2
     assert result.output.strip() == f"woodbury: {message}"

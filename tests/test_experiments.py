@@ -105,9 +105,7 @@ def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path)
     assert error == epochs[-1]["test_error"]
 
 
-def test_evaluation_is_not_counted_in_the_training_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_is_not_counted_in_the_training_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 0.0}
     monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
 

@@ -29,6 +29,7 @@ SIBLINGS = {
     ("optim.base", "optim.settings"),
     ("optim.smw", "optim.base"),
     ("optim.smw", "optim.settings"),
+    ("optim.hessian_free", "optim.base"),
     ("optim.first_order", "optim.base"),
     ("layers.rules", "layers.forms"),
     ("layers.rules", "layers.registry"),

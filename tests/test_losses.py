@@ -44,14 +44,10 @@ def test_values_residual_and_factor_match_the_loss_module(name):
 
 def test_softmax_factor_has_one_column_less_than_classes():
     _, outputs = outputs_of("softmax")
-    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(
-        nn.CrossEntropyLoss(), outputs, torch.zeros(7).long()
-    )
+    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(nn.CrossEntropyLoss(), outputs, torch.zeros(7).long())
     assert columns.shape == (7, 3, 4)
     _, outputs = outputs_of("softmax-two-classes")
-    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(
-        nn.CrossEntropyLoss(), outputs, torch.zeros(7).long()
-    )
+    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(nn.CrossEntropyLoss(), outputs, torch.zeros(7).long())
     assert columns.shape == (7, 1, 2)
 
 
@@ -103,7 +99,10 @@ def test_unknown_loss_is_refused_with_the_way_out():
         (nn.CrossEntropyLoss(), (4, 3), torch.full((4, 3), -0.5), "not be negative"),
         (nn.CrossEntropyLoss(), (4, 1), torch.zeros(4).long(), "BCEWithLogitsLoss"),
         (nn.CrossEntropyLoss(), (4, 3), None, "needs targets"),
+        (nn.CrossEntropyLoss(), (4, 3, 2), torch.zeros(4).long(), r"outputs \(n, C\)"),
         (nn.MSELoss(), (4, 3), torch.ones(4), "do not fit"),
+        (nn.MSELoss(), (4, 1), torch.ones(4), "do not fit"),
+        (nn.MSELoss(), (4, 2, 3), torch.ones(4, 3, 2), "do not fit"),
         (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1"),
     ],
 )
@@ -128,3 +127,17 @@ def test_softmax_columns_are_the_householder_reflection_of_the_symmetric_factor(
         torch.testing.assert_close((S @ Q)[:, j], torch.zeros(4).double())
         torch.testing.assert_close(columns[i], (S @ Q)[:, others].T)
         torch.testing.assert_close(e[i], (Q @ (residual[i] / root))[others])
+
+
+def test_a_target_of_zero_mass_adds_nothing():
+    loss, outputs = nn.CrossEntropyLoss(), torch.randn(4, 3).double()
+    targets = torch.rand(4, 3).double()
+    targets[2] = 0
+    columns, e = loss_rule(loss).factor(loss, outputs, targets)
+    assert torch.isfinite(e).all() and columns[2].abs().max() == 0 and e[2].abs().max() == 0
+
+
+def test_pos_weight_of_another_shape_is_refused_by_name():
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
+    with pytest.raises(ValueError, match="pos_weight"):
+        loss_rule(loss).values(loss, torch.zeros(4, 6), torch.zeros(4, 6))

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import problems
 import reference
@@ -91,9 +92,7 @@ def test_rows_are_exact_whatever_stands_between_the_layers(between):
     problem = problems.make("softmax-probabilities")
     problem.model = Chain(BETWEEN[between]).double()
     for curvature in ("gauss-newton", "empirical"):
-        rows = woodbury.rows(
-            problem.model, problem.loss, problem.inputs, problem.targets, curvature=curvature
-        )
+        rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets, curvature=curvature)
         torch.testing.assert_close(rows.dense(), dense_rows(problem, curvature))
 
 
@@ -184,6 +183,49 @@ class Overwriting(nn.Module):
         return y
 
 
+class Folded(nn.Module):
+    """Folds positions into the sample axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.inner(x.reshape(-1, 2)).reshape(len(x), -1)
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.a, self.b, self.mix = nn.Linear(4, 4), nn.Linear(4, 3), mix
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.mix(self.a(x))))
+
+
+class Forgetful(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return self.gain * x + self.shift
+
+
+@woodbury.register_layer(Forgetful)
+def forgetful_rows(layer, inputs, grads):
+    return {"gain": inputs.unsqueeze(1) * grads}
+
+
+class ByTransform(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))[1]
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -218,6 +260,16 @@ MSE = nn.MSELoss()
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"BatchNorm1d '1' is in training mode.*eval"),
         (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), nn.Flatten()), r"layer '1'.*\(5, 2, 2\)"),
         (nn.Linear(4, 3).requires_grad_(False), "no trainable parameter"),
+        (Folded(), r"layer 'inner' has an input of shape \(10, 2\) in a batch of 5 samples"),
+        (Mixing(lambda h: h - h.mean(0)), r"depend on what layer 'a' gives for another"),
+        (Mixing(lambda h: h.flip(0)), r"depend on what layer 'a' gives for another"),
+        (
+            nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=False)).eval(),
+            r"BatchNorm1d '1' .* keeps no statistics",
+        ),
+        (prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.3), r"'weight_orig' of Linear"),
+        (nn.Sequential(nn.Linear(4, 3), Forgetful(3)), r"no rows for parameter '1\.shift'"),
+        (ByTransform(), r"layer 'layer' is called inside a torch.func transform"),
     ],
 )
 def test_models_whose_rows_would_be_wrong_are_refused_by_name(model, message):
@@ -248,6 +300,16 @@ def test_autograd_fallback_is_exact():
     B = reference.curvature_matrix(reference.per_sample(model, loss, x, t), "gauss-newton")
     torch.testing.assert_close(rows.dense().T @ rows.dense(), B)
     torch.testing.assert_close(rows.gram(), rows.dense() @ rows.dense().T)
+
+
+def test_pruned_layers_are_exact_by_the_fallback():
+    model = nn.Sequential(
+        prune.l1_unstructured(nn.Linear(4, 5), "weight", 0.3), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
+    x, t = torch.randn(6, 4).double(), torch.randn(6, 3).double()
+    rows = woodbury.rows(model, MSE, x, t, fallback="autograd")
+    B = reference.curvature_matrix(reference.per_sample(model, MSE, x, t), "gauss-newton")
+    torch.testing.assert_close(rows.dense().T @ rows.dense(), B)
 
 
 def test_unknown_curvature_is_refused():

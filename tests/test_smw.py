@@ -48,9 +48,7 @@ def test_gauss_newton_equals_the_papers_equations_6_and_7(name, subset):
             problem.inputs, problem.targets, subset=subset
         )
     )
-    samples = reference.per_sample(
-        problem.model, problem.loss, problem.inputs[subset], problem.targets[subset]
-    )
+    samples = reference.per_sample(problem.model, problem.loss, problem.inputs[subset], problem.targets[subset])
     g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
     assert reference.relative_error(p, reference.equation_7(samples, g, 0.1)) <= 1e-10
     if not isinstance(problem.loss, nn.CrossEntropyLoss):  # H is singular for softmax: (6) does not apply
@@ -101,9 +99,7 @@ def test_weight_decay_of_each_group_enters_the_one_system(kind, subset):
     before = {name: q.detach().clone() for name, q in names.items()}
     optimizer.step(problem.inputs, problem.targets, subset=subset)
     for name, q in names.items():
-        torch.testing.assert_close(
-            q.detach(), before[name] + (0.5 if name.endswith("bias") else 1.0) * p[name]
-        )
+        torch.testing.assert_close(q.detach(), before[name] + (0.5 if name.endswith("bias") else 1.0) * p[name])
 
 
 @problems.every_problem
@@ -145,9 +141,7 @@ def test_conjugate_gradient_solvers_agree_to_their_tolerance(name, kind, blocks,
     damping = 0.1
     options = {"damping": damping, "blocks": blocks, "weight_decay": 0.01}
     exact = METHODS[kind](problem.model, problem.loss, **options)
-    iterative = METHODS[kind](
-        problem.model, problem.loss, solver=solver, solver_tolerance=tolerance, **options
-    )
+    iterative = METHODS[kind](problem.model, problem.loss, solver=solver, solver_tolerance=tolerance, **options)
     p = flatten(exact.direction(problem.inputs, problem.targets, subset=subset))
     q = flatten(iterative.direction(problem.inputs, problem.targets, subset=subset))
     # |K + lambda| / lambda <= 100 here bounds how a residual turns into an error
@@ -177,9 +171,9 @@ def test_small_damping_keeps_float32_accurate(kind, gram_dtype, bound, name, see
         "logistic": (nn.BCEWithLogitsLoss(), torch.randint(2, (n, 1)).float()),
         "squared": (nn.MSELoss(), torch.randn(n, 3)),
     }[name]
-    largest = torch.linalg.eigvalsh(
-        woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().double()
-    )[-1]
+    largest = torch.linalg.eigvalsh(woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().double())[
+        -1
+    ]
     damping = float(1e-6 * largest)
     single = METHODS[kind](model, loss, damping=damping, gram_dtype=gram_dtype).direction(inputs, targets)
     twin = problems.mlp(50, 64, 64, outputs).double()
@@ -221,9 +215,7 @@ def test_any_batch_size_at_any_step(kind):
     for size in (7, 2, 5, 1, 7):
         inputs, targets = problem.inputs[:size], problem.targets[:size]
         subset = list(range(min(4, size)))
-        expected, _, _ = reference.dense_direction(
-            problem.model, problem.loss, inputs, targets, subset, 0.1, kind
-        )
+        expected, _, _ = reference.dense_direction(problem.model, problem.loss, inputs, targets, subset, 0.1, kind)
         p = flatten(optimizer.direction(inputs, targets, subset=subset))
         assert reference.relative_error(p, expected) <= 1e-10
         assert optimizer.step(inputs, targets).accepted
@@ -301,9 +293,7 @@ def test_unsolvable_system_raises_the_damping_and_says_so():
     """In float32 a Gram matrix of rank one with tiny damping is not numerically positive definite."""
     model = nn.Linear(3, 1)
     inputs = 100 * torch.ones(20, 3) + 1e-3 * torch.randn(20, 3)
-    optimizer = woodbury.GaussNewton(
-        model, nn.MSELoss(), damping=woodbury.LevenbergMarquardt(1e-9, floor=0.0)
-    )
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=woodbury.LevenbergMarquardt(1e-9, floor=0.0))
     with pytest.warns(RuntimeWarning, match="not numerically positive definite"):
         info = optimizer.step(inputs, torch.ones(20, 1))
     assert info.damping > 1e-9 and torch.isfinite(info.predicted)

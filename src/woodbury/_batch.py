@@ -112,9 +112,7 @@ def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
         raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
     chosen = chosen.long()
     if chosen.min() < 0 or chosen.max() >= samples:
-        raise ValueError(
-            f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}"
-        )
+        raise ValueError(f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}")
     if len(chosen.unique()) != len(chosen):
         raise ValueError("subset: an index appears twice")
     outside = torch.ones(samples, dtype=torch.bool)

@@ -35,3 +35,9 @@ def restrict(a: Mapping[str, Tensor], names: Iterable[str]) -> Vector:
 def flatten(a: Mapping[str, Tensor]) -> Tensor:
     """The entries of a, one after the other, as one long tensor."""
     return torch.cat([value.reshape(-1) for value in a.values()])
+
+
+def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Vector:
+    """The inverse of `flatten` for a vector with the names and shapes of `like`."""
+    parts = flat.split([value.numel() for value in like.values()])
+    return {name: part.view_as(value) for (name, value), part in zip(like.items(), parts, strict=True)}

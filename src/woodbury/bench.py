@@ -77,9 +77,7 @@ def _step(name: str, network: Network, inputs: Tensor, targets: Tensor) -> Calla
     return lambda: optimizer.step(inputs, targets)
 
 
-def median_seconds(
-    steps: dict[str, Callable[[], object]], repeats: int, warmup: int = 10
-) -> dict[str, float]:
+def median_seconds(steps: dict[str, Callable[[], object]], repeats: int, warmup: int = 10) -> dict[str, float]:
     """Median CPU seconds of each function, called in turn `repeats` times."""
     for step in steps.values():
         for _ in range(warmup):

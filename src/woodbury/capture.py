@@ -5,9 +5,10 @@ Nothing is hung on tensors or modules: `capture` returns a value, and its keys a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,10 @@ class Layer:
     parameters: dict[str, str]  # the module's own name -> name in the model
 
 
+def _mixes_samples(norm: nn.Module) -> bool:
+    return norm.training or norm.running_mean is None
+
+
 @dataclass(frozen=True)
 class Plan:
     """The trainable part of a model, split into layers; `rest` is what no rule covers."""
@@ -48,9 +53,11 @@ class Plan:
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
 
-    def is_current(self) -> bool:
+    def is_current(self, model: nn.Module) -> bool:
         """Whether planning again would give the same, as far as can be told without walking the model."""
         for layer in self.layers:
+            if model.get_submodule(layer.name) is not layer.module:
+                return False
             own = layer.module._parameters
             for local, name in layer.parameters.items():
                 if own.get(local) is not self.parameters[name]:
@@ -60,7 +67,7 @@ class Plan:
         return (
             all(parameter.requires_grad for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
-            and not any(norm.training for norm in self.norms)
+            and not any(_mixes_samples(norm) for norm in self.norms)
         )
 
     @property
@@ -70,11 +77,28 @@ class Plan:
         return [*blocks, *((name,) for name in self.rest)]
 
 
-def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallback: str | None) -> Plan:
-    """Assign every trainable parameter to a layer rule, or refuse by name what none covers."""
+def _uncovered(own: Mapping[str, str]) -> str:
+    return next((full for local, full in own.items() if local not in ("weight", "bias")), next(iter(own.values())))
+
+
+def plan_layers(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    fallback: str | None,
+    excluded: Collection[str] = (),
+) -> Plan:
+    """Assign every trainable parameter to a layer rule, or refuse by name what none covers.
+
+    The parameters of layers named in `excluded` are left to the fallback.
+    """
     parameters = {name: parameter for name, parameter in trainable.items() if parameter.requires_grad}
     if not parameters:
-        raise ValueError("the model has no trainable parameter: every requires_grad is False")
+        why = (
+            "every requires_grad is False"
+            if trainable
+            else "none of the optimizer's belongs to the model any more"
+        )
+        raise ValueError(f"no trainable parameter: {why}")
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
     rest: list[str] = []
@@ -83,12 +107,12 @@ def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallbac
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             norms.append(module)
-        if norms and norms[-1] is module and module.training:
-            raise ValueError(
-                f"{type(module).__name__} {path!r} is in training mode: its outputs mix the samples "
-                "of a batch, so rows per sample do not exist. Call .eval() on it, or use GroupNorm or "
-                "LayerNorm instead"
-            )
+            if _mixes_samples(module):
+                raise ValueError(
+                    f"{type(module).__name__} {path!r} is in training mode, or keeps no statistics of its own: "
+                    "its outputs mix the samples of a batch, so rows per sample do not exist. Call .eval() on "
+                    "it, or use GroupNorm or LayerNorm instead"
+                )
         own = {}
         for local, parameter in module._parameters.items():
             if parameter is None or id(parameter) not in names:
@@ -96,21 +120,22 @@ def plan_layers(model: nn.Module, trainable: Mapping[str, nn.Parameter], fallbac
             full = f"{path}.{local}" if path else local
             if id(parameter) in seen:
                 raise ValueError(
-                    f"parameter {seen[id(parameter)]!r} is shared with {full!r}: "
-                    "tied parameters are not supported"
+                    f"parameter {seen[id(parameter)]!r} is shared with {full!r}: tied parameters are not supported"
                 )
             seen[id(parameter)] = full
             own[local] = names[id(parameter)]
         if not own:
             continue
         rule = layer_rule(module)
-        if rule is not None:
+        if rule is linear_rows and not set(own) <= {"weight", "bias"}:
+            rule = None  # pruned or otherwise made to compute its weight from parameters of its own
+        if rule is not None and path not in excluded:
             layers.append(Layer(path, module, rule, own))
         elif fallback == "autograd":
             rest.extend(own.values())
         else:
             raise ValueError(
-                f"no layer rule covers parameter {next(iter(own.values()))!r} of {type(module).__name__} "
+                f"no layer rule covers parameter {_uncovered(own)!r} of {type(module).__name__} "
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
                 "fallback='autograd'. (Or leave it alone with requires_grad_(False).)"
             )
@@ -143,8 +168,13 @@ class Capture:
 
     plan: Plan
     inputs: Any
+    raw: Tensor  # the outputs in the model's own shape
     outputs: Tensor  # (n, C), attached to the graph
     calls: dict[str, Call]  # by layer name
+
+    @cached_property
+    def chain(self) -> list[Link] | None:
+        return chain_of(self)
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Back-propagate columns and return the rows of every layer that was called.
@@ -153,9 +183,9 @@ class Capture:
         derivative of columns[i, a] . outputs[i] in the layer's parameters.
         """
         self.check_inputs()
-        chain = chain_of(self)
-        if chain is not None:
-            return self._rows_along(chain, segments)
+        if self.chain is not None:
+            return self._rows_along(self.chain, segments)
+        check_parameter_use(self)
         start, pieces = 0, []
         for columns in segments:
             pieces.append(self._rows_by_autograd(columns, start))
@@ -192,6 +222,12 @@ class Capture:
                 form = as_form(layer.rule(layer.module, inputs, grad))
             except ValueError as error:
                 raise ValueError(f"layer {layer.name!r}: {error}") from None
+            missing = set(layer.parameters) - set(form.parameters)
+            if missing:
+                raise ValueError(
+                    f"the rule for {type(layer.module).__name__} gives no rows for parameter "
+                    f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
+                )
             forms[layer.name] = form.restrict(layer.parameters)
         for name in self.plan.rest:
             rows = self._explicit_rows(self.plan.parameters[name], columns, window)
@@ -214,11 +250,12 @@ class Capture:
             inputs = call.inputs
             if layout.samples < inputs.shape[0]:
                 inputs = inputs[: layout.samples]
-            weight, bias = layer.module._parameters["weight"], layer.module._parameters["bias"]
-            form = OuterRows(inputs, grads, layout, bias=None if bias is None else "bias", affine=True)
+            bias = None if layer.module.bias is None else "bias"
+            form = OuterRows(inputs, grads, layout, bias=bias, affine=True)
             forms[layer.name] = form.restrict(layer.parameters)
             if index + 1 < len(chain):
-                assert weight is not None
+                weight = layer.module.weight
+                assert isinstance(weight, Tensor)
                 below = self.calls[chain[index + 1].layer.name]
                 if link.slope is not None:
                     slope = link.slope(inputs)
@@ -242,9 +279,7 @@ class Capture:
         if not edges:
             return []
         if columns.shape[1] == 1:
-            grads = torch.autograd.grad(
-                self.outputs, edges, columns[:, 0], retain_graph=True, allow_unused=True
-            )
+            grads = torch.autograd.grad(self.outputs, edges, columns[:, 0], retain_graph=True, allow_unused=True)
             return [None if grad is None else grad.unsqueeze(1) for grad in grads]
         grads = torch.autograd.grad(
             self.outputs,
@@ -284,6 +319,21 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Ite
             vars(module).pop("forward", None)
 
 
+def _check_call(name: str, given: Tensor, outputs: Tensor, samples: int) -> None:
+    """Raise unless the layer saw one sample per entry of its first axis, in plain autograd."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(outputs):
+        raise ValueError(
+            f"layer {name!r} is called inside a torch.func transform, where its rows cannot be captured: "
+            "use torch.autograd.grad(..., create_graph=True) instead"
+        )
+    for what, tensor in (("input", given), ("output", outputs)):
+        if tensor.dim() == 0 or tensor.shape[0] != samples:
+            raise ValueError(
+                f"layer {name!r} has an {what} of shape {tuple(tensor.shape)} in a batch of {samples} samples: "
+                "the first axis must be the sample axis"
+            )
+
+
 def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: dict[str, Call] = {}
@@ -295,10 +345,10 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
             outputs: Tensor = plain(layer.module, *args, **kwargs)
             if layer.name in calls:
                 raise ValueError(
-                    f"layer {layer.name!r} is called more than once in a forward pass: "
-                    "its rows would be wrong"
+                    f"layer {layer.name!r} is called more than once in a forward pass: its rows would be wrong"
                 )
             given = args[0] if args else next(iter(kwargs.values()))
+            _check_call(layer.name, given, outputs, samples)
             versions = (given._version, outputs._version)
             calls[layer.name] = Call(given, given.detach(), outputs, get_gradient_edge(outputs), versions)
             return outputs
@@ -316,10 +366,11 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
         )
     if not outputs.requires_grad:
         raise ValueError("the outputs do not depend on any trainable parameter")
+    flat = outputs
     if outputs.dim() != 2:
         with torch.enable_grad():
-            outputs = outputs.reshape(samples, -1)
-    return Capture(plan, inputs, outputs, calls)
+            flat = outputs.reshape(samples, -1)
+    return Capture(plan, inputs, outputs.detach(), flat, calls)
 
 
 # Nodes of the autograd graph that act on each number by itself.
@@ -380,31 +431,76 @@ def chain_of(capture: Capture) -> list[Link] | None:
 
 
 def check_parameter_use(capture: Capture) -> None:
-    """Raise if a parameter reaches the outputs by a way its layer's rows do not see.
+    """Raise if a parameter reaches the outputs by a way its layer's rows do not see (`misused_layers`)."""
+    misused = misused_layers(capture)
+    if misused:
+        layer, name = misused[0]
+        raise ValueError(
+            f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees it "
+            "(directly, or because the network is differentiated in its inputs). Two ways out: call the module "
+            "itself, and once, or pass fallback='autograd'"
+        )
 
-    Walks the autograd graph once: a parameter covered by a rule must be used by exactly one node, and
-    only if its module was called (`F.linear(x, layer.weight)` calls no module).
+
+def misused_layers(capture: Capture) -> list[tuple[str, str]]:
+    """(layer, parameter) wherever a parameter reaches the outputs other than through its layer's one call.
+
+    Walks the autograd graph: a parameter covered by a rule must have one use, and none if its module was not
+    called (`F.linear(x, layer.weight)` calls no module). A view of a parameter counts by its own uses: the
+    derivative of a network in its inputs goes through the transposed weight a second time.
     """
-    uses: dict[int, int] = {}
-    pending = [capture.outputs.grad_fn]
+    consumers: dict[Any, list[Any]] = {}
+    accumulators: dict[int, Any] = {}
+    pending: list[Any] = [capture.outputs.grad_fn]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        assert node is not None
         for following, _ in node.next_functions:
             if following is None:
                 continue
+            consumers.setdefault(following, []).append(node)
             variable = getattr(following, "variable", None)
             if variable is not None:
-                uses[id(variable)] = uses.get(id(variable), 0) + 1
+                accumulators[id(variable)] = following
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+    def uses(node: Any) -> int:
+        total = 0
+        for consumer in consumers.get(node, ()):
+            parents = [parent for parent, _ in consumer.next_functions if parent is not None]
+            total += uses(consumer) if len(parents) == 1 and consumer.name() in _VIEWS else 1
+        return total
+
+    found = []
     for layer in capture.plan.layers:
         allowed = int(layer.name in capture.calls)
         for name in layer.parameters.values():
-            if uses.get(id(capture.plan.parameters[name]), 0) > allowed:
-                raise ValueError(
-                    f"parameter {name!r} is used outside the forward call of its module {layer.name!r}, "
-                    "where no rule sees it: call the module itself, and once"
-                )
+            node = accumulators.get(id(capture.plan.parameters[name]))
+            if node is not None and uses(node) > allowed:
+                found.append((layer.name, name))
+    return found
+
+
+_VIEWS = frozenset(
+    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "Alias", "Expand", "Unsqueeze", "ToCopy")
+)
+
+
+def check_samples_apart(capture: Capture) -> None:
+    """Raise if the outputs of the first sample depend on another sample's activations."""
+    layers = [layer for layer in capture.plan.layers if layer.name in capture.calls]
+    if len(capture.outputs) < 2 or not layers:
+        return
+    capture.check_inputs()
+    seed = torch.zeros_like(capture.outputs)
+    seed[0] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
+    edges = [capture.calls[layer.name].edge for layer in layers]
+    grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
+    for layer, grad in zip(layers, grads, strict=True):
+        if grad is not None and bool((grad[1:].abs() > 0).any()):  # nan is another's concern
+            raise ValueError(
+                f"the outputs of one sample depend on what layer {layer.name!r} gives for another: rows per "
+                "sample do not exist where the model mixes the samples of a batch"
+            )

@@ -73,12 +73,8 @@ def compare(
         str, typer.Option(help="Optimizers, separated by commas.")
     ] = "smw-gn,smw-ng,smw-ng-bd,sgd",
     seeds: Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")] = 3,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs per run.", show_default="the preset's")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the runs; each comparison adds one to it.")] = Path(
-        "runs"
-    ),
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default="the preset's")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs; each comparison adds one to it.")] = Path("runs"),
 ) -> None:
     """Train several optimizers on one data set, print a table and draw a figure."""
     _check_name("data set", dataset, DATASETS)
@@ -146,9 +142,7 @@ def _train_all(runs: dict[str, list[RunConfig]], folder: Path) -> None:
             bars.start_task(tasks[name])
             for index, config in enumerate(configs):
 
-                def show(
-                    now: Progress, name: str = name, index: int = index, runs: int = len(configs)
-                ) -> None:
+                def show(now: Progress, name: str = name, index: int = index, runs: int = len(configs)) -> None:
                     bars.update(
                         tasks[name],
                         total=runs * now.steps,

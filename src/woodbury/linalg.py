@@ -59,10 +59,53 @@ def solve_conjugate_gradient(
         x = x + length * direction
         residual = residual - length * image
         previous, square = square, (residual * residual).sum(-1, keepdim=True)
-        direction = (
-            residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
-        )
+        direction = residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
     return Solution(x, (square <= goal).all(), max_iterations)
+
+
+class Minimum(NamedTuple):
+    """Where a quadratic was left, its value there, and after how many products."""
+
+    x: Tensor
+    value: float
+    iterations: int
+
+
+def minimize_quadratic(
+    product: Callable[[Tensor], Tensor],
+    linear: Tensor,
+    start: Tensor,
+    *,
+    progress: float,
+    max_iterations: int,
+) -> Minimum:
+    """Lower phi(x) = x^T A x / 2 + linear . x by conjugate gradients, for a positive definite A.
+
+    Stops by relative progress (Martens 2010, section 4.4): after iteration i, with k = max(10, i / 10), if
+    phi(x_i) < 0 and (phi(x_i) - phi(x_{i-k})) / phi(x_i) < k progress. One product more than iterations.
+    """
+    x = start.clone()
+    residual = product(x) + linear  # gradient of phi
+    direction = -residual
+    square = float(residual @ residual)
+    negligible = torch.finfo(x.dtype).eps ** 2 * square
+    values = [0.5 * float(x @ (residual + linear))]
+    for iteration in range(1, max_iterations + 1):
+        if square <= negligible:
+            return Minimum(x, values[-1], iteration - 1)
+        image = product(direction)
+        length = square / float(direction @ image)
+        x += length * direction
+        residual += length * image
+        previous, square = square, float(residual @ residual)
+        direction = direction.mul_(square / previous).sub_(residual)
+        values.append(0.5 * float(x @ (residual + linear)))
+        window = max(10, iteration // 10)
+        if iteration > window and values[-1] < 0:
+            gained = (values[-1] - values[-1 - window]) / values[-1]
+            if gained < window * progress:
+                return Minimum(x, values[-1], iteration)
+    return Minimum(x, values[-1], max_iterations)
 
 
 def solve_in_sample_space(

@@ -40,10 +40,18 @@ class LossRule(ABC):
             )
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        """Targets checked against the outputs (n, C) and brought to the form the other methods take."""
+        """Targets checked against the outputs and brought to the form the other methods take.
+
+        outputs are in the model's own shape, (n, ...); here the targets must have that very shape.
+        """
         if targets is None:
-            return torch.zeros_like(outputs)
-        return _matching_targets(loss, outputs, targets)
+            return torch.zeros_like(outputs).reshape(outputs.shape[0], -1)
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                f"{tuple(outputs.shape)}: they must be equal"
+            )
+        return targets.reshape(targets.shape[0], -1).to(outputs.dtype)
 
     @abstractmethod
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -99,16 +107,6 @@ def _refuse(loss: nn.Module, option: str, advice: str) -> None:
     raise ValueError(f"{type(loss).__name__}({option}=...) is not supported: {advice}")
 
 
-def _matching_targets(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Targets with as many numbers a sample as the outputs, flattened to (n, C)."""
-    if targets.shape[:1] != outputs.shape[:1] or math.prod(targets.shape[1:]) != outputs.shape[1]:
-        raise ValueError(
-            f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs with "
-            f"{outputs.shape[1]} number(s) for each of {outputs.shape[0]} samples"
-        )
-    return targets.reshape(outputs.shape).to(outputs.dtype)
-
-
 def _smallest_probability(dtype: torch.dtype) -> float:
     """Where a probability is cut off in S: a change of H far below rounding that keeps e = r / S finite."""
     return torch.finfo(dtype).eps ** 1.5
@@ -156,9 +154,7 @@ class Logistic(LossRule):
         if weight is None:
             return (F.softplus(outputs) - targets * outputs).mean(1)
         targets = targets.to(outputs.dtype)
-        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none").mean(
-            1
-        )
+        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none").mean(1)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         weight = self._positive(loss, outputs)
@@ -178,7 +174,14 @@ class Logistic(LossRule):
     @staticmethod
     def _positive(loss: nn.Module, outputs: Tensor) -> Tensor | None:
         weight: Tensor | None = getattr(loss, "pos_weight")  # noqa: B009  (typed as any module attribute)
-        return None if weight is None else weight.to(outputs.dtype).expand(outputs.shape[1])
+        if weight is None:
+            return None
+        if weight.numel() not in (1, outputs.shape[1]):
+            raise ValueError(
+                f"BCEWithLogitsLoss(pos_weight=...) of shape {tuple(weight.shape)} is not supported for "
+                f"{outputs.shape[1]} outputs a sample: give one number, or one per output"
+            )
+        return weight.to(outputs.dtype).flatten().expand(outputs.shape[1])
 
 
 @register_loss(nn.CrossEntropyLoss)
@@ -198,13 +201,13 @@ class Softmax(LossRule):
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
         if loss.weight is not None:
-            _refuse(
-                loss, "weight", "class weights change the normaliser with the batch; resample the classes"
-            )
+            _refuse(loss, "weight", "class weights change the normaliser with the batch; resample the classes")
         if loss.ignore_index != -100:
             _refuse(loss, "ignore_index", "drop the ignored samples from the batch")
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        if outputs.dim() != 2:
+            raise ValueError(f"CrossEntropyLoss needs outputs (n, C), got the shape {tuple(outputs.shape)}")
         n, classes = outputs.shape
         if classes < 2:
             raise ValueError(
@@ -271,5 +274,6 @@ class Softmax(LossRule):
         e = residual.gather(1, others) / root - root * shift
         if targets.is_floating_point():  # H = sum(t) (diag(p) - p p^T)
             mass = targets.sum(1, keepdim=True).sqrt()
-            return columns * mass.unsqueeze(2), e / mass
+            # a target of zero mass has no residual either
+            return columns * mass.unsqueeze(2), e / mass.clamp_min(torch.finfo(mass.dtype).tiny)
         return columns, e

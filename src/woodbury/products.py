@@ -6,7 +6,7 @@ no Gram matrix. `verify` uses it to check a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,21 @@ from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 
 
-def jacobian_product(
-    outputs: Tensor, parameters: Mapping[str, Tensor], vector: Mapping[str, Tensor]
-) -> Tensor:
-    """J v for outputs attached to the graph, by differentiating J^T u in u."""
-    probe = torch.zeros_like(outputs, requires_grad=True)
-    transposed = torch.autograd.grad(
-        outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
-    )
-    paired = [
-        (image, vector[name])
-        for name, image in zip(parameters, transposed, strict=True)
-        if image.requires_grad
-    ]
-    images, vectors = [image for image, _ in paired], [value for _, value in paired]
-    (product,) = torch.autograd.grad(images, probe, vectors, retain_graph=True)
+def jacobian_products(
+    outputs: Tensor, parameters: Mapping[str, Tensor]
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """The function v -> J v for outputs attached to the graph, by differentiating J^T u in u."""
+    with torch.enable_grad():
+        probe = torch.zeros_like(outputs, requires_grad=True)
+        transposed = torch.autograd.grad(
+            outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
+        )
+    used = {name: image for name, image in zip(parameters, transposed, strict=True) if image.requires_grad}
+
+    def product(vector: Mapping[str, Tensor]) -> Tensor:
+        vectors = [vector[name] for name in used]
+        return torch.autograd.grad(list(used.values()), probe, vectors, retain_graph=True)[0]
+
     return product
 
 
@@ -63,7 +63,7 @@ def curvature_product(
     """
     samples = len(outputs)
     with torch.enable_grad():
-        image = jacobian_product(outputs, parameters, vector)
+        image = jacobian_products(outputs, parameters)(vector)
         point = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point, create_graph=True)  # r_i / n
         if curvature == "gauss-newton":
@@ -96,13 +96,20 @@ def relative_residual(
     outputs are those of the whole batch, attached to the graph; W is the weight decay, q = mu p_prev. Where
     both are zero this is |(B + lambda I) p + g| / |g|. B is cut into the given blocks of parameters.
     """
-    value = loss_of(loss, outputs, batch.targets)
-    grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
-    targets = None if batch.targets is None else batch.targets[: batch.curvature]
+    targets = batch.targets
+    if targets is not None and not targets.is_floating_point():  # torch's losses are strict about the type
+        targets = targets.to(outputs.dtype) if targets.shape == outputs.shape else targets.long()
+    with torch.enable_grad():
+        value = loss_of(loss, outputs, targets)
+        grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
+    if targets is not None:
+        targets = targets[: batch.curvature]
     image: Vector = {}
     for block in blocks:
         part = _vector.restrict(vector, block)
-        product = curvature_product(outputs[: batch.curvature], loss, parameters, targets, part, curvature)
+        with torch.enable_grad():
+            chosen = outputs[: batch.curvature]
+        product = curvature_product(chosen, loss, parameters, targets, part, curvature)
         image |= {name: product[name] for name in block}
     rhs: Vector = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from woodbury._batch import check_batch
 from woodbury._scalar import Scalar
 from woodbury._vector import Vector
-from woodbury.capture import Forward, Plan, call_model, capture, check_parameter_use, plan_layers
+from woodbury.capture import Forward, Plan, call_model, capture, check_samples_apart, plan_layers
 from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.losses import LossRule, loss_rule
@@ -64,9 +64,7 @@ class Rows:
         with full_precision():
             grams = []
             for name, form in self.forms.items():
-                local = (
-                    None if scales is None else {own: scales[full] for own, full in self._names[name].items()}
-                )
+                local = None if scales is None else {own: scales[full] for own, full in self._names[name].items()}
                 gram = form.gram(other.forms[name], local, dtype)
                 grams.append(gram if factor == 1.0 else gram.mul_(factor))
         return grams
@@ -153,8 +151,8 @@ def rows(
     rule = loss_rule(loss)
     plan = plan_layers(model, dict(model.named_parameters()), fallback)
     captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
-    check_parameter_use(captured)
+    check_samples_apart(captured)
     outputs = captured.outputs.detach()
-    columns, _ = factor_columns(rule, loss, outputs, rule.prepare(loss, outputs, targets), curvature)
+    columns, _ = factor_columns(rule, loss, outputs, rule.prepare(loss, captured.raw, targets), curvature)
     n, k, _ = columns.shape
     return Rows(plan, captured.rows([columns]), n * k, scale=n**-0.5)

@@ -216,8 +216,7 @@ class ExplicitRows:
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         return {
-            name: torch.tensordot(coefficients.to(rows.dtype), rows, dims=1)
-            for name, rows in self.rows.items()
+            name: torch.tensordot(coefficients.to(rows.dtype), rows, dims=1) for name, rows in self.rows.items()
         }
 
     def dense(self) -> dict[str, Tensor]:

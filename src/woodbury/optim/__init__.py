@@ -6,6 +6,7 @@ from typing import Any
 
 from woodbury.optim.base import SecondOrder, StepInfo
 from woodbury.optim.first_order import FirstOrder, adam, sgd
+from woodbury.optim.hessian_free import HessianFree
 from woodbury.optim.smw import GaussNewton, NaturalGradient
 
 # name -> (model, loss, **settings) -> optimizer
@@ -13,8 +14,17 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "smw-gn": GaussNewton,
     "smw-ng": NaturalGradient,
     "smw-ng-bd": partial(NaturalGradient, blocks="layer"),
+    "hf": HessianFree,
     "sgd": sgd,
     "adam": adam,
 }
 
-__all__ = ["OPTIMIZERS", "FirstOrder", "GaussNewton", "NaturalGradient", "SecondOrder", "StepInfo"]
+__all__ = [
+    "OPTIMIZERS",
+    "FirstOrder",
+    "GaussNewton",
+    "HessianFree",
+    "NaturalGradient",
+    "SecondOrder",
+    "StepInfo",
+]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,7 +21,16 @@ from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
 from woodbury._vector import Vector
-from woodbury.capture import Capture, Forward, Plan, call_model, capture, check_parameter_use, plan_layers
+from woodbury.capture import (
+    Capture,
+    Forward,
+    Plan,
+    call_model,
+    capture,
+    check_samples_apart,
+    misused_layers,
+    plan_layers,
+)
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
 from woodbury.losses import loss_rule
@@ -29,8 +38,9 @@ from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
     check_curvature_samples,
-    named_groups,
+    plain_groups,
     read_settings,
+    with_names,
 )
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
@@ -87,6 +97,7 @@ class Problem:
     hyper: Hyperparameters
     full: Batches | None
     previous: Vector | None  # q = mu p_prev, or None when zero
+    chain: bool  # whether the model was seen to be a plain chain of Linear layers
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -119,9 +130,7 @@ class SecondOrder(torch.optim.Optimizer):
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"the first argument must be the model (an nn.Module), got {type(model).__name__}"
-            )
+            raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)
@@ -132,10 +141,11 @@ class SecondOrder(torch.optim.Optimizer):
         self.fallback = fallback
         self.last: StepInfo | None = None
         self._planned: tuple[Plan, list[int]] | None = None
-        self._checked: Plan | None = None  # the plan whose parameters were seen to be used as assumed
+        self._checked: Plan | None = None  # the plan whose model was seen to keep samples apart
+        self._probed: bool | None = None  # whether the model is a chain; None until seen
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(named_groups(model, params), defaults)
+        super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
         self.state["damping"] = placed(self.damping.initial, self._device())
@@ -231,6 +241,10 @@ class SecondOrder(torch.optim.Optimizer):
             self.state.update(kept)
             _random.restore(random)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, given as torch.optim takes them, with settings of their own."""
+        super().add_param_group(with_names(self.model, param_group))
+
     # -- what a subclass fills in ------------------------------------------------------------------------
 
     @abstractmethod
@@ -242,7 +256,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _plan(self) -> Plan:
         """The layers to train, made anew whenever something about the model has changed."""
         groups = [len(group["params"]) for group in self.param_groups]
-        if self._planned is not None and self._planned[1] == groups and self._planned[0].is_current():
+        if self._planned is not None and self._planned[1] == groups and self._planned[0].is_current(self.model):
             return self._planned[0]
         named = dict(self.model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
@@ -250,23 +264,51 @@ class SecondOrder(torch.optim.Optimizer):
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
         self._planned = (plan_layers(self.model, named, self.fallback), groups)
+        self._probed = None
         return self._planned[0]
+
+    def _probe(self, plan: Plan, inputs: Any, samples: int) -> tuple[Plan, bool]:
+        """Once per plan, look at a pass over one sample: is the model a chain, and do the rules see all of it?
+
+        Parameters that reach the outputs past their layer are left to the fallback where there is one.
+        """
+        if self._probed is None:
+            random = _random.snapshot(self._device())
+            try:
+                one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
+                probe = capture(plan, self.model, self.forward, one, 1)
+                misused = [layer for layer, _ in misused_layers(probe)] if probe.chain is None else []
+                self._probed = probe.chain is not None
+                if misused and self.fallback == "autograd":
+                    plan = plan_layers(self.model, plan.parameters, self.fallback, excluded=misused)
+                    assert self._planned is not None
+                    self._planned = (plan, self._planned[1])
+            except (ValueError, TypeError, RuntimeError, IndexError):
+                self._probed = False  # the batch itself will tell, in its own words
+            finally:
+                _random.restore(random)
+        return plan, self._probed
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
-    def _pose(
-        self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None
-    ) -> Problem:
+    def _pose(self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None) -> Problem:
         """Check the batch, choose S2 and read the settings."""
-        plan = self._plan()
+        self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
+        plan, chain = self._probe(self._plan(), inputs, samples)
         batch = self._choose(inputs, targets, samples, subset)
         hyper = read_settings(self.param_groups, plan.parameters)
         self.state["damping"] = placed(self.state["damping"], self._device())
         damping = self.state["damping"] + self.damping.floor
-        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper))
+        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), chain)
+
+    def _check_surroundings(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
+        if torch.is_autocast_enabled(self._device().type):
+            raise RuntimeError("a step inside torch.autocast is not supported: take it outside")
 
     def _draws(self) -> dict[str, Any]:
         """The part of the state that posing a problem changes."""
@@ -312,8 +354,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture:
         captured = capture(plan, self.model, self.forward, inputs, samples)
-        if self._checked is not plan:
-            check_parameter_use(captured)
+        if self._checked is not plan and samples > 1:
+            check_samples_apart(captured)
             self._checked = plan
         return captured
 
@@ -323,14 +365,14 @@ class SecondOrder(torch.optim.Optimizer):
         """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
         captured = self._capture(problem.plan, inputs, samples)
         outputs = captured.outputs.detach()
-        prepared = self._rule.prepare(self.loss, outputs, targets)
+        prepared = self._rule.prepare(self.loss, captured.raw, targets)
         return Piece(inputs, prepared, self._values(outputs, prepared), captured), captured, outputs
 
     def _full_objective(
         self, problem: Problem, full: Batches
     ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
         """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
-        if iter(full) is full:
+        if isinstance(full, Iterator):
             raise TypeError(
                 "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
             )
@@ -341,7 +383,7 @@ class SecondOrder(torch.optim.Optimizer):
             samples = _batch.check_batch(inputs, targets)
             captured = self._capture(problem.plan, inputs, samples)
             outputs = captured.outputs.detach()
-            prepared = self._rule.prepare(self.loss, outputs, targets)
+            prepared = self._rule.prepare(self.loss, captured.raw, targets)
             part = captured.gradient(self._rule.residual(self.loss, outputs, prepared))
             gradient = part if total is None else _vector.combine(gradient, part)
             values = self._values(outputs, prepared).sum()
@@ -353,12 +395,11 @@ class SecondOrder(torch.optim.Optimizer):
 
         def evaluate(displacement: Displacement) -> Tensor:
             after = torch.zeros_like(before)
-            with displacement.applied(), torch.no_grad():
+            with displacement.applied(), self._trial_mode(problem.plan):
                 for inputs, targets in full:
-                    outputs = self.forward(self.model, inputs).reshape(_batch.sample_count(inputs), -1)
-                    after = (
-                        after + self._values(outputs, self._rule.prepare(self.loss, outputs, targets)).sum()
-                    )
+                    raw = self.forward(self.model, inputs).detach()
+                    prepared = self._rule.prepare(self.loss, raw, targets)
+                    after = after + self._values(raw.reshape(raw.shape[0], -1), prepared).sum()
             return (before - after) / count
 
         return total / count, {name: value / count for name, value in gradient.items()}, evaluate
@@ -375,18 +416,21 @@ class SecondOrder(torch.optim.Optimizer):
                 "Check the model's parameters for nan or inf"
             )
 
+    def _trial_mode(self, plan: Plan) -> torch.set_grad_enabled:
+        """No gradients in the trial pass, unless the user's own function may want them."""
+        return torch.set_grad_enabled(self.forward is not call_model or bool(plan.rest))
+
     def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Tensor:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         differences = []
-        with torch.no_grad():
-            for index, piece in enumerate(pieces):
-                with displacement.applied(piece.capture, index):
-                    outputs = self.forward(self.model, piece.inputs)
-                if piece.capture is not None:
-                    piece.capture.check_inputs()  # the update still needs them
-                if outputs.dim() != 2:
-                    outputs = outputs.reshape(piece.values.shape[0], -1)
-                differences.append(piece.values - self._values(outputs, piece.targets))
+        for index, piece in enumerate(pieces):
+            assert piece.capture is not None
+            with displacement.applied(piece.capture, index), self._trial_mode(piece.capture.plan):
+                outputs = self.forward(self.model, piece.inputs).detach()
+            piece.capture.check_inputs()  # the update still needs them
+            if outputs.dim() != 2:
+                outputs = outputs.reshape(piece.values.shape[0], -1)
+            differences.append(piece.values - self._values(outputs, piece.targets))
         return (differences[0] if len(differences) == 1 else torch.cat(differences)).mean()
 
     def _vector_if_needed(self, problem: Problem, proposal: Proposal) -> Vector | None:
@@ -438,7 +482,7 @@ class SecondOrder(torch.optim.Optimizer):
         return {name: value for name, value in kept.items() if "hooks" not in name} | {
             "_planned": None,
             "_checked": None,
-            "_chain": None,
+            "_probed": None,
         }
 
     def __repr__(self) -> str:

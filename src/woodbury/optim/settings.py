@@ -18,9 +18,7 @@ class Hyperparameters:
     weight_decay: dict[str, float]
 
 
-def read_settings(
-    groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]
-) -> Hyperparameters:
+def read_settings(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> Hyperparameters:
     """The settings of each parameter as its group has them now."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     settings = Hyperparameters({}, {}, {})
@@ -34,26 +32,26 @@ def read_settings(
     return settings
 
 
-def named_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """Parameter groups as torch takes them, every parameter with its name in the model."""
-    named = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in named.items()}
+def plain_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """The groups asked for; by default one with every trainable parameter of the model."""
     if params is None:
-        groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if p.requires_grad]}]
-        if not groups[0]["params"]:
-            raise ValueError("the model has no trainable parameter: every requires_grad is False")
-    else:
-        given = list(params)
-        groups = (
-            [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
-        )
-    for group in groups:
-        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        foreign = [tuple(p.shape) for p in members if id(p) not in names]
-        if foreign:
-            raise ValueError(f"params: a parameter of shape {foreign[0]} does not belong to the model")
-        group["params"] = [(names[id(p)], p) for p in members]
-    return groups
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ValueError("no trainable parameter: every requires_grad is False")
+        return [{"params": trainable}]
+    given = list(params)
+    return [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+
+
+def with_names(model: nn.Module, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group whose parameters carry their names in the model; members may be parameters or (name, parameter)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    members = [member[1] if isinstance(member, tuple) else member for member in members]
+    foreign = [tuple(p.shape) for p in members if id(p) not in names]
+    if foreign:
+        raise ValueError(f"params: a parameter of shape {foreign[0]} does not belong to the model")
+    return {**group, "params": [(names[id(p)], p) for p in members]}
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

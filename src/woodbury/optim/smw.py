@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch, _random, _vector
+from woodbury import _vector
 from woodbury._scalar import Scalar, Truth, scalar, truth
 from woodbury._vector import Vector
-from woodbury.capture import Forward, Plan, capture, chain_of
+from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import concatenate_forms
@@ -90,7 +90,6 @@ class _SampleSpace(SecondOrder):
         self.solver = solver
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
-        self._chain: tuple[Plan, bool] | None = None
         super().__init__(
             model,
             loss,
@@ -138,11 +137,14 @@ class _SampleSpace(SecondOrder):
     def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
         """Run the model on the batch and return its rows, S2 in front, with the loss of every sample."""
         batch = problem.batch
+        dtype = next(iter(problem.plan.parameters.values())).dtype
+        if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
         if self.solver == "products" or problem.full is not None:
             return self._linearize_in_pieces(problem)
         # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
         whole = batch.curvature == batch.samples
-        if self.curvature == "empirical" or whole or self._is_chain(problem):
+        if self.curvature == "empirical" or whole or problem.chain:
             return self._linearize_at_once(problem)
         return self._linearize_in_pieces(problem)
 
@@ -194,16 +196,6 @@ class _SampleSpace(SecondOrder):
         assert e is not None
         rows = Rows(problem.plan, concatenate_forms(forms), count)
         return Linearization(rows, width, batch.curvature, batch.samples, e, gradient), pieces
-
-    def _is_chain(self, problem: Problem) -> bool:
-        """Whether the model is a plain chain of Linear layers, seen once per plan on one sample."""
-        if self._chain is None or self._chain[0] is not problem.plan:
-            one, _ = _batch.split(problem.batch.inputs, 1, problem.batch.samples)
-            random = _random.snapshot(self._device())
-            probe = capture(problem.plan, self.model, self.forward, one, 1)
-            _random.restore(random)
-            self._chain = (problem.plan, chain_of(probe) is not None)
-        return self._chain[1]
 
     def _solve(self, problem: Problem, line: Linearization, damping: Scalar) -> _Step:
         """p for this damping, with its norm and predicted decrease."""

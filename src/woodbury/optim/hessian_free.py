@@ -1,0 +1,152 @@
+"""Hessian-free optimization: the damped Gauss-Newton system in parameter space, by conjugate gradients.
+
+The rival the paper starts from (Martens 2010). Products with B = (1/N2) sum_{S2} J_i^T S_i S_i^T J_i come
+from autograd, so any model will do; the system is solved until progress slows, starting from the last p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _vector, products
+from woodbury._vector import Vector
+from woodbury.capture import Capture, Forward
+from woodbury.damping import Damping, LevenbergMarquardt
+from woodbury.displacement import Displacement
+from woodbury.linalg import minimize_quadratic
+from woodbury.optim.base import Piece, Problem, Proposal, SecondOrder
+from woodbury.rows import factor_columns
+
+
+class HessianFree(SecondOrder):
+    """p is close to -(B + lambda I)^{-1} g, B the Gauss-Newton matrix, by early-terminated CG.
+
+    CG lowers phi(p) = p^T (B + lambda I) p / 2 + g . p from warm_start times the last p and stops by relative
+    progress (see `woodbury.linalg.minimize_quadratic`). With progress=0 and enough iterations it is the step
+    of `GaussNewton`.
+
+    Args:
+        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
+            `GaussNewton`; the layers of the model may be of any kind.
+        warm_start: the part of the last p that CG starts from, 0 for none.
+        max_iterations: of CG, each about the cost of two gradients over S2.
+        progress: CG stops when phi fell by less than this, relatively, per iteration.
+    """
+
+    curvature = "gauss-newton"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        lr: float = 1.0,  # alpha
+        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
+        curvature_samples: int | float | None = None,  # N2
+        weight_decay: float = 0.0,
+        *,
+        warm_start: float = 0.95,
+        max_iterations: int = 250,
+        progress: float = 5e-4,
+        accept: float | None = None,  # eta
+        forward: Forward | None = None,
+        seed: int | None = None,
+        params: Iterable[Any] | None = None,
+    ) -> None:
+        if not 0 <= warm_start <= 1:
+            raise ValueError(f"warm_start must lie in [0, 1], got {warm_start}")
+        if max_iterations < 1:
+            raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
+        if progress < 0:
+            raise ValueError(f"progress must not be negative, got {progress}")
+        self.max_iterations = max_iterations
+        self.progress = progress
+        self.iterations = 0  # of CG in the last step
+        super().__init__(
+            model,
+            loss,
+            lr=lr,
+            damping=damping,
+            curvature_samples=curvature_samples,
+            blocks="full",
+            momentum=warm_start,  # the base keeps the last p, times this, for us
+            weight_decay=weight_decay,
+            accept=accept,
+            forward=forward,
+            fallback="autograd",
+            seed=seed,
+            params=params,
+        )
+
+    def _propose(self, problem: Problem) -> Proposal:
+        parameters = problem.plan.parameters
+        if problem.full is None:
+            parts = problem.batch.pieces()
+            evaluated = [self._evaluate(problem, *part) for part in parts]
+            pieces = [piece for piece, _, _ in evaluated]
+            loss = torch.cat([piece.values for piece in pieces]).mean()
+            gradient = self._gradient(problem, evaluated)
+            evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
+        else:
+            loss, gradient, evaluate = self._full_objective(problem, problem.full)
+            evaluated = [self._evaluate(problem, *problem.batch.pieces()[0])]
+            pieces = [evaluated[0][0]]
+        self._check_loss(loss)
+        decays = problem.hyper.weight_decay
+        linear = _vector.flatten(
+            {name: gradient[name] + decays[name] * parameter.detach() for name, parameter in parameters.items()}
+        )
+        shift = _vector.flatten(
+            {name: torch.full_like(p, decays[name]) + problem.damping for name, p in parameters.items()}
+        ).detach()
+        curvature = self._curvature_product(problem, *evaluated[0])
+        start = torch.zeros_like(linear) if problem.previous is None else _vector.flatten(problem.previous)
+        found = minimize_quadratic(
+            lambda x: curvature(x) + shift * x,
+            linear,
+            start,
+            progress=self.progress,
+            max_iterations=self.max_iterations,
+        )
+        self.iterations = found.iterations
+        squared = float(found.x @ found.x)
+        return Proposal(
+            displacement=Displacement(parameters, base=_vector.unflatten(found.x, parameters)),
+            predicted=0.5 * problem.damping * squared - found.value,  # the model without its damping term
+            squared_norm=squared,
+            damping=problem.damping,
+            usable=True,
+            loss=loss,
+            pieces=pieces,
+            center=None,
+            evaluate=evaluate,
+        )
+
+    def _gradient(self, problem: Problem, evaluated: list[tuple[Piece, Capture, Tensor]]) -> Vector:
+        """g = (1/N1) sum_{S1} J_i^T r_i."""
+        total: Vector | None = None
+        for piece, captured, outputs in evaluated:
+            residual = self._rule.residual(self.loss, outputs, piece.targets) / problem.batch.samples
+            part = captured.gradient(residual)
+            total = part if total is None else _vector.combine(total, part)
+        assert total is not None
+        return total
+
+    def _curvature_product(
+        self, problem: Problem, piece: Piece, captured: Capture, outputs: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """x -> B x on flat vectors."""
+        parameters = problem.plan.parameters
+        columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        jacobian = products.jacobian_products(captured.outputs, parameters)
+
+        def product(x: Tensor) -> Tensor:
+            image = jacobian(_vector.unflatten(x, parameters))  # J x, (n, C)
+            weights = torch.einsum("nkc,nkd,nd->nc", columns, columns, image) / len(outputs)
+            return _vector.flatten(captured.gradient(weights))
+
+        return product
