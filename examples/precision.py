@@ -112,7 +112,9 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     axes.set_title("Fitting a smooth function in float64", loc="left", fontweight="bold")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, title=f"{len(next(iter(curves.values())))} seed(s) each")
+    seeds = len(next(iter(curves.values())))
+    # between the bundles of curves, which leave the lower middle free
+    axes.legend(frameon=False, title=f"{seeds} seed(s) each", loc="center right", bbox_to_anchor=(1, 0.36))
     figure.savefig(path, dpi=150)
 
 
