@@ -7,8 +7,9 @@ from torch import nn
 import problems
 import reference
 import woodbury
-from woodbury.capture import call_model, capture, plan_layers
+from woodbury.capture import call_model, capture
 from woodbury.displacement import Displacement
+from woodbury.plan import plan_layers
 
 
 def setting(name):

@@ -15,22 +15,28 @@ ROOT = Path(woodbury.__file__).parent
 LAYERS = [
     ["_vector", "_scalar", "_batch", "_random"],
     ["layers", "losses", "linalg"],
-    ["capture", "rows", "displacement", "products", "damping"],
+    ["plan", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
     ["bench", "experiments.config", "experiments.data", "experiments.models"],
     ["experiments.train", "experiments.report"],
     ["cli"],
 ]
 SIBLINGS = {
+    ("capture", "plan"),  # what to capture
+    ("rows", "plan"),
     ("rows", "capture"),  # U is made of what was captured
+    ("displacement", "plan"),
     ("displacement", "capture"),
     ("displacement", "rows"),
-    ("products", "capture"),  # for the type of forward= alone
+    ("optim.step", "optim.settings"),
     ("optim.base", "optim.settings"),
+    ("optim.base", "optim.step"),
     ("optim.smw", "optim.base"),
     ("optim.smw", "optim.settings"),
+    ("optim.smw", "optim.step"),
+    ("optim.hessian_free", "optim.step"),
     ("optim.hessian_free", "optim.base"),
-    ("optim.first_order", "optim.base"),
+    ("optim.first_order", "optim.step"),
     ("layers.rules", "layers.forms"),
     ("layers.rules", "layers.registry"),
     ("layers.registry", "layers.forms"),

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from woodbury._scalar import Scalar, Truth
 from woodbury._vector import Vector
-from woodbury.capture import Call, Capture, Layer, replaced_forward
+from woodbury.capture import Call, Capture, replaced_forward
 from woodbury.layers.forms import OuterRows
+from woodbury.plan import Layer
 from woodbury.rows import Rows
 
 

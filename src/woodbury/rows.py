@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from woodbury._batch import check_batch
 from woodbury._scalar import Scalar
 from woodbury._vector import Vector
-from woodbury.capture import Forward, Plan, call_model, capture, check_samples_apart, plan_layers
+from woodbury.capture import Forward, call_model, capture, check_samples_apart
 from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.losses import LossRule, loss_rule
+from woodbury.plan import Plan, plan_layers
 
 CURVATURES = ("gauss-newton", "empirical")
 

@@ -8,10 +8,8 @@ state) lives here once.
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,16 +19,7 @@ from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
 from woodbury._vector import Vector
-from woodbury.capture import (
-    Capture,
-    Forward,
-    Plan,
-    call_model,
-    capture,
-    check_samples_apart,
-    misused_layers,
-    plan_layers,
-)
+from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart, misused_layers
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
 from woodbury.losses import loss_rule
@@ -42,62 +31,8 @@ from woodbury.optim.settings import (
     read_settings,
     with_names,
 )
-
-Batches = Iterable[tuple[Any, "Tensor | None"]]
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
-
-    loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
-    damping: Tensor  # lambda used
-    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
-    predicted: Tensor  # m(0) - m(p)
-    step_norm: Tensor  # |p|; theta moved by lr p
-    accepted: Tensor  # whether theta moved
-
-    def as_dict(self) -> dict[str, float | bool]:
-        """The same as plain Python numbers."""
-        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
-
-
-@dataclass
-class Piece:
-    """Part of a batch as the loss saw it at theta."""
-
-    inputs: Any
-    targets: Tensor  # as the loss rule prepared them
-    values: Tensor  # loss of each sample, float64
-    capture: Capture | None = None
-
-
-@dataclass
-class Proposal:
-    """A step before it is taken."""
-
-    displacement: Displacement
-    predicted: Scalar  # m(0) - m(p)
-    squared_norm: Scalar  # |p|^2
-    damping: Scalar  # the lambda it was computed with
-    usable: Truth  # whether the small system could be solved
-    loss: Tensor  # f(theta), float64
-    pieces: list[Piece]  # the batch as it went through the model at theta
-    center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
-    evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
-
-
-@dataclass
-class Problem:
-    """Everything `_propose` may use: the trainable parameters, the batch and the current settings."""
-
-    plan: Plan
-    batch: Batch
-    damping: Scalar
-    hyper: Hyperparameters
-    full: Batches | None
-    previous: Vector | None  # q = mu p_prev, or None when zero
-    chain: bool  # whether the model was seen to be a plain chain of Linear layers
+from woodbury.optim.step import Batches, Piece, Problem, Proposal, StepInfo
+from woodbury.plan import Plan, plan_layers
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -487,13 +422,3 @@ class SecondOrder(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
-
-
-def warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:
-    """Say that the small system was not positive definite and what was done about it."""
-    warnings.warn(
-        f"the Gram matrix plus damping {before:.3g} is not numerically positive definite in {dtype}: damping "
-        f"raised to {after:.3g} for this step. gram_dtype=torch.float64 or a larger damping avoids this",
-        RuntimeWarning,
-        stacklevel=4,
-    )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from woodbury._batch import check_batch
 from woodbury.capture import Forward, call_model
-from woodbury.optim.base import StepInfo
+from woodbury.optim.step import StepInfo
 
 
 class FirstOrder:

@@ -19,7 +19,8 @@ from woodbury.capture import Capture, Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
-from woodbury.optim.base import Piece, Problem, Proposal, SecondOrder
+from woodbury.optim.base import SecondOrder
+from woodbury.optim.step import Piece, Problem, Proposal
 from woodbury.rows import factor_columns
 
 

@@ -13,6 +13,7 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -35,14 +36,9 @@ from woodbury.linalg import (
     solve_in_sample_space,
     sum_of_squares,
 )
-from woodbury.optim.base import (
-    Piece,
-    Problem,
-    Proposal,
-    SecondOrder,
-    warn_raised_damping,
-)
+from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import check_choice
+from woodbury.optim.step import Piece, Problem, Proposal
 from woodbury.rows import Rows, factor_columns
 
 SOLVERS = ("cholesky", "cg", "products")
@@ -251,7 +247,7 @@ class _SampleSpace(SecondOrder):
             step = self._solve(problem, line, raised)
             if step.usable:
                 break
-        warn_raised_damping(damping, raised, self.gram_dtype or line.e.dtype)
+        _warn_raised_damping(damping, raised, self.gram_dtype or line.e.dtype)
         return step, raised
 
     def _solve_by_products(
@@ -325,6 +321,16 @@ def _base(
             value = value + problem.previous[name]
         base[name] = value if scales is None else value * scales[name]
     return base
+
+
+def _warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:
+    """Say that the small system was not positive definite and what was done about it."""
+    warnings.warn(
+        f"the Gram matrix plus damping {before:.3g} is not numerically positive definite in {dtype}: damping "
+        f"raised to {after:.3g} for this step. gram_dtype=torch.float64 or a larger damping avoids this",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 class GaussNewton(_SampleSpace):

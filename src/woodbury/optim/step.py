@@ -1,0 +1,73 @@
+"""What a step is made of: the problem posed, the proposal that answers it, and what gets reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from woodbury._batch import Batch
+from woodbury._scalar import Scalar, Truth
+from woodbury._vector import Vector
+from woodbury.capture import Capture
+from woodbury.displacement import Displacement
+from woodbury.optim.settings import Hyperparameters
+from woodbury.plan import Plan
+
+Batches = Iterable[tuple[Any, "Tensor | None"]]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
+
+    loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
+    damping: Tensor  # lambda used
+    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
+    predicted: Tensor  # m(0) - m(p)
+    step_norm: Tensor  # |p|; theta moved by lr p
+    accepted: Tensor  # whether theta moved
+
+    def as_dict(self) -> dict[str, float | bool]:
+        """The same as plain Python numbers."""
+        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+
+
+@dataclass
+class Piece:
+    """Part of a batch as the loss saw it at theta."""
+
+    inputs: Any
+    targets: Tensor  # as the loss rule prepared them
+    values: Tensor  # loss of each sample, float64
+    capture: Capture | None = None
+
+
+@dataclass
+class Proposal:
+    """A step before it is taken."""
+
+    displacement: Displacement
+    predicted: Scalar  # m(0) - m(p)
+    squared_norm: Scalar  # |p|^2
+    damping: Scalar  # the lambda it was computed with
+    usable: Truth  # whether the small system could be solved
+    loss: Tensor  # f(theta), float64
+    pieces: list[Piece]  # the batch as it went through the model at theta
+    center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
+    evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
+
+
+@dataclass
+class Problem:
+    """Everything `_propose` may use: the trainable parameters, the batch and the current settings."""
+
+    plan: Plan
+    batch: Batch
+    damping: Scalar
+    hyper: Hyperparameters
+    full: Batches | None
+    previous: Vector | None  # q = mu p_prev, or None when zero
+    chain: bool  # whether the model was seen to be a plain chain of Linear layers
