@@ -102,6 +102,28 @@ def test_it_takes_models_that_no_layer_rule_covers():
     assert losses[-1] < losses[0]
 
 
+class Reused(nn.Module):
+    """A layer called twice, and a head that shares its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(torch.tanh(self.a(x)))))
+
+
+def test_layers_called_twice_and_tied_weights_need_no_rule():
+    model, loss = Reused().double(), nn.MSELoss()
+    inputs, targets = torch.randn(5, 4).double(), torch.randn(5, 4).double()
+    optimizer = woodbury.HessianFree(model, loss, damping=0.1, progress=0.0)
+    expected, _, _ = reference.dense_direction(model, loss, inputs, targets, [0, 3], 0.1, "gauss-newton")
+    p = optimizer.direction(inputs, targets, subset=[0, 3])
+    assert reference.relative_error(flatten(p), expected) <= 1e-7
+    assert optimizer.step(inputs, targets).accepted
+
+
 def test_semi_stochastic_step_uses_the_full_gradient():
     problem = problems.make("squared")
     x, t = problem.inputs, problem.targets

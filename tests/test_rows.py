@@ -302,6 +302,15 @@ def test_autograd_fallback_is_exact():
     torch.testing.assert_close(rows.gram(), rows.dense() @ rows.dense().T)
 
 
+@pytest.mark.parametrize("call", [False, True])
+def test_parameters_used_past_their_layer_are_exact_by_the_fallback(call):
+    model = ByFunction(call).double()
+    x, t = torch.randn(6, 4).double(), torch.randn(6, 3).double()
+    rows = woodbury.rows(model, MSE, x, t, fallback="autograd")
+    B = reference.curvature_matrix(reference.per_sample(model, MSE, x, t), "gauss-newton")
+    torch.testing.assert_close(rows.dense().T @ rows.dense(), B)
+
+
 def test_pruned_layers_are_exact_by_the_fallback():
     model = nn.Sequential(
         prune.l1_unstructured(nn.Linear(4, 5), "weight", 0.3), nn.Tanh(), nn.Linear(5, 3)

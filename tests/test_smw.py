@@ -301,6 +301,16 @@ def test_unsolvable_system_raises_the_damping_and_says_so():
     assert optimizer.state["damping"] > 5e-9
 
 
+def test_a_gram_matrix_that_overflows_is_a_rejected_step_and_not_an_enormous_damping():
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss())
+    info = optimizer.step(torch.full((4, 3), 1e30), torch.zeros(4, 1))  # v . v' is beyond float32
+    assert torch.isfinite(info.loss) and not info.accepted
+    assert optimizer.state["damping"] == 1.01
+    assert torch.equal(model.weight, before)
+
+
 def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     """U p = lambda a - e, and p = p0 - Z^T c minimises the damped model around p0."""
     n1, n2, k, size, damping = 6, 4, 3, 40, 0.07

@@ -5,7 +5,7 @@ Nothing is hung on tensors or modules: `capture` returns a value, and its keys a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +53,6 @@ class Capture:
     """A forward pass with what it left behind at each layer."""
 
     plan: Plan
-    inputs: Any
     raw: Tensor  # the outputs in the model's own shape
     outputs: Tensor  # (n, C), attached to the graph
     calls: dict[str, Call]  # by layer name
@@ -71,10 +70,17 @@ class Capture:
         self.check_inputs()
         if self.chain is not None:
             return self._rows_along(self.chain, segments)
-        check_parameter_use(self)
+        misused = misused_parameters(self)
+        if misused and self.plan.fallback is None:
+            layer, name = next(iter(misused.items()))
+            raise ValueError(
+                f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees "
+                "it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
+                "module itself, and once, or pass fallback='autograd'"
+            )
         start, pieces = 0, []
         for columns in segments:
-            pieces.append(self._rows_by_autograd(columns, start))
+            pieces.append(self._rows_by_autograd(columns, start, misused))
             start += len(columns)
         return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
 
@@ -87,15 +93,15 @@ class Capture:
                     "write into new memory instead (out of place, or .clone())"
                 )
 
-    def _rows_by_autograd(self, columns: Tensor, start: int) -> dict[str, RowForm]:
-        """Rows for any model: one backward pass, batched over the columns."""
+    def _rows_by_autograd(self, columns: Tensor, start: int, misused: Collection[str]) -> dict[str, RowForm]:
+        """Rows for any model: one backward pass, batched over the columns; written out for misused layers."""
         window = slice(start, start + len(columns))
         part = len(columns) < len(self.outputs)
         if part:
             padded = columns.new_zeros(len(self.outputs), *columns.shape[1:])
             padded[window] = columns
             columns = padded
-        called = [layer for layer in self.plan.layers if layer.name in self.calls]
+        called = [layer for layer in self.plan.layers if layer.name in self.calls and layer.name not in misused]
         grads = self._grads([self.calls[layer.name].edge for layer in called], columns)
         forms: dict[str, RowForm] = {}
         for layer, grad in zip(called, grads, strict=True):
@@ -115,10 +121,12 @@ class Capture:
                     f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
                 )
             forms[layer.name] = form.restrict(layer.parameters)
+        for layer in self.plan.layers:
+            if layer.name in misused:
+                own = {local: self.plan.parameters[name] for local, name in layer.parameters.items()}
+                forms[layer.name] = self._explicit_rows(own, columns, window)
         for name in self.plan.rest:
-            rows = self._explicit_rows(self.plan.parameters[name], columns, window)
-            if rows is not None:
-                forms[name] = ExplicitRows({name: rows})
+            forms[name] = self._explicit_rows({name: self.plan.parameters[name]}, columns, window)
         return forms
 
     def _rows_along(self, chain: Sequence[Link], segments: Sequence[Tensor]) -> dict[str, RowForm]:
@@ -177,20 +185,30 @@ class Capture:
         )
         return [None if grad is None else grad.transpose(0, 1) for grad in grads]
 
-    def _explicit_rows(self, parameter: nn.Parameter, columns: Tensor, window: slice) -> Tensor | None:
-        """Rows of one parameter by a backward pass per sample (m k, *shape): exact for any model."""
+    def _explicit_rows(
+        self, parameters: Mapping[str, nn.Parameter], columns: Tensor, window: slice
+    ) -> ExplicitRows:
+        """Rows (m k, *shape) written out by a backward pass per sample: exact for any model."""
         n, k, width = columns.shape
         rows = []
         for i in range(window.start, window.stop):
             seeds = torch.zeros(k, n, width, dtype=columns.dtype, device=columns.device)
             seeds[:, i] = columns[i]
-            grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-                self.outputs, parameter, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+            grads: Sequence[Tensor | None] = torch.autograd.grad(
+                self.outputs,
+                list(parameters.values()),
+                seeds,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
             )
-            if grads[0] is None:
-                return None
-            rows.append(grads[0])
-        return torch.cat(rows)
+            rows.append(grads)
+        return ExplicitRows(
+            {
+                name: torch.cat([p.new_zeros(k, *p.shape) if grad is None else grad for grad in column]).detach()
+                for (name, p), column in zip(parameters.items(), zip(*rows, strict=True), strict=True)
+            }
+        )
 
 
 @contextmanager
@@ -256,7 +274,7 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
     if outputs.dim() != 2:
         with torch.enable_grad():
             flat = outputs.reshape(samples, -1)
-    return Capture(plan, inputs, outputs.detach(), flat, calls)
+    return Capture(plan, outputs.detach(), flat, calls)
 
 
 # Nodes of the autograd graph that act on each number by itself.
@@ -316,20 +334,8 @@ def chain_of(capture: Capture) -> list[Link] | None:
     return chain if len(chain) == len(capture.calls) and not capture.plan.rest else None
 
 
-def check_parameter_use(capture: Capture) -> None:
-    """Raise if a parameter reaches the outputs by a way its layer's rows do not see (`misused_layers`)."""
-    misused = misused_layers(capture)
-    if misused:
-        layer, name = misused[0]
-        raise ValueError(
-            f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees it "
-            "(directly, or because the network is differentiated in its inputs). Two ways out: call the module "
-            "itself, and once, or pass fallback='autograd'"
-        )
-
-
-def misused_layers(capture: Capture) -> list[tuple[str, str]]:
-    """(layer, parameter) wherever a parameter reaches the outputs other than through its layer's one call.
+def misused_parameters(capture: Capture) -> dict[str, str]:
+    """Layer -> parameter wherever one reaches the outputs other than through its layer's one call.
 
     Walks the autograd graph: a parameter covered by a rule must have one use, and none if its module was not
     called (`F.linear(x, layer.weight)` calls no module). A view of a parameter counts by its own uses: the
@@ -359,13 +365,13 @@ def misused_layers(capture: Capture) -> list[tuple[str, str]]:
             total += uses(consumer) if len(parents) == 1 and consumer.name() in _VIEWS else 1
         return total
 
-    found = []
+    found: dict[str, str] = {}
     for layer in capture.plan.layers:
         allowed = int(layer.name in capture.calls)
         for name in layer.parameters.values():
             node = accumulators.get(id(capture.plan.parameters[name]))
             if node is not None and uses(node) > allowed:
-                found.append((layer.name, name))
+                found.setdefault(layer.name, name)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,6 +33,7 @@ class Plan:
     layers: tuple[Layer, ...]
     rest: tuple[str, ...]
     parameters: dict[str, nn.Parameter]
+    fallback: str | None  # "autograd": rows past the rules are computed by autograd instead of refused
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
 
@@ -65,14 +66,11 @@ def _uncovered(own: Mapping[str, str]) -> str:
 
 
 def plan_layers(
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    fallback: str | None,
-    excluded: Collection[str] = (),
+    model: nn.Module, trainable: Mapping[str, nn.Parameter], fallback: str | None, by_layers: bool = True
 ) -> Plan:
     """Assign every trainable parameter to a layer rule, or refuse by name what none covers.
 
-    The parameters of layers named in `excluded` are left to the fallback.
+    by_layers=False is for methods that need no rows: then no parameter belongs to a layer.
     """
     parameters = {name: parameter for name, parameter in trainable.items() if parameter.requires_grad}
     if not parameters:
@@ -96,6 +94,8 @@ def plan_layers(
                     "its outputs mix the samples of a batch, so rows per sample do not exist. Call .eval() on "
                     "it, or use GroupNorm or LayerNorm instead"
                 )
+        if not by_layers:
+            continue
         own = {}
         for local, parameter in module._parameters.items():
             if parameter is None or id(parameter) not in names:
@@ -112,7 +112,7 @@ def plan_layers(
         rule = layer_rule(module)
         if rule is linear_rows and not set(own) <= {"weight", "bias"}:
             rule = None  # pruned or otherwise made to compute its weight from parameters of its own
-        if rule is not None and path not in excluded:
+        if rule is not None:
             layers.append(Layer(path, module, rule, own))
         elif fallback == "autograd":
             rest.extend(own.values())
@@ -123,4 +123,6 @@ def plan_layers(
                 "fallback='autograd'. (Or leave it alone with requires_grad_(False).)"
             )
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
-    return Plan(tuple(layers), tuple(rest), parameters, frozen, tuple(norms))
+    return Plan(
+        tuple(layers), tuple(rest if by_layers else parameters), parameters, fallback, frozen, tuple(norms)
+    )

@@ -29,10 +29,6 @@ class Layout:
     def samples(self) -> int:
         return sum(n for n, _ in self.pieces)
 
-    @property
-    def rows(self) -> int:
-        return sum(n * k for n, k in self.pieces)
-
     @cached_property
     def is_plain(self) -> bool:
         """Whether every sample has exactly one row."""

@@ -19,7 +19,7 @@ from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
 from woodbury._vector import Vector
-from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart, misused_layers
+from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
 from woodbury.losses import loss_rule
@@ -39,6 +39,7 @@ class SecondOrder(torch.optim.Optimizer):
     """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
     curvature: str  # "gauss-newton" or "empirical"
+    by_layers = True  # whether it works with rows, which layers give
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -77,7 +78,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.last: StepInfo | None = None
         self._planned: tuple[Plan, list[int]] | None = None
         self._checked: Plan | None = None  # the plan whose model was seen to keep samples apart
-        self._probed: bool | None = None  # whether the model is a chain; None until seen
+        self._chain: bool | None = None  # whether the model is a chain; None until seen
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
@@ -198,31 +199,22 @@ class SecondOrder(torch.optim.Optimizer):
         chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
-        self._planned = (plan_layers(self.model, named, self.fallback), groups)
-        self._probed = None
+        self._planned = (plan_layers(self.model, named, self.fallback, self.by_layers), groups)
+        self._chain = None
         return self._planned[0]
 
-    def _probe(self, plan: Plan, inputs: Any, samples: int) -> tuple[Plan, bool]:
-        """Once per plan, look at a pass over one sample: is the model a chain, and do the rules see all of it?
-
-        Parameters that reach the outputs past their layer are left to the fallback where there is one.
-        """
-        if self._probed is None:
+    def _is_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
+        """Whether the model is a plain chain of Linear layers: seen once per plan, on one sample."""
+        if self._chain is None:
             random = _random.snapshot(self._device())
             try:
                 one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
-                probe = capture(plan, self.model, self.forward, one, 1)
-                misused = [layer for layer, _ in misused_layers(probe)] if probe.chain is None else []
-                self._probed = probe.chain is not None
-                if misused and self.fallback == "autograd":
-                    plan = plan_layers(self.model, plan.parameters, self.fallback, excluded=misused)
-                    assert self._planned is not None
-                    self._planned = (plan, self._planned[1])
+                self._chain = capture(plan, self.model, self.forward, one, 1).chain is not None
             except (ValueError, TypeError, RuntimeError, IndexError):
-                self._probed = False  # the batch itself will tell, in its own words
+                self._chain = False  # the batch itself will tell, in its own words
             finally:
                 _random.restore(random)
-        return plan, self._probed
+        return self._chain
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
@@ -232,7 +224,8 @@ class SecondOrder(torch.optim.Optimizer):
         """Check the batch, choose S2 and read the settings."""
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
-        plan, chain = self._probe(self._plan(), inputs, samples)
+        plan = self._plan()
+        chain = self._is_chain(plan, inputs, samples)
         batch = self._choose(inputs, targets, samples, subset)
         hyper = read_settings(self.param_groups, plan.parameters)
         self.state["damping"] = placed(self.state["damping"], self._device())
@@ -296,12 +289,12 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _evaluate(
         self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
-    ) -> tuple[Piece, Capture, Tensor]:
+    ) -> tuple[Piece, Tensor]:
         """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
         captured = self._capture(problem.plan, inputs, samples)
         outputs = captured.outputs.detach()
         prepared = self._rule.prepare(self.loss, captured.raw, targets)
-        return Piece(inputs, prepared, self._values(outputs, prepared), captured), captured, outputs
+        return Piece(inputs, prepared, self._values(outputs, prepared), captured), outputs
 
     def _full_objective(
         self, problem: Problem, full: Batches
@@ -330,7 +323,7 @@ class SecondOrder(torch.optim.Optimizer):
 
         def evaluate(displacement: Displacement) -> Tensor:
             after = torch.zeros_like(before)
-            with displacement.applied(), self._trial_mode(problem.plan):
+            with displacement.applied(), self._trial_mode():
                 for inputs, targets in full:
                     raw = self.forward(self.model, inputs).detach()
                     prepared = self._rule.prepare(self.loss, raw, targets)
@@ -351,16 +344,15 @@ class SecondOrder(torch.optim.Optimizer):
                 "Check the model's parameters for nan or inf"
             )
 
-    def _trial_mode(self, plan: Plan) -> torch.set_grad_enabled:
-        """No gradients in the trial pass, unless the user's own function may want them."""
-        return torch.set_grad_enabled(self.forward is not call_model or bool(plan.rest))
+    def _trial_mode(self) -> torch.set_grad_enabled:
+        """No gradients in the trial pass, unless the model may want them for itself."""
+        return torch.set_grad_enabled(self.forward is not call_model or self.fallback is not None)
 
     def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Tensor:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         differences = []
         for index, piece in enumerate(pieces):
-            assert piece.capture is not None
-            with displacement.applied(piece.capture, index), self._trial_mode(piece.capture.plan):
+            with displacement.applied(piece.capture, index), self._trial_mode():
                 outputs = self.forward(self.model, piece.inputs).detach()
             piece.capture.check_inputs()  # the update still needs them
             if outputs.dim() != 2:
@@ -417,7 +409,7 @@ class SecondOrder(torch.optim.Optimizer):
         return {name: value for name, value in kept.items() if "hooks" not in name} | {
             "_planned": None,
             "_checked": None,
-            "_probed": None,
+            "_chain": None,
         }
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from woodbury import _vector, products
 from woodbury._vector import Vector
-from woodbury.capture import Capture, Forward
+from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
@@ -40,6 +40,7 @@ class HessianFree(SecondOrder):
     """
 
     curvature = "gauss-newton"
+    by_layers = False
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class HessianFree(SecondOrder):
         if problem.full is None:
             parts = problem.batch.pieces()
             evaluated = [self._evaluate(problem, *part) for part in parts]
-            pieces = [piece for piece, _, _ in evaluated]
+            pieces = [piece for piece, _ in evaluated]
             loss = torch.cat([piece.values for piece in pieces]).mean()
             gradient = self._gradient(problem, evaluated)
             evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
@@ -127,27 +128,25 @@ class HessianFree(SecondOrder):
             evaluate=evaluate,
         )
 
-    def _gradient(self, problem: Problem, evaluated: list[tuple[Piece, Capture, Tensor]]) -> Vector:
+    def _gradient(self, problem: Problem, evaluated: list[tuple[Piece, Tensor]]) -> Vector:
         """g = (1/N1) sum_{S1} J_i^T r_i."""
         total: Vector | None = None
-        for piece, captured, outputs in evaluated:
+        for piece, outputs in evaluated:
             residual = self._rule.residual(self.loss, outputs, piece.targets) / problem.batch.samples
-            part = captured.gradient(residual)
+            part = piece.capture.gradient(residual)
             total = part if total is None else _vector.combine(total, part)
         assert total is not None
         return total
 
-    def _curvature_product(
-        self, problem: Problem, piece: Piece, captured: Capture, outputs: Tensor
-    ) -> Callable[[Tensor], Tensor]:
+    def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
         parameters = problem.plan.parameters
         columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
-        jacobian = products.jacobian_products(captured.outputs, parameters)
+        jacobian = products.jacobian_products(piece.capture.outputs, parameters)
 
         def product(x: Tensor) -> Tensor:
             image = jacobian(_vector.unflatten(x, parameters))  # J x, (n, C)
             weights = torch.einsum("nkc,nkd,nd->nc", columns, columns, image) / len(outputs)
-            return _vector.flatten(captured.gradient(weights))
+            return _vector.flatten(piece.capture.gradient(weights))
 
         return product

@@ -117,7 +117,7 @@ class _SampleSpace(SecondOrder):
         damping = problem.damping
         step = self._solve(problem, line, damping)
         if self.solver == "cholesky" and isinstance(damping, float) and not step.usable:
-            step, damping = self._solve_with_more_damping(problem, line, damping)
+            step, damping = self._solve_with_more_damping(problem, line, step, damping)
         return Proposal(
             displacement=step.displacement,
             predicted=step.predicted,
@@ -146,7 +146,7 @@ class _SampleSpace(SecondOrder):
 
     def _linearize_at_once(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
         batch, m = problem.batch, problem.batch.curvature
-        piece, captured, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
+        piece, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
         targets, gradient = piece.targets, None
         if self.curvature == "empirical":
             # Every factor row is a gradient row: S2 and the rest in one go.
@@ -156,11 +156,11 @@ class _SampleSpace(SecondOrder):
             columns, e = factor_columns(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
             segments = [columns]
             if e is None:
-                gradient = captured.gradient(self._rule.residual(self.loss, outputs, targets) / batch.samples)
+                gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / batch.samples)
             elif m < batch.samples:
                 segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
         count = sum(columns.shape[0] * columns.shape[1] for columns in segments)
-        rows = Rows(problem.plan, captured.rows(segments), count)
+        rows = Rows(problem.plan, piece.capture.rows(segments), count)
         width = m * segments[0].shape[1]
         e = outputs.new_zeros(width) if e is None else e.flatten()
         return Linearization(rows, width, m, batch.samples, e, gradient), [piece]
@@ -173,7 +173,7 @@ class _SampleSpace(SecondOrder):
         gradient: Vector | None = None
         e: Tensor | None = None
         for index, (inputs, targets, samples) in enumerate(batch.pieces()[: 1 if given else None]):
-            piece, captured, outputs = self._evaluate(problem, inputs, targets, samples)
+            piece, outputs = self._evaluate(problem, inputs, targets, samples)
             pieces.append(piece)
             if index == 0:
                 columns, e = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
@@ -184,10 +184,10 @@ class _SampleSpace(SecondOrder):
                 in_rows = in_rows and self.solver != "products"
             if not in_rows and not given:
                 weights = self._rule.residual(self.loss, outputs, piece.targets) / batch.samples
-                part = captured.gradient(weights)
+                part = piece.capture.gradient(weights)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             if index == 0 or in_rows:
-                forms.append(captured.rows([columns]))
+                forms.append(piece.capture.rows([columns]))
                 count += columns.shape[0] * columns.shape[1]
         assert e is not None
         rows = Rows(problem.plan, concatenate_forms(forms), count)
@@ -238,17 +238,20 @@ class _SampleSpace(SecondOrder):
         )
 
     def _solve_with_more_damping(
-        self, problem: Problem, line: Linearization, damping: float
+        self, problem: Problem, line: Linearization, failed: _Step, damping: float
     ) -> tuple[_Step, float]:
-        """Raise lambda tenfold until K + lambda I is numerically positive definite, and say so."""
+        """Raise lambda tenfold until K + lambda I is numerically positive definite, and say so.
+
+        Where no lambda helps (the Gram matrix overflowed, say) the failed step stands and will be rejected.
+        """
         raised = damping
         for _ in range(_RAISES):
             raised = raised * 10
             step = self._solve(problem, line, raised)
             if step.usable:
-                break
-        _warn_raised_damping(damping, raised, self.gram_dtype or line.e.dtype)
-        return step, raised
+                _warn_raised_damping(damping, raised, self.gram_dtype or line.e.dtype)
+                return step, raised
+        return failed, damping
 
     def _solve_by_products(
         self, line: Linearization, scales: dict[str, Scalar] | None, projected: Tensor | None, damping: Scalar

@@ -42,7 +42,7 @@ class Piece:
     inputs: Any
     targets: Tensor  # as the loss rule prepared them
     values: Tensor  # loss of each sample, float64
-    capture: Capture | None = None
+    capture: Capture
 
 
 @dataclass
