@@ -7,25 +7,32 @@ from typing import Any
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.first_order import FirstOrder, adam, sgd
 from woodbury.optim.hessian_free import HessianFree
+from woodbury.optim.kfac import KFAC
 from woodbury.optim.smw import GaussNewton, NaturalGradient
-from woodbury.optim.step import StepInfo
+from woodbury.optim.step import NonFiniteLossError, StepInfo
+
+_block_diagonal = partial(NaturalGradient, blocks="layer")
+_block_diagonal.__doc__ = "SMW-NG-BD: SMW-NG with a block-diagonal F, one block and one small system a layer."
 
 # name -> (model, loss, **settings) -> optimizer
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "smw-gn": GaussNewton,
     "smw-ng": NaturalGradient,
-    "smw-ng-bd": partial(NaturalGradient, blocks="layer"),
+    "smw-ng-bd": _block_diagonal,
     "hf": HessianFree,
+    "kfac": KFAC,
     "sgd": sgd,
     "adam": adam,
 }
 
 __all__ = [
+    "KFAC",
     "OPTIMIZERS",
     "FirstOrder",
     "GaussNewton",
     "HessianFree",
     "NaturalGradient",
+    "NonFiniteLossError",
     "SecondOrder",
     "StepInfo",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from woodbury.optim.settings import (
     read_settings,
     with_names,
 )
-from woodbury.optim.step import Batches, Piece, Problem, Proposal, StepInfo
+from woodbury.optim.step import Batches, NonFiniteLossError, Objective, Piece, Problem, Proposal, StepInfo
 from woodbury.plan import Plan, plan_layers
 
 
@@ -296,6 +297,28 @@ class SecondOrder(torch.optim.Optimizer):
         prepared = self._rule.prepare(self.loss, captured.raw, targets)
         return Piece(inputs, prepared, self._values(outputs, prepared), captured), outputs
 
+    def _objective(self, problem: Problem) -> Objective:
+        """f, g and the trial evaluation on the batch, or over all of the problem's loader."""
+        parts = problem.batch.pieces()
+        if problem.full is None:
+            evaluated = [self._evaluate(problem, *part) for part in parts]
+            pieces = [piece for piece, _ in evaluated]
+            loss = torch.cat([piece.values for piece in pieces]).mean()
+            gradient: Vector | None = None
+            for piece, outputs in evaluated:  # g = (1/N1) sum_{S1} J_i^T r_i
+                residual = self._rule.residual(self.loss, outputs, piece.targets) / problem.batch.samples
+                part = piece.capture.gradient(residual)
+                gradient = part if gradient is None else _vector.combine(gradient, part)
+            assert gradient is not None
+            evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
+        else:
+            # The loader first: its random numbers must be the ones that `evaluate` replays.
+            loss, gradient, evaluate = self._full_objective(problem, problem.full)
+            evaluated = [self._evaluate(problem, *parts[0])]
+            pieces = [evaluated[0][0]]
+        self._check_loss(loss)
+        return Objective(loss, gradient, evaluate, pieces, outputs=evaluated[0][1])
+
     def _full_objective(
         self, problem: Problem, full: Batches
     ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
@@ -339,7 +362,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _check_loss(self, loss: Tensor) -> None:
         """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
         if loss.device.type == "cpu" and not math.isfinite(loss.item()):
-            raise ValueError(
+            raise NonFiniteLossError(
                 f"the loss at the current parameters is {loss.item()}: nothing was changed. "
                 "Check the model's parameters for nan or inf"
             )
@@ -389,7 +412,8 @@ class SecondOrder(torch.optim.Optimizer):
     def _remember(
         self, problem: Problem, proposal: Proposal, ratio: Scalar, accepted: Truth, vector: Vector | None
     ) -> None:
-        """Update lambda and the momentum."""
+        """Update lambda, the momentum and what the method keeps for itself."""
+        self.state.update(proposal.memory)
         value = self.state["damping"]
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor

@@ -55,11 +55,29 @@ class FirstOrder:
         return self.last
 
 
-def sgd(model: nn.Module, loss: nn.Module, **settings: Any) -> FirstOrder:
+def sgd(
+    model: nn.Module,
+    loss: nn.Module,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    forward: Forward | None = None,
+) -> FirstOrder:
     """torch.optim.SGD behind the common contract."""
-    return FirstOrder(model, loss, torch.optim.SGD, **settings)
+    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+    return FirstOrder(model, loss, torch.optim.SGD, forward, **settings)
 
 
-def adam(model: nn.Module, loss: nn.Module, **settings: Any) -> FirstOrder:
+def adam(
+    model: nn.Module,
+    loss: nn.Module,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    forward: Forward | None = None,
+) -> FirstOrder:
     """torch.optim.Adam behind the common contract."""
-    return FirstOrder(model, loss, torch.optim.Adam, **settings)
+    settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+    return FirstOrder(model, loss, torch.optim.Adam, forward, **settings)

@@ -7,14 +7,12 @@ from autograd, so any model will do; the system is solved until progress slows, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from woodbury import _vector, products
-from woodbury._vector import Vector
 from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
@@ -86,18 +84,8 @@ class HessianFree(SecondOrder):
 
     def _propose(self, problem: Problem) -> Proposal:
         parameters = problem.plan.parameters
-        if problem.full is None:
-            parts = problem.batch.pieces()
-            evaluated = [self._evaluate(problem, *part) for part in parts]
-            pieces = [piece for piece, _ in evaluated]
-            loss = torch.cat([piece.values for piece in pieces]).mean()
-            gradient = self._gradient(problem, evaluated)
-            evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
-        else:
-            loss, gradient, evaluate = self._full_objective(problem, problem.full)
-            evaluated = [self._evaluate(problem, *problem.batch.pieces()[0])]
-            pieces = [evaluated[0][0]]
-        self._check_loss(loss)
+        objective = self._objective(problem)
+        gradient = objective.gradient
         decays = problem.hyper.weight_decay
         linear = _vector.flatten(
             {name: gradient[name] + decays[name] * parameter.detach() for name, parameter in parameters.items()}
@@ -105,7 +93,7 @@ class HessianFree(SecondOrder):
         shift = _vector.flatten(
             {name: torch.full_like(p, decays[name]) + problem.damping for name, p in parameters.items()}
         ).detach()
-        curvature = self._curvature_product(problem, *evaluated[0])
+        curvature = self._curvature_product(problem, objective.pieces[0], objective.outputs)
         start = torch.zeros_like(linear) if problem.previous is None else _vector.flatten(problem.previous)
         found = minimize_quadratic(
             lambda x: curvature(x) + shift * x,
@@ -122,21 +110,11 @@ class HessianFree(SecondOrder):
             squared_norm=squared,
             damping=problem.damping,
             usable=True,
-            loss=loss,
-            pieces=pieces,
+            loss=objective.loss,
+            pieces=objective.pieces,
             center=None,
-            evaluate=evaluate,
+            evaluate=objective.evaluate,
         )
-
-    def _gradient(self, problem: Problem, evaluated: list[tuple[Piece, Tensor]]) -> Vector:
-        """g = (1/N1) sum_{S1} J_i^T r_i."""
-        total: Vector | None = None
-        for piece, outputs in evaluated:
-            residual = self._rule.residual(self.loss, outputs, piece.targets) / problem.batch.samples
-            part = piece.capture.gradient(residual)
-            total = part if total is None else _vector.combine(total, part)
-        assert total is not None
-        return total
 
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""

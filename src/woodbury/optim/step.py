@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,10 @@ from woodbury.optim.settings import Hyperparameters
 from woodbury.plan import Plan
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
+
+
+class NonFiniteLossError(ValueError):
+    """The loss at the current parameters, before any step, is not a finite number."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,17 @@ class Piece:
 
 
 @dataclass
+class Objective:
+    """f and its gradient g at theta, for methods that work with g itself."""
+
+    loss: Tensor  # f(theta), float64
+    gradient: Vector  # of the loss alone
+    evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
+    pieces: list[Piece]  # the batch, S2 first; S2 alone if f is that of a loader
+    outputs: Tensor  # (N2, C) of S2, detached
+
+
+@dataclass
 class Proposal:
     """A step before it is taken."""
 
@@ -58,6 +73,7 @@ class Proposal:
     pieces: list[Piece]  # the batch as it went through the model at theta
     center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
     evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
+    memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
 
 
 @dataclass

@@ -1,0 +1,225 @@
+"""KFAC: natural gradient with one Kronecker product per layer in place of its block of curvature.
+
+The rival the paper compares with (Martens & Grosse 2015), as the paper used it: block diagonal, without
+re-scaling and without momentum. For a layer z = W v + b with a = (v, 1) and back-propagated factor columns h,
+
+    B_l = (1/N2) sum_{S2} a_i a_i^T (x) sum_k h_ik h_ik^T      the exact block (row-major W)
+    B_l ~ A (x) G,   A = mean a_i a_i^T,   G = mean sum_k h_ik h_ik^T
+
+which is exact for one sample, and where h is the same for all samples (a linear network with squared error).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _vector
+from woodbury._scalar import Scalar, root, scalar, truth
+from woodbury._vector import Vector
+from woodbury.capture import Forward
+from woodbury.damping import Damping, LevenbergMarquardt
+from woodbury.displacement import Displacement
+from woodbury.layers.forms import OuterRows, RowForm
+from woodbury.linalg import full_precision, sum_of_squares
+from woodbury.optim.base import SecondOrder
+from woodbury.optim.step import Problem, Proposal
+from woodbury.rows import Rows, factor_columns
+
+_FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
+
+
+class Factors(NamedTuple):
+    """The two sides of a layer's Kronecker product, or their damped inverses."""
+
+    inputs: Tensor  # A (i + 1, i + 1)
+    grads: Tensor  # G (o, o)
+
+
+class KFAC(SecondOrder):
+    """p = -(G + sqrt(lambda) / pi I)^{-1} g (A + pi sqrt(lambda) I)^{-1} for each layer's gradient g.
+
+    A and G are running averages over the steps, pi = sqrt(mean eigenvalue of A / mean eigenvalue of G): the
+    factored Tikhonov damping of Martens & Grosse, section 6.3. G holds the loss Hessian's own factor, which is
+    the expectation over labels drawn from the model, taken exactly. The predicted decrease, and with it rho and
+    lambda, comes from the exact Gauss-Newton matrix B of S2: m(0) - m(p) = -g . p - |U p|^2 / 2. `verify` tells
+    how far p is from solving the exact block-diagonal system. Layers must be Linear.
+
+    Args:
+        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
+            `GaussNewton`. With weight decay, lambda in the formula above is lambda + weight_decay.
+        refresh: the inverses are computed at every so many steps (and at the first three).
+        decay: of the running averages, at most; step t (from 1) uses min(1 - 1/t, decay).
+    """
+
+    curvature = "gauss-newton"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        lr: float = 1.0,  # alpha
+        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
+        curvature_samples: int | float | None = None,  # N2
+        weight_decay: float = 0.0,
+        *,
+        refresh: int = 1,  # T3
+        decay: float = 0.95,  # epsilon
+        accept: float | None = None,  # eta
+        forward: Forward | None = None,
+        seed: int | None = None,
+        params: Iterable[Any] | None = None,
+    ) -> None:
+        if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 1:
+            raise ValueError(f"refresh must be a whole number of steps, at least 1, got {refresh!r}")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must lie in [0, 1), got {decay}")
+        self.refresh = refresh
+        self.decay = decay
+        super().__init__(
+            model,
+            loss,
+            lr=lr,
+            damping=damping,
+            curvature_samples=curvature_samples,
+            blocks="layer",
+            momentum=0.0,
+            weight_decay=weight_decay,
+            accept=accept,
+            forward=forward,
+            fallback=None,
+            seed=seed,
+            params=params,
+        )
+
+    def _propose(self, problem: Problem) -> Proposal:
+        objective = self._objective(problem)
+        piece, outputs = objective.pieces[0], objective.outputs
+        columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        forms = piece.capture.rows([columns])
+        with full_precision():
+            memory, usable = self._updated(problem, forms, torch.isfinite(objective.loss))
+            vector, slope = self._solve(problem, forms, objective.gradient, memory["inverses"])
+        images = Rows(problem.plan, forms, columns.shape[0] * columns.shape[1]).matvec(vector)
+        bend = sum_of_squares(images) / len(outputs)  # p^T B p = |U p|^2
+        for name, decay in problem.hyper.weight_decay.items():
+            if decay:
+                bend = bend + decay * scalar(vector[name].square().sum())
+        return Proposal(
+            displacement=Displacement(problem.plan.parameters, base=vector),
+            predicted=-slope - 0.5 * bend,
+            squared_norm=scalar(_vector.dot(vector, vector)),
+            damping=problem.damping,
+            usable=truth(usable),
+            loss=objective.loss,
+            pieces=objective.pieces,
+            center=None,
+            evaluate=objective.evaluate,
+            memory=memory,
+        )
+
+    def _updated(
+        self, problem: Problem, forms: Mapping[str, RowForm], good: Tensor
+    ) -> tuple[dict[str, Any], Tensor]:
+        """The averages with this batch in them and the inverses to use, and whether these could be computed."""
+        step = self.state.get("factor_steps", 0) + 1
+        averages: dict[str, dict[str, Tensor]] = self.state.get("averages", {})
+        inverses: dict[str, dict[str, Tensor]] = self.state.get("inverses", {})
+        weight = min(1 - 1 / step, self.decay)
+        usable = good
+        averages_now, inverses_now = {}, {}
+        for name, form in forms.items():
+            factors = kronecker_factors(self._outer(name, form))
+            if name in averages:
+                factors = Factors(
+                    *(_mixed(averages[name][side], new, weight, good) for side, new in factors._asdict().items())
+                )
+            averages_now[name] = factors._asdict()
+            if name in inverses and step > _FIRST_STEPS and step % self.refresh:
+                inverses_now[name] = {side: old.to(factors.inputs) for side, old in inverses[name].items()}
+            else:
+                found, ok = damped_inverses(factors, problem.damping + _decay_of(problem, name))
+                inverses_now[name], usable = found._asdict(), usable & ok
+        return {"factor_steps": step, "averages": averages_now, "inverses": inverses_now}, usable
+
+    def _solve(
+        self,
+        problem: Problem,
+        forms: Mapping[str, RowForm],
+        gradient: Vector,
+        inverses: Mapping[str, Mapping[str, Tensor]],
+    ) -> tuple[Vector, Scalar]:
+        """p and g . p."""
+        hyper, parameters = problem.hyper, problem.plan.parameters
+        gradient = {
+            name: value + hyper.weight_decay[name] * parameters[name].detach()
+            if hyper.weight_decay[name]
+            else value
+            for name, value in gradient.items()
+        }
+        vector = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        layers = {layer.name: layer for layer in problem.plan.layers}
+        for name, form in forms.items():
+            form, names = self._outer(name, form), layers[name].parameters
+            weight = None if form.weight is None else names[form.weight]
+            bias = None if form.bias is None else names[form.bias]
+            sides = [] if weight is None else [gradient[weight]]
+            sides += [] if bias is None else [gradient[bias].unsqueeze(1)]
+            matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
+            step = -(inverses[name]["grads"] @ matrix @ inverses[name]["inputs"])
+            if weight is not None:
+                vector[weight] = step[:, : form.inputs.shape[1]]
+            if bias is not None:
+                vector[bias] = step[:, -1]
+        return vector, scalar(_vector.dot(gradient, vector))
+
+    def _outer(self, name: str, form: RowForm) -> OuterRows:
+        if not isinstance(form, OuterRows):
+            raise ValueError(
+                f"KFAC covers Linear layers only and {name!r} is a "
+                f"{type(self.model.get_submodule(name)).__name__}; GaussNewton and NaturalGradient take it"
+            )
+        return form
+
+
+def kronecker_factors(form: OuterRows) -> Factors:
+    """A = (1/n) sum a_i a_i^T and G = (1/n) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1)."""
+    samples = form.layout.samples
+    sides = [] if form.weight is None else [form.inputs]
+    sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
+    inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
+    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / samples)
+
+
+def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Factors, Tensor]:
+    """(A + pi sqrt(lambda) I)^{-1} and (G + sqrt(lambda) / pi I)^{-1}, and whether both could be computed.
+
+    pi = sqrt(mean eigenvalue of A / mean eigenvalue of G), 1 where either is zero.
+    """
+    means = [matrix.diagonal().mean() for matrix in factors]
+    ratio = means[0] / means[1]
+    pi = torch.where((ratio > 0) & torch.isfinite(ratio), ratio, 1.0).sqrt()
+    results, ok = [], torch.ones((), dtype=torch.bool, device=pi.device)
+    for matrix, factor in zip(factors, (pi, 1 / pi), strict=True):
+        damped = matrix.clone()
+        damped.diagonal().add_(factor * root(damping))
+        lower, info = torch.linalg.cholesky_ex(damped)
+        results.append(torch.cholesky_inverse(lower))
+        ok = ok & (info == 0)
+    return Factors(*results), ok
+
+
+def _mixed(old: Tensor, new: Tensor, weight: float, good: Tensor) -> Tensor:
+    """weight old + (1 - weight) new; old alone where the batch was not good (its loss is not finite)."""
+    old = old.to(new)
+    mixed = torch.lerp(new, old, weight)
+    return mixed if good.device.type == "cpu" else torch.where(good, mixed, old)
+
+
+def _decay_of(problem: Problem, layer: str) -> float:
+    """The largest weight decay among a layer's parameters: one lambda serves the whole Kronecker product."""
+    own = next(entry for entry in problem.plan.layers if entry.name == layer)
+    return max(problem.hyper.weight_decay[name] for name in own.parameters.values())

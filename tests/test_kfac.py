@@ -1,0 +1,252 @@
+"""KFAC: exact where theory says so, its damping and averages against formulas written out, the contract."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import reference
+import woodbury
+from woodbury._vector import flatten
+
+
+def batch(n, features, outputs, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = {"dtype": torch.float64, "generator": generator}
+    return torch.randn(n, features, **draw), torch.randn(n, outputs, **draw)
+
+
+def blocks_of(model, loss, inputs, targets):
+    """The exact diagonal blocks of the Gauss-Newton matrix, by layer name, from dense autograd."""
+    B = reference.curvature_matrix(reference.per_sample(model, loss, inputs, targets), "gauss-newton")
+    found, start = {}, 0
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        found.setdefault(layer, []).append((start, parameter.numel()))
+        start += parameter.numel()
+    return {
+        layer: B[spans[0][0] : spans[-1][0] + spans[-1][1], spans[0][0] : spans[-1][0] + spans[-1][1]]
+        for layer, spans in found.items()
+    }
+
+
+def kronecker_block(averages, outputs, width):
+    """A (x) G as a matrix over (weight row-major, bias), from entries written out."""
+    A, G = averages["inputs"], averages["grads"]
+    dense = torch.einsum("op,ij->oipj", G, A)  # (o, i + 1, o, i + 1)
+    order = [(o, i) for o in range(outputs) for i in range(width)] + [(o, width) for o in range(outputs)]
+    index = torch.tensor([o * (width + 1) + i for o, i in order])
+    return dense.reshape(outputs * (width + 1), -1)[index][:, index]
+
+
+@pytest.mark.parametrize("name", ["softmax", "logistic", "logistic-many", "squared"])
+def test_one_sample_is_exact(name):
+    problem = problems.make(name)
+    x, t = problem.inputs[:1], problem.targets[:1]
+    optimizer = woodbury.KFAC(problem.model, problem.loss)
+    blocks = blocks_of(problem.model, problem.loss, x, t)
+    optimizer.step(x, t)
+    for layer, block in blocks.items():
+        module = problem.model.get_submodule(layer)
+        ours = kronecker_block(optimizer.state["averages"][layer], module.out_features, module.in_features)
+        torch.testing.assert_close(ours, block, rtol=1e-10, atol=1e-12)
+
+
+def test_linear_network_with_squared_error_is_exact():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    x, t = batch(9, 3, 2)
+    blocks = blocks_of(model, nn.MSELoss(), x, t)
+    optimizer = woodbury.KFAC(model, nn.MSELoss())
+    optimizer.step(x, t)
+    for layer, block in blocks.items():
+        module = model.get_submodule(layer)
+        ours = kronecker_block(optimizer.state["averages"][layer], module.out_features, module.in_features)
+        torch.testing.assert_close(ours, block, rtol=1e-10, atol=1e-12)
+
+
+def test_step_of_a_linear_layer_tends_to_the_exact_one_as_damping_vanishes():
+    torch.manual_seed(2)
+    model = nn.Linear(3, 2).double()
+    x, t = batch(9, 3, 2)
+    exact, _, _ = reference.dense_direction(model, nn.MSELoss(), x, t, list(range(9)), 1e-14, "gauss-newton")
+    p = woodbury.KFAC(model, nn.MSELoss(), damping=1e-14).direction(x, t)
+    assert reference.relative_error(flatten(p), exact) < 1e-5
+    rougher = woodbury.KFAC(model, nn.MSELoss(), damping=1e-8).direction(x, t)
+    assert reference.relative_error(flatten(rougher), exact) > 1e-5
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_step_is_factored_tikhonov_written_out(weight_decay):
+    """p = -(G + sqrt(lambda) / pi I)^-1 [gW gb] (A + pi sqrt(lambda) I)^-1, factors by a loop over samples."""
+    problem = problems.make("softmax")
+    subset, damping = [5, 0, 2, 3], 0.2
+    optimizer = woodbury.KFAC(problem.model, problem.loss, damping=damping, weight_decay=weight_decay)
+    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
+    value = problem.loss(problem.model(problem.inputs), problem.targets)
+    first, second = problem.model[0], problem.model[2]
+    wanted = dict(problem.model.named_parameters())
+    grads = dict(zip(wanted, torch.autograd.grad(value, list(wanted.values())), strict=True))
+    A = {"0": 0, "2": 0}
+    G = {"0": 0, "2": 0}
+    one = torch.ones(1, dtype=torch.float64)
+    for i in subset:
+        x = problem.inputs[i]
+        z = first(x).detach().requires_grad_()
+        v = problem.model[1](z)
+        y = second(v).detach().requires_grad_()
+        H = torch.autograd.functional.hessian(lambda y, i=i: problem.loss(y, problem.targets[i]), y.detach())
+        through = torch.autograd.functional.jacobian(lambda z: second(problem.model[1](z)), z.detach())
+        for name, inputs, block in (("0", x, through.T @ H @ through), ("2", v.detach(), H)):
+            a = torch.cat([inputs, one])
+            A[name] = A[name] + torch.outer(a, a) / len(subset)
+            G[name] = G[name] + block / len(subset)
+    root = (damping + weight_decay) ** 0.5
+    for name in A:
+        pi = ((A[name].trace() / len(A[name])) / (G[name].trace() / len(G[name]))).sqrt()
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        rows = torch.cat([grads[weight], grads[bias][:, None]], 1)
+        rows = rows + weight_decay * torch.cat([wanted[weight], wanted[bias][:, None]], 1).detach()
+        left = torch.linalg.inv(G[name] + root / pi * torch.eye(len(G[name])).double())
+        right = torch.linalg.inv(A[name] + root * pi * torch.eye(len(A[name])).double())
+        expected = -left @ rows @ right
+        torch.testing.assert_close(p[weight], expected[:, :-1], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(p[bias], expected[:, -1], rtol=1e-10, atol=1e-12)
+
+
+@problems.every_problem
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_predicted_decrease_is_that_of_the_exact_model(name, weight_decay):
+    problem = problems.make(name)
+    optimizer = woodbury.KFAC(problem.model, problem.loss, damping=0.1, weight_decay=weight_decay)
+    theta = reference.flat([p.detach() for p in reference.parameters(problem.model).values()])
+    subset = [5, 0, 2, 3]
+    _, B, g = reference.dense_direction(
+        problem.model, problem.loss, problem.inputs, problem.targets, subset, 0.1, "gauss-newton"
+    )
+    p = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
+    info = optimizer.step(problem.inputs, problem.targets, subset=subset)
+    predicted = -(g + weight_decay * theta) @ p - 0.5 * p @ B @ p - 0.5 * weight_decay * p @ p
+    torch.testing.assert_close(info.predicted, predicted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(info.step_norm, p.norm(), rtol=1e-9, atol=1e-12)
+    moved = reference.flat([p.detach() for p in reference.parameters(problem.model).values()]) - theta
+    torch.testing.assert_close(moved, p, rtol=1e-8, atol=1e-12)
+
+
+def test_averages_follow_the_schedule_of_martens_and_grosse():
+    """After step t the average is w old + (1 - w) new with w = min(1 - 1/t, decay)."""
+    x, t = batch(8, 3, 2)
+    model = nn.Linear(3, 2).double()
+    optimizer = woodbury.KFAC(model, nn.MSELoss(), decay=0.7)
+    expected = torch.zeros(4, 4).double()
+    for step in range(1, 8):
+        part = x[step - 1 : step + 1]
+        a = torch.cat([part, torch.ones(2, 1).double()], 1)
+        weight = min(1 - 1 / step, 0.7)
+        expected = weight * expected + (1 - weight) * a.T @ a / 2
+        optimizer.step(part, t[step - 1 : step + 1])
+        torch.testing.assert_close(optimizer.state["averages"][""]["inputs"], expected)
+
+
+def test_inverses_are_taken_at_the_refresh_interval_and_the_first_three_steps():
+    problem = problems.make("softmax")
+    optimizer = woodbury.KFAC(problem.model, problem.loss, refresh=5)
+    changed, before = [], None
+    for step in range(1, 12):
+        optimizer.step(problem.inputs, problem.targets)
+        now = optimizer.state["inverses"]["0"]["grads"]
+        if before is None or not torch.equal(now, before):
+            changed.append(step)
+        before = now
+    assert changed == [1, 2, 3, 5, 10]
+
+
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "residual", "in-place"])
+def test_it_trains(name):
+    problem = problems.make(name)
+    optimizer = woodbury.KFAC(problem.model, problem.loss, lr=0.5)
+    losses = [optimizer.step(problem.inputs, problem.targets).loss.item() for _ in range(40)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_semi_stochastic_step_uses_the_full_gradient():
+    problem = problems.make("squared")
+    x, t = problem.inputs, problem.targets
+    optimizer = woodbury.KFAC(problem.model, problem.loss, damping=0.1)
+    p = optimizer.direction(x[:3], t[:3], full=[(x[:4], t[:4]), (x[4:], t[4:])])
+    same = optimizer.direction(x, t, subset=[0, 1, 2])
+    torch.testing.assert_close(flatten(p), flatten(same))
+
+
+def test_frozen_bias_and_frozen_weight_stay_and_the_rest_is_as_if_they_were_constants():
+    problem = problems.make("residual")  # a frozen layer and a frozen bias
+    before = {name: p.clone() for name, p in problem.model.named_parameters() if not p.requires_grad}
+    optimizer = woodbury.KFAC(problem.model, problem.loss)
+    assert optimizer.step(problem.inputs, problem.targets).accepted
+    assert optimizer.state["averages"]["head"]["inputs"].shape == (6, 6)  # no column for the bias
+    for name, value in before.items():
+        assert torch.equal(value, problem.model.get_parameter(name))
+    model = nn.Linear(3, 2).double()
+    model.weight.requires_grad_(False)
+    x, t = batch(6, 3, 2)
+    p = woodbury.KFAC(model, nn.MSELoss(), damping=0.1).direction(x, t)
+    assert list(p) == ["bias"]
+    # A = 1 and G = h I with h = 2 / C = 1: pi = 1 and p = -g / (1 + sqrt(0.1))^2
+    g = (2 / 2) * (model(x) - t).mean(0)
+    torch.testing.assert_close(p["bias"], (-g / (1 + 0.1**0.5) ** 2).detach())
+
+
+def test_state_copies_and_resume_continue_identically():
+    settings = {"curvature_samples": 4, "lr": 0.5, "refresh": 4}
+    problem, other = problems.make("softmax"), problems.make("softmax")
+    optimizer = woodbury.KFAC(problem.model, problem.loss, seed=3, **settings)
+    for _ in range(6):  # between two refreshes: the inverses belong to the state
+        optimizer.step(problem.inputs, problem.targets)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    other.model.load_state_dict(problem.model.state_dict())
+    resumed = woodbury.KFAC(other.model, other.loss, **settings)
+    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    twins = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), resumed]
+    expected = [optimizer.step(problem.inputs, problem.targets).as_dict() for _ in range(5)]
+    for twin in twins:
+        assert [twin.step(problem.inputs, problem.targets).as_dict() for _ in range(5)] == expected
+
+
+def test_direction_changes_nothing_and_bad_input_is_refused():
+    problem = problems.make("softmax")
+    optimizer = woodbury.KFAC(problem.model, problem.loss, curvature_samples=4)
+    optimizer.step(problem.inputs, problem.targets)
+    state = pickle.dumps(optimizer.state_dict())
+    first = flatten(optimizer.direction(problem.inputs, problem.targets))
+    assert torch.equal(first, flatten(optimizer.direction(problem.inputs, problem.targets)))
+    with pytest.raises(ValueError, match="nan or inf"):
+        optimizer.step(torch.full_like(problem.inputs, torch.nan), problem.targets)
+    assert pickle.dumps(optimizer.state_dict()) == state
+    for setting in ({"refresh": 0}, {"refresh": 2.5}, {"decay": 1.0}, {"decay": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            woodbury.KFAC(problem.model, problem.loss, **setting)
+
+
+class Scale(nn.Module):
+    """y = s x, with a rule that gives rows written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_a_layer_that_is_not_linear_is_refused_by_name():
+    woodbury.register_layer(Scale)(lambda layer, inputs, grads: {"scale": grads * inputs[:, None]})
+    model = nn.Sequential(nn.Linear(3, 3).double(), Scale())
+    x, t = batch(4, 3, 3)
+    with pytest.raises(ValueError, match="KFAC covers Linear layers only and '1' is a Scale"):
+        woodbury.KFAC(model, nn.MSELoss()).step(x, t)
