@@ -95,8 +95,8 @@ def minimize_quadratic(
             return Minimum(x, values[-1], iteration - 1)
         image = product(direction)
         length = square / float(direction @ image)
-        x += length * direction
-        residual += length * image
+        x.add_(direction, alpha=length)
+        residual.add_(image, alpha=length)
         previous, square = square, float(residual @ residual)
         direction = direction.mul_(square / previous).sub_(residual)
         values.append(0.5 * float(x @ (residual + linear)))

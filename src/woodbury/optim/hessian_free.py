@@ -6,7 +6,7 @@ from autograd, so any model will do; the system is solved until progress slows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -86,17 +86,14 @@ class HessianFree(SecondOrder):
         parameters = problem.plan.parameters
         objective = self._objective(problem)
         gradient = objective.gradient
-        decays = problem.hyper.weight_decay
+        decays, damping = problem.hyper.weight_decay, float(problem.damping)
         linear = _vector.flatten(
             {name: gradient[name] + decays[name] * parameter.detach() for name, parameter in parameters.items()}
         )
-        shift = _vector.flatten(
-            {name: torch.full_like(p, decays[name]) + problem.damping for name, p in parameters.items()}
-        ).detach()
         curvature = self._curvature_product(problem, objective.pieces[0], objective.outputs)
         start = torch.zeros_like(linear) if problem.previous is None else _vector.flatten(problem.previous)
         found = minimize_quadratic(
-            lambda x: curvature(x) + shift * x,
+            lambda x: _add_scaled(curvature(x), x, damping, decays, parameters),
             linear,
             start,
             progress=self.progress,
@@ -128,3 +125,15 @@ class HessianFree(SecondOrder):
             return _vector.flatten(piece.capture.gradient(weights))
 
         return product
+
+
+def _add_scaled(
+    image: Tensor, x: Tensor, damping: float, decays: Mapping[str, float], parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """image + (lambda + W) x on flat vectors, in place; W is the weight decay of each parameter."""
+    image.add_(x, alpha=damping)
+    if any(decays.values()):
+        parts = _vector.unflatten(x, parameters)
+        for name, part in _vector.unflatten(image, parameters).items():
+            part.add_(parts[name], alpha=decays[name])
+    return image
