@@ -19,5 +19,5 @@ def test_step_benchmark_prints_one_object(threads):
     assert set(ratios) == {"mnist", "cifar10", "webspam"}
     for row in ratios.values():
         assert row["sgd"] == 1.0
-        assert {"smw-gn", "smw-ng", "smw-ng-bd"} <= set(row)
+        assert {"smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"} <= set(row)
         assert all(0 < ratio < 1000 for ratio in row.values())

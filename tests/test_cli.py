@@ -1,27 +1,72 @@
 """The command line, end to end."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
 
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from woodbury import cli
-from woodbury.experiments.data import DATASETS
+from woodbury.experiments.config import RunConfig
+from woodbury.experiments.data import DATASETS, Dataset
+from woodbury.experiments.presets import PAPER
+from woodbury.experiments.train import is_complete
 from woodbury.optim import OPTIMIZERS
 
 runner = CliRunner()
+REPORT = {"report.html", "records.json"}
 
 
-def test_compare_trains_prints_a_table_and_leaves_figure_and_runs(tmp_path: Path) -> None:
-    names = ["smw-gn", "smw-ng", "smw-ng-bd", "sgd"]
+def invoke(*arguments: object) -> Result:
+    return runner.invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def assert_one_line(result: Result, *facts: str) -> None:
+    """Status 2, one line that names the facts, no traceback."""
+    assert result.exit_code == 2, result.output
+    assert len(result.output.strip().splitlines()) == 1, result.output
+    assert result.output.startswith("woodbury: ")
+    for fact in facts:
+        assert fact in result.output
+
+
+@pytest.fixture(autouse=True)
+def _no_data_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WOODBURY_DATA", raising=False)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Replaces a data set by a few random samples of its shape."""
+
+    def replace(name: str) -> None:
+        widths, generator = PAPER[name].widths, torch.Generator().manual_seed(0)
+        inputs = torch.randn(240, widths[0], generator=generator)
+        binary = widths[-1] == 1
+        targets = torch.randint(max(2, widths[-1]), (240, 1) if binary else (240,), generator=generator)
+        targets = targets.float() if binary else targets
+        data = Dataset(inputs[:200], targets[:200], inputs[200:], targets[200:], max(2, widths[-1]))
+        monkeypatch.setitem(DATASETS, name, lambda files: data)
+
+    return replace
+
+
+def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path: Path) -> None:
+    names = list(OPTIMIZERS)
     arguments = ["compare", "digits", "--optimizers", ",".join(names), "--seeds", "2", "--epochs", "1"]
-    result = runner.invoke(cli.app, [*arguments, "--out", str(tmp_path)])
+    result = invoke(*arguments, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     folder = tmp_path / "digits-1"
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(
@@ -29,50 +74,202 @@ def test_compare_trains_prints_a_table_and_leaves_figure_and_runs(tmp_path: Path
     )
     for run in folder.glob("*-seed*"):
         assert {path.name for path in run.iterdir()} == {"config.json", "records.jsonl", "model.pt"}
-    assert (folder / "comparison.png").stat().st_size > 10_000
-    assert (folder / "comparison.svg").exists()
-    for word in [*names, "train loss", "test error", "seconds", "final damping", "comparison.png"]:
+    assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in folder.iterdir() if path.is_file()} == REPORT | {"digits.png", "digits.svg"}
+    for word in [*names, "train loss", "test error", "seconds", "final damping", "report.html"]:
         assert word in result.output
+
+
+@pytest.mark.parametrize("preset", PAPER)
+def test_reproduce_runs_the_six_methods_of_the_paper(
+    preset: str, tiny: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny(preset)
+    optimizers = ["--optimizers", "smw-ng,sgd"] if preset == "cifar10" else []  # its KFAC takes a while
+    result = invoke("reproduce", preset, "--epochs", 1, "--out", tmp_path, *optimizers)
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / f"{preset}-1"
+    methods = ["smw-ng", "sgd"] if optimizers else ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac", "sgd"]
+    for method in methods:
+        config = RunConfig.load(folder / f"{method}-seed0")
+        assert (config.dataset, config.widths) == (preset, PAPER[preset].widths)
+    assert (folder / "report.html").exists()
+    assert preset in (folder / "report.html").read_text()
+
+
+def test_train_takes_settings_and_report_reads_several_folders(tmp_path: Path) -> None:
+    for rate in ("0.1", "0.3"):
+        result = invoke(
+            *("train", "digits", "--optimizer", "smw-ng", "--epochs", 1, "--lr", rate, "--seed", 4),
+            *("--batch-size", 100, "--set", "momentum=0.5", "--set", "gram_dtype=null", "--dtype", "float64"),
+            *("--out", tmp_path / "runs"),
+        )
+        assert result.exit_code == 0, result.output
+    config = RunConfig.load(tmp_path / "runs" / "digits-2" / "smw-ng-seed4")
+    assert (config.settings["lr"], config.settings["momentum"], config.settings["seed"]) == (0.3, 0.5, 4)
+    assert (config.batch_size, config.dtype, config.device) == (100, "float64", "cpu")
+    folders = [tmp_path / "runs" / "digits-1", tmp_path / "runs" / "digits-2" / "smw-ng-seed4"]
+    result = invoke("report", *folders, "--out", tmp_path / "both")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "both").iterdir()} == REPORT | {"digits.png", "digits.svg"}
+    assert "lr=0.1" in result.output and "lr=0.3" in result.output
+    again = invoke("report", tmp_path / "both" / "records.json", "--out", tmp_path / "again")
+    assert again.exit_code == 0, again.output
 
 
 def test_a_second_comparison_overwrites_nothing(tmp_path: Path) -> None:
     arguments = ["compare", "digits", "--optimizers", "sgd", "--seeds", "1", "--epochs", "1"]
     for _ in range(2):
-        assert runner.invoke(cli.app, [*arguments, "--out", str(tmp_path)]).exit_code == 0
+        assert invoke(*arguments, "--out", tmp_path).exit_code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digits-1", "digits-2"]
+
+
+# -- interrupting and going on -----------------------------------------------------------------------------------
+
+
+def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> None:
+    arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "40"]
+    arguments += ["--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "woodbury.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    folder = tmp_path / "digits-1"
+    deadline = time.monotonic() + 60
+    while not (folder / "smw-gn-seed0" / "records.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert f"interrupted: the same command with --resume goes on in {folder}" in output.replace("\n", " ")
+    assert is_complete(folder / "sgd-seed0") and not is_complete(folder / "smw-gn-seed0")
+    assert (folder / "report.html").exists()
+    finished = (folder / "sgd-seed0" / "records.jsonl").stat().st_mtime_ns
+    result = invoke(*arguments, "--resume")
+    assert result.exit_code == 0, result.output
+    assert is_complete(folder / "smw-gn-seed0")
+    assert (folder / "sgd-seed0" / "records.jsonl").stat().st_mtime_ns == finished
+    assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
+
+
+def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
+    arguments = ["train", "digits", "--optimizer", "sgd", "--out", tmp_path]
+    assert invoke(*arguments, "--epochs", 1).exit_code == 0
+    assert_one_line(
+        invoke(*arguments, "--epochs", 2, "--resume"), "sgd-seed0: it has epochs 1, and 2 was asked for"
+    )
+
+
+def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
+    result = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
+    assert result.exit_code == 0
+    assert "nothing to resume" in result.output
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["digit"], "unknown data set 'digit'; did you mean 'digits'?"),
-        (["digits", "--optimizers", "sgd,smw-nq"], "unknown optimizer 'smw-nq'; did you mean 'smw-ng'?"),
-        (["digits", "--optimizers", "SGD"], "unknown optimizer 'SGD'; did you mean 'sgd'?"),
-        (["zzzzzz"], "unknown data set 'zzzzzz'; there are: digits"),
-        (["digits", "--optimizers", ","], "no optimizer given: --optimizers takes names separated by commas"),
+        (["compare", "digit"], "unknown data set 'digit'; did you mean 'digits'?"),
+        (["train", "minst"], "unknown data set 'minst'; did you mean 'mnist'?"),
+        (["reproduce", "cifar"], "unknown preset 'cifar'; did you mean 'cifar10'?"),
+        (["reproduce", "digits"], "unknown preset 'digits'; there are: mnist, cifar10, webspam, covtype"),
+        (["train", "digits", "--optimizer", "kfc"], "unknown optimizer 'kfc'; did you mean 'kfac'?"),
+        (
+            ["compare", "digits", "--optimizers", "sgd,smw-nq"],
+            "unknown optimizer 'smw-nq'; did you mean 'smw-ng'?",
+        ),
+        (["compare", "digits", "--optimizers", "SGD"], "unknown optimizer 'SGD'; did you mean 'sgd'?"),
+        (["compare", "zzzzzz"], f"unknown data set 'zzzzzz'; there are: {', '.join(DATASETS)}"),
+        (
+            ["compare", "digits", "--optimizers", ","],
+            "no optimizer given: --optimizers takes names separated by commas",
+        ),
+        (["train", "digits", "--set", "momentum"], "--set takes NAME=VALUE, got 'momentum'"),
+        (["train", "digits", "--set", "refresh=2"], "smw-gn: there is no setting 'refresh', only "),
+        (["train", "digits", "--set", "momentum=-1"], "smw-gn: momentum must not be negative, got -1"),
     ],
 )
-def test_a_wrong_name_ends_in_one_line_and_status_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = runner.invoke(cli.app, ["compare", *arguments, "--out", str(tmp_path / "runs")])
-    assert result.exit_code == 2
-    assert result.output.strip() == f"woodbury: {message}"
+def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    result = invoke(*arguments, "--out", tmp_path / "runs")
+    assert_one_line(result)
+    assert result.output.strip().startswith(f"woodbury: {message}")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_absent_gpu_is_said_in_one_line(tmp_path: Path) -> None:
+    assert_one_line(invoke("train", "digits", "--device", "cuda", "--out", tmp_path), "no CUDA device")
+
+
+def test_absent_and_damaged_data_files_are_named(tmp_path: Path) -> None:
+    arguments = ["reproduce", "mnist", "--epochs", "1", "--out", tmp_path / "runs", "--data-dir", tmp_path]
+    assert_one_line(invoke(*arguments), str(tmp_path / "mnist"), "train-images-idx3-ubyte")
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03 and not much more")
+    result = invoke(*arguments)
+    assert_one_line(result, "train-images-idx3-ubyte")
+    assert "sha256" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_of_another_version_is_refused(tmp_path: Path) -> None:
+    assert invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path).exit_code == 0
+    folder = tmp_path / "digits-1" / "sgd-seed0"
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "format": 1}))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert_one_line(invoke("report", folder), str(folder), "another version of woodbury (format 1")
+    resumed = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
+    assert_one_line(resumed, str(folder), "another version of woodbury (format 1")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_report_on_nothing_is_refused(tmp_path: Path) -> None:
+    assert_one_line(invoke("report", tmp_path), str(tmp_path))
+    assert_one_line(invoke("report", tmp_path / "absent"), str(tmp_path / "absent"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_folder_ends_in_one_line_and_status_2(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    result = runner.invoke(cli.app, ["compare", "digits", "--out", str(tmp_path / "file" / "runs")])
-    assert result.exit_code == 2
-    assert result.output.startswith("woodbury: cannot write to ")
-    assert len(result.output.strip().splitlines()) == 1
+    assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
 
 
-def test_list_names_every_data_set_and_optimizer_with_a_description() -> None:
-    result = runner.invoke(cli.app, ["list"])
+@pytest.mark.parametrize("limit", [2_000, 20_000])
+def test_a_full_disk_ends_in_one_line_and_status_2(limit: int, tmp_path: Path) -> None:
+    """Files may not grow beyond the limit: the system call fails as on a full disk, in records or model."""
+    program = (
+        "import resource, signal\n"
+        "from woodbury.cli import main\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "train", "digits", "--optimizer", "sgd", "--epochs", "1"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"woodbury: cannot write to {tmp_path}")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+# -- the rest --------------------------------------------------------------------------------------------------
+
+
+def test_list_names_every_data_set_optimizer_and_preset_with_a_description() -> None:
+    result = invoke("list")
     assert result.exit_code == 0
-    lines = {line.split()[0]: line.split()[1:] for line in result.output.splitlines() if line.strip()}
-    for name in [*DATASETS, *OPTIMIZERS]:
-        assert lines[name], f"{name} has no description"
+    lines = [line.split() for line in result.output.splitlines() if line.strip()]
+    described = {words[0] for words in lines if len(words) > 2}
+    assert {*DATASETS, *OPTIMIZERS, *PAPER} <= described
 
 
 def test_bench_step_starts_a_process_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,18 +280,20 @@ def test_bench_step_starts_a_process_with_one_thread(monkeypatch: pytest.MonkeyP
         return subprocess.CompletedProcess(command, 0, stdout='{"mnist": {"smw-ng": 1.5}}\n')
 
     monkeypatch.setattr("subprocess.run", fake_run)
-    as_json = runner.invoke(cli.app, ["bench", "step", "--json"])
+    as_json = invoke("bench", "step", "--json")
     assert json.loads(as_json.output) == {"mnist": {"smw-ng": 1.5}}
-    as_table = runner.invoke(cli.app, ["bench", "step"])
+    as_table = invoke("bench", "step")
     assert "smw-ng" in as_table.output and "1.50" in as_table.output
     command, environment = calls[0]
     assert command == [sys.executable, "-m", "woodbury.bench", "step", "--json"]
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["compare"], ["bench"], ["bench", "step"]])
+@pytest.mark.parametrize(
+    "command", [[], ["list"], ["train"], ["compare"], ["reproduce"], ["report"], ["bench"], ["bench", "step"]]
+)
 def test_every_command_has_help(command: list[str]) -> None:
-    result = runner.invoke(cli.app, [*command, "--help"])
+    result = invoke(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
 

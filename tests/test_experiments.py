@@ -1,27 +1,69 @@
-"""The experiment half: data, models, run folders and what the report reads from them."""
+"""The experiment half: configurations, presets, run folders, and runs that are interrupted and go on."""
 
 import dataclasses
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
 
-from woodbury.experiments import report
-from woodbury.experiments.config import PRESETS, RunConfig
-from woodbury.experiments.data import DATASETS, standardise
+from woodbury.damping import LevenbergMarquardt
+from woodbury.experiments import train as training
+from woodbury.experiments.config import FORMAT, RunConfig, RunFolderError, full_settings
+from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.models import mlp
-from woodbury.experiments.train import evaluate, train
+from woodbury.experiments.presets import PAPER, PRESETS
+from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train
+from woodbury.optim import OPTIMIZERS
 
 
-def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1) -> RunConfig:
+def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **changed: Any) -> RunConfig:
     """A run on the digits with a network that trains in a moment."""
-    config = PRESETS["digits"].run("digits", optimizer, seed, epochs)
+    config = PRESETS["digits"].run("digits", optimizer, seed, epochs=epochs, changed=changed)
     return dataclasses.replace(config, widths=(64, 8, 10))
+
+
+def records_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """All records without their clock."""
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    values: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
+    return values
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    assert timeless(first) == timeless(second)
+    one, other = parameters_of(first), parameters_of(second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stop_after(steps: int) -> Any:
+    """A `stop` that is true from the given call on."""
+    calls = iter(range(1, 10**9))
+    return lambda: next(calls) >= steps
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return load_dataset("digits")
 
 
 @pytest.fixture(scope="module")
@@ -31,41 +73,82 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", DATASETS)
-def test_training_features_have_zero_mean_and_unit_variance_or_are_zero(name: str) -> None:
-    data = DATASETS[name]()
-    inputs = data.train_inputs.double()
-    assert inputs.mean(dim=0).abs().max() < 1e-5
-    deviation = inputs.std(dim=0, correction=0)
-    constant = deviation == 0
-    assert torch.allclose(deviation[~constant], torch.ones_like(deviation[~constant]), atol=1e-5)
-    assert torch.isfinite(data.test_inputs).all()
+# -- configurations and presets ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DATASETS)
-def test_every_data_set_has_a_preset_whose_network_fits(name: str) -> None:
-    data = DATASETS[name]()
-    assert PRESETS[name].widths[0] == data.train_inputs.shape[1] == data.test_inputs.shape[1]
-    assert PRESETS[name].widths[-1] == data.classes
-    assert data.train_targets.unique().tolist() == list(range(data.classes))
+def test_every_data_set_has_a_preset_and_every_preset_a_data_set() -> None:
+    assert PRESETS.keys() == DATASETS.keys()
+    assert PAPER.keys() == {"mnist", "cifar10", "webspam", "covtype"}
 
 
-def test_digits_split_is_fixed_stratified_and_complete() -> None:
-    first, second = DATASETS["digits"](), DATASETS["digits"]()
-    assert torch.equal(first.train_inputs, second.train_inputs)
-    assert (len(first.train_inputs), len(first.test_inputs)) == (1347, 450)
-    share = torch.bincount(first.train_targets) / torch.bincount(
-        torch.cat([first.train_targets, first.test_targets])
-    )
-    assert (share - 1347 / 1797).abs().max() < 0.01
+def test_paper_presets_are_those_of_section_6() -> None:
+    """Networks, batch sizes, rates, epochs and Levenberg-Marquardt constants, written out once more."""
+    rule = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 0.001}
+    second = ("smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac")
+    webspam = {"sgd": 0.4, "hf": 0.05, "smw-gn": 0.05, "smw-ng": 0.1, "smw-ng-bd": 0.1, "kfac": 0.1}
+    expected = {
+        "mnist": ((784, 500, 10), 60, 30, 10, dict.fromkeys(("sgd", *second), 0.1)),
+        "cifar10": ((3072, 400, 400, 10), 100, 50, 10, dict.fromkeys(("sgd", *second), 0.01)),
+        "webspam": ((254, 400, 400, 1), 60, 30, 1, webspam),
+        "covtype": ((54, 400, 400, 1), 60, 30, 1, webspam),
+    }
+    for name, (widths, batch, part, epochs, rates) in expected.items():
+        for optimizer, rate in rates.items():
+            config = PAPER[name].run(name, optimizer, seed=0)
+            assert (config.widths, config.batch_size, config.epochs) == (widths, batch, epochs)
+            assert config.settings["lr"] == rate
+            if optimizer != "sgd":
+                assert config.settings["curvature_samples"] == part
+                assert config.settings["damping"] == rule
+    assert PAPER["cifar10"].run("cifar10", "kfac", 0).settings["refresh"] == 20
+    assert PAPER["mnist"].run("mnist", "kfac", 0).settings["refresh"] == 1
 
 
-def test_standardise_centres_a_constant_feature_without_dividing() -> None:
-    train_features = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
-    test_features = torch.tensor([[2.0, 7.0]])
-    train_out, test_out = standardise(train_features, test_features)
-    assert train_out.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
-    assert test_out.tolist() == [[0.0, 2.0]]
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_configuration_holds_every_setting_survives_the_file_and_makes_the_optimizer(
+    optimizer: str, tmp_path: Path
+) -> None:
+    config = small_run(optimizer, seed=3)
+    config.save(tmp_path)
+    loaded = RunConfig.load(tmp_path)
+    assert not loaded.differences(config)
+    assert loaded.versions == config.versions and loaded.machine == config.machine
+    assert {"python", "torch", "woodbury"} <= config.versions.keys()
+    assert config.settings.keys() == full_settings(optimizer, {}).keys() > {"lr", "weight_decay"}
+    made = OPTIMIZERS[optimizer](mlp((2, 2), seed=0), torch.nn.CrossEntropyLoss(), **loaded.optimizer_settings())
+    assert made.param_groups[0]["lr"] == config.settings["lr"]
+    if "damping" in config.settings:
+        assert config.settings["seed"] == 3
+        assert made.damping == LevenbergMarquardt()
+
+
+def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
+    with pytest.raises(TypeError, match=r"no setting 'rate', only .*lr"):
+        small_run("smw-gn", rate=1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a run folder: it has no config.json"),
+        ("{", "config.json is damaged"),
+        (
+            '{"dataset": "digits"}',
+            rf"written by another version of woodbury \(format 1, this one reads {FORMAT}\)",
+        ),
+        ('{"format": 99}', "format 99"),
+        ("[]", "another version"),
+        (f'{{"format": {FORMAT}}}', "is damaged: its configuration lacks batch_size"),
+    ],
+)
+def test_a_folder_that_is_no_run_of_this_version_is_refused_by_name(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(RunFolderError, match=message) as caught:
+        RunConfig.load(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_mlp_weights_depend_on_the_seed_alone() -> None:
@@ -79,30 +162,48 @@ def test_mlp_weights_depend_on_the_seed_alone() -> None:
     assert [type(layer).__name__ for layer in first] == ["Linear", "Sigmoid", "Linear"]
 
 
-def test_config_survives_the_file(tmp_path: Path) -> None:
-    config = small_run("smw-ng", seed=3)
-    config.save(tmp_path / "config.json")
-    assert RunConfig.load(tmp_path / "config.json") == config
-    assert config.settings["seed"] == 3
-    assert {"python", "torch", "woodbury"} <= config.versions.keys()
+# -- a run ------------------------------------------------------------------------------------------------------
 
 
-def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path) -> None:
-    lines = [json.loads(line) for line in (run_folder / "records.jsonl").read_text().splitlines()]
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    steps = [line for line in lines if line["kind"] == "step"]
+def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path, digits: Dataset) -> None:
+    assert {path.name for path in run_folder.iterdir()} == {"config.json", "records.jsonl", "model.pt"}
+    epochs, steps = records_of(run_folder, "epoch"), records_of(run_folder, "step")
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
     assert [line["step"] for line in steps] == list(range(1, 2 * math.ceil(1347 / 60) + 1))
     assert all(line["damping"] is None for line in steps)  # SGD has none, and NaN is not JSON
-    seconds = [line["seconds"] for line in lines]
+    seconds = [json.loads(line)["seconds"] for line in (run_folder / "records.jsonl").read_text().splitlines()]
     assert seconds == sorted(seconds)
 
-    model = mlp(RunConfig.load(run_folder / "config.json").widths, seed=99)
-    model.load_state_dict(torch.load(run_folder / "model.pt", weights_only=True))
-    data = DATASETS["digits"]()
-    loss, error = evaluate(model, torch.nn.CrossEntropyLoss(), data.test_inputs, data.test_targets)
+    model = mlp(RunConfig.load(run_folder).widths, seed=99)
+    model.load_state_dict(parameters_of(run_folder))
+    loss, error = evaluate(model, torch.nn.CrossEntropyLoss(), digits.test_inputs, digits.test_targets)
     assert loss == pytest.approx(epochs[-1]["test_loss"], rel=1e-6)
     assert error == epochs[-1]["test_error"]
+
+
+@pytest.mark.parametrize("outputs", [1, 4])
+def test_evaluation_in_parts_is_that_of_the_whole(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, inputs = mlp((5, outputs), seed=0), torch.randn(23, 5)
+    logits = model(inputs).detach()
+    if outputs == 1:
+        targets, loss = torch.randint(2, (23, 1)).float(), torch.nn.BCEWithLogitsLoss()
+        wrong = ((torch.sigmoid(logits) > 0.5).float() != targets).float().mean()
+    else:
+        targets, loss = torch.randint(outputs, (23,)), torch.nn.CrossEntropyLoss()
+        wrong = (logits.argmax(1) != targets).float().mean()
+    monkeypatch.setattr(training, "_EVALUATED_AT_ONCE", 7)
+    value, error = evaluate(model, loss, inputs, targets)
+    assert value == pytest.approx(loss(logits, targets).item(), rel=1e-6)
+    assert error == pytest.approx(wrong.item())
+
+
+def test_evaluations_within_an_epoch_are_spread_over_it(tmp_path: Path, digits: Dataset) -> None:
+    config = dataclasses.replace(small_run(epochs=2), evaluations=4)
+    train(config, tmp_path / "run", data=digits)
+    epochs = [record["epoch"] for record in records_of(tmp_path / "run", "epoch")]
+    assert len(epochs) == 9 and epochs[4] == 1 and epochs[-1] == 2
+    assert epochs == pytest.approx([k / 4 for k in range(9)], abs=0.03)
 
 
 def test_evaluation_is_not_counted_in_the_training_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,16 +216,21 @@ def test_evaluation_is_not_counted_in_the_training_clock(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("woodbury.experiments.train.evaluate", slow_evaluate)
     train(small_run(), tmp_path / "run")
-    assert report.load_run(tmp_path / "run").epochs[-1]["seconds"] == 0.0
+    assert records_of(tmp_path / "run", "epoch")[-1]["seconds"] == 0.0
 
 
-@pytest.mark.parametrize("optimizer", ["smw-gn", "smw-ng"])
-def test_the_same_seed_gives_the_same_run(tmp_path: Path, optimizer: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_trains_and_the_same_seed_gives_the_same_run(
+    optimizer: str, dtype: str, tmp_path: Path, digits: Dataset
+) -> None:
+    config = dataclasses.replace(small_run(optimizer, lr=0.1), dtype=dtype)
     for name in ("first", "second"):
-        train(small_run(optimizer), tmp_path / name)
-    first, second = (report.load_run(tmp_path / name) for name in ("first", "second"))
-    assert [s["loss"] for s in first.steps] == [s["loss"] for s in second.steps]
-    assert first.epochs[-1]["train_loss"] < first.epochs[0]["train_loss"]
+        train(config, tmp_path / name, data=digits)
+    assert_same_run(tmp_path / "first", tmp_path / "second")
+    epochs = records_of(tmp_path / "first", "epoch")
+    assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
+    assert all(value.dtype is getattr(torch, dtype) for value in parameters_of(tmp_path / "first").values())
 
 
 def test_train_refuses_a_folder_that_exists(run_folder: Path) -> None:
@@ -134,51 +240,111 @@ def test_train_refuses_a_folder_that_exists(run_folder: Path) -> None:
     assert (run_folder / "records.jsonl").read_bytes() == before
 
 
-def write_run(folder: Path, optimizer: str, seed: int, losses: list[float], damping: float | None) -> None:
-    """A run folder written by hand."""
-    folder.mkdir()
-    dataclasses.replace(small_run(optimizer, seed), epochs=len(losses) - 1).save(folder / "config.json")
-    records = []
-    for epoch, loss in enumerate(losses):
-        if epoch:
-            records.append({"kind": "step", "step": epoch, "damping": damping})
-        records.append(
-            {
-                "kind": "epoch",
-                "epoch": epoch,
-                "step": epoch,
-                "seconds": 0.5 * epoch,
-                "train_loss": loss,
-                "test_error": loss / 10,
-            }
-        )
-    (folder / "records.jsonl").write_text("\n".join(json.dumps(record) for record in records) + "\n")
+def test_a_run_whose_loss_is_no_number_ends_there_and_says_so(
+    tmp_path: Path, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp((64, 8, 10), seed=0)
+    torch.nn.init.constant_(model[0].weight, math.nan)
+    monkeypatch.setattr(training, "mlp", lambda widths, seed: model)
+    train(small_run("smw-ng"), tmp_path / "run", data=digits)
+    assert is_complete(tmp_path / "run")
+    assert records_of(tmp_path / "run", "step") == []
+    assert records_of(tmp_path / "run", "epoch")[-1]["train_loss"] is None
 
 
-def test_summary_is_the_median_over_seeds(tmp_path: Path) -> None:
-    for seed, loss in enumerate((0.3, 0.1, 0.2)):
-        write_run(tmp_path / f"a{seed}", "smw-gn", seed, [1.0, loss], damping=0.5 + seed)
-    write_run(tmp_path / "b0", "sgd", 0, [1.0, 0.7], damping=None)
-    newton, sgd = report.summarise(report.load_runs(tmp_path))
-    assert (newton.optimizer, newton.seeds, sgd.optimizer) == ("smw-gn", 3, "sgd")
-    assert (newton.train_loss, newton.seconds, newton.damping) == (0.2, 0.5, 1.5)
-    assert newton.test_error == pytest.approx(0.02)
-    assert math.isnan(sgd.damping)
+# -- a run that is interrupted ----------------------------------------------------------------------------------
 
 
-def test_figure_shows_every_panel_and_optimizer(tmp_path: Path) -> None:
-    for seed in range(2):
-        write_run(tmp_path / f"a{seed}", "smw-gn", seed, [2.0, 0.5, 0.01], damping=0.5)
-    # A loss of zero cannot be drawn on a logarithmic axis.
-    write_run(tmp_path / "b0", "sgd", 0, [2.0, 1.0, 0.0], damping=None)
-    figure = report.draw(report.load_runs(tmp_path))
-    titles = [panel.get_title(loc="left") for panel in figure.axes]
-    assert titles[:5] == ["Train loss", "Train loss", "Damping", "Test error, %", "Test error, %"]
-    assert [len(panel.lines) for panel in figure.axes[:5]] == [2, 2, 1, 2, 2]
-    assert figure.axes[0].get_yscale() == "linear"
-    assert figure.axes[2].get_yscale() == "log"
-    png, svg = report.save(figure, tmp_path / "comparison")
-    assert png.read_bytes().startswith(b"\x89PNG")
-    first = svg.read_bytes()
-    report.save(report.draw(report.load_runs(tmp_path)), tmp_path / "comparison")
-    assert svg.read_bytes() == first  # the same records give the same file
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_interrupted_run_ends_as_if_it_had_been_left_alone(
+    optimizer: str, tmp_path: Path, digits: Dataset
+) -> None:
+    settings = {"refresh": 5} if optimizer == "kfac" else {}
+    config = small_run(optimizer, epochs=2, **settings)
+    train(config, tmp_path / "whole", data=digits)
+    # stopped in the middle of the first epoch, at its end, and in the middle of the second
+    for steps in (7, 16, 10):
+        with pytest.raises(InterruptedRunError):
+            train(config, tmp_path / "cut", data=digits, resume=True, stop=stop_after(steps))
+        assert not is_complete(tmp_path / "cut")
+    assert len(records_of(tmp_path / "cut", "step")) == 33
+    train(config, tmp_path / "cut", data=digits, resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert {path.name for path in (tmp_path / "cut").iterdir()} == {"config.json", "records.jsonl", "model.pt"}
+    seconds = [record["seconds"] for record in records_of(tmp_path / "cut", "step")]
+    assert seconds == sorted(seconds)  # the clock went on where it was
+
+
+def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(tmp_path: Path) -> None:
+    optimizer = "kfac"  # the one with most state
+    program = (
+        "import sys, woodbury.experiments.train as training\n"
+        "training._CHECKPOINT_SECONDS = 0.05\n"
+        "from woodbury.cli import main; main()\n"
+    )
+    arguments = ["train", "digits", "--optimizer", optimizer, "--epochs", "8"]
+    command = [sys.executable, "-c", program, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
+    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, **quiet)
+
+    cut = tmp_path / "cut" / "digits-1" / f"{optimizer}-seed0"
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "cut")], **quiet)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:  # until well within the second epoch, with a checkpoint
+        records = cut / "records.jsonl"
+        if (cut / "checkpoint.pt").exists() and records.read_bytes().count(b"\n") > 35:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not is_complete(cut) and (cut / "checkpoint.pt").exists()
+    with (cut / "records.jsonl").open("ab") as records_file:
+        records_file.write(b'{"kind": "step", "epo')  # a line cut in two by the kill
+
+    subprocess.run([*command, "--out", str(tmp_path / "cut"), "--resume"], check=True, **quiet)
+    assert_same_run(tmp_path / "whole" / "digits-1" / f"{optimizer}-seed0", cut)
+
+
+def test_resuming_needs_the_same_run_and_changes_nothing_otherwise(tmp_path: Path, digits: Dataset) -> None:
+    with pytest.raises(InterruptedRunError):
+        train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(RunFolderError, match="it has epochs 1, and 2 was asked for"):
+        train(small_run("smw-ng", epochs=2), tmp_path / "run", data=digits, resume=True)
+    with pytest.raises(RunFolderError, match=r"it has settings lr 0.3, and 0.5 was asked for"):
+        train(small_run("smw-ng", lr=0.5), tmp_path / "run", data=digits, resume=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_complete_run_is_left_alone_and_an_absent_one_started(
+    run_folder: Path, tmp_path: Path, digits: Dataset
+) -> None:
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()}
+    train(small_run(epochs=2), run_folder, data=digits, resume=True)
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()} == before
+    train(small_run(), tmp_path / "new", data=digits, resume=True)
+    assert is_complete(tmp_path / "new")
+
+
+@pytest.mark.parametrize("damage", ["cut", "records"])
+def test_a_damaged_run_folder_is_named_and_not_trained_over(damage: str, tmp_path: Path, digits: Dataset) -> None:
+    with pytest.raises(InterruptedRunError):
+        train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
+    path = tmp_path / "run" / ("checkpoint.pt" if damage == "cut" else "records.jsonl")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RunFolderError, match=path.name) as caught:
+        train(small_run("smw-ng"), tmp_path / "run", data=digits, resume=True)
+    assert "\n" not in str(caught.value)
+    assert path.read_bytes()[:100] == path.read_bytes()
+
+
+def test_asking_to_stop_keeps_the_step_whole() -> None:
+    with training.asked_to_stop() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):  # the second time it acts at once
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

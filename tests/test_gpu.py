@@ -15,7 +15,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-every_optimizer = pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd"])
+SMW = ["smw-gn", "smw-ng", "smw-ng-bd"]
+every_optimizer = pytest.mark.parametrize("kind", SMW)
+every_optimizer_and_kfac = pytest.mark.parametrize("kind", [*SMW, "kfac"])
 
 
 def pair(name, kind, **settings):
@@ -44,7 +46,20 @@ def test_steps_agree_with_the_cpu(name, kind, settings):
     assert on_gpu.verify(gpu.inputs, gpu.targets) < 1e-10
 
 
-@every_optimizer
+@problems.every_problem
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("kfac", {"refresh": 2}), ("kfac", {"weight_decay": 0.01}), ("hf", {}), ("hf", {"weight_decay": 0.01})],
+)
+def test_rivals_agree_with_the_cpu(name, kind, settings):
+    (cpu, on_cpu), (gpu, on_gpu) = pair(name, kind, curvature_samples=4, **settings)
+    for _ in range(5):
+        a = on_cpu.step(cpu.inputs, cpu.targets).as_dict()
+        b = on_gpu.step(gpu.inputs, gpu.targets).as_dict()
+        assert a == pytest.approx(b, rel=1e-6)
+
+
+@every_optimizer_and_kfac
 @pytest.mark.parametrize("bad", ["inputs", "parameters", "cliff"])
 def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
     model = problems.mlp(4, 5, 3).cuda()
@@ -71,9 +86,11 @@ def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
     assert float(optimizer.state["damping"]) == pytest.approx(1.01 * damping)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+    for factors in optimizer.state.get("averages", {}).values():
+        assert all(torch.isfinite(factor).all() for factor in factors.values())
 
 
-@every_optimizer
+@every_optimizer_and_kfac
 def test_a_step_does_not_wait_for_the_device(kind):
     model = problems.mlp(20, 30, 30, 5).cuda()
     inputs, targets = torch.randn(40, 20, device="cuda"), torch.randint(5, (40,), device="cuda")
@@ -105,9 +122,11 @@ def test_tf32_stays_out_of_the_gram_matrix(kind):
     assert (gram - exact).norm() / exact.norm() < 1e-6
 
 
-@every_optimizer
-def test_state_moves_between_devices(kind):
-    (cpu, on_cpu), (gpu, on_gpu) = pair("softmax", kind, curvature_samples=4, momentum=0.5)
+@pytest.mark.parametrize(
+    ("kind", "settings"), [*((kind, {"momentum": 0.5}) for kind in SMW), ("kfac", {"refresh": 10}), ("hf", {})]
+)
+def test_state_moves_between_devices(kind, settings):
+    (cpu, on_cpu), (gpu, on_gpu) = pair("softmax", kind, curvature_samples=4, **settings)
     for _ in range(3):
         on_cpu.step(cpu.inputs, cpu.targets)
     gpu.model.load_state_dict(cpu.model.state_dict())

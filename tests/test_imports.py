@@ -17,7 +17,15 @@ LAYERS = [
     ["layers", "losses", "linalg"],
     ["plan", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
-    ["bench", "experiments.config", "experiments.data", "experiments.models"],
+    [
+        "bench",
+        "experiments.config",
+        "experiments.data",
+        "experiments.files",
+        "experiments.models",
+        "experiments.presets",
+        "experiments.page",
+    ],
     ["experiments.train", "experiments.report"],
     ["cli"],
 ]
@@ -36,10 +44,14 @@ SIBLINGS = {
     ("optim.smw", "optim.step"),
     ("optim.hessian_free", "optim.step"),
     ("optim.hessian_free", "optim.base"),
+    ("optim.kfac", "optim.step"),
+    ("optim.kfac", "optim.base"),
     ("optim.first_order", "optim.step"),
+    ("experiments.presets", "experiments.config"),
     ("layers.rules", "layers.forms"),
     ("layers.rules", "layers.registry"),
     ("layers.registry", "layers.forms"),
+    ("experiments.data", "experiments.files"),
 }
 CORE_MODULES = [name for layer in LAYERS[:4] for name in layer] + ["bench"]
 

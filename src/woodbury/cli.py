@@ -6,12 +6,15 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 try:
+    import torch
     import typer
     from rich.console import Console
     from rich.progress import (
@@ -25,9 +28,11 @@ try:
     from rich.table import Table
 
     from woodbury.experiments import report
-    from woodbury.experiments.config import PRESETS, RunConfig
-    from woodbury.experiments.data import DATASETS
-    from woodbury.experiments.train import Progress, train
+    from woodbury.experiments.config import RunConfig, RunFolderError
+    from woodbury.experiments.data import DATASETS, load_dataset
+    from woodbury.experiments.files import DataError
+    from woodbury.experiments.presets import PAPER, PRESETS
+    from woodbury.experiments.train import InterruptedRunError, Progress, asked_to_stop, check_same_run, train
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -36,7 +41,7 @@ except ModuleNotFoundError as error:
 from woodbury.optim import OPTIMIZERS
 
 app = typer.Typer(
-    help="Second-order optimizers for PyTorch: compare them, measure them.",
+    help="Second-order optimizers for PyTorch: train with them, compare them, measure them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,6 +51,45 @@ app.add_typer(bench, name="bench")
 
 console = Console()
 
+_INTERRUPTED = 130  # the status of a program ended by Ctrl-C
+
+
+class Device(str, Enum):
+    """Where to train."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(str, Enum):
+    """Precision of parameters and data."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+DataSetName = Annotated[str, typer.Argument(help="Data set, one of those `woodbury list` names.")]
+Optimizers = Annotated[str, typer.Option(help="Optimizers, separated by commas.")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default="the preset's")]
+Out = Annotated[Path, typer.Option(help="Folder for the runs; each command adds one to it.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with the data files, one folder per data set; nothing is downloaded then.",
+        envvar="WOODBURY_DATA",
+        show_default="download",
+    ),
+]
+OnDevice = Annotated[Device, typer.Option(help="Where to train.")]
+InDtype = Annotated[Dtype, typer.Option(help="Precision of parameters and data.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where the newest folder of this data set was interrupted.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting of the optimizers, e.g. momentum=0.9."),
+]
+
 
 def main() -> None:
     """Run the command line."""
@@ -54,47 +98,115 @@ def main() -> None:
 
 @app.command("list")
 def list_names() -> None:
-    """Name the data sets and the optimizers."""
+    """Name the data sets, the optimizers and the presets of the paper."""
     data_sets = Table("data set", "what it is", box=None, header_style="bold")
     for name, load in DATASETS.items():
         data_sets.add_row(name, _first_line(load))
     optimizers = Table("optimizer", "what it is", box=None, header_style="bold")
     for name, make in OPTIMIZERS.items():
         optimizers.add_row(name, _first_line(make))
-    console.print(data_sets)
-    console.print()
-    console.print(optimizers)
+    presets = Table("reproduce", "network", "batch", "epochs", box=None, header_style="bold")
+    for name, preset in PAPER.items():
+        widths = "-".join(map(str, preset.widths))
+        batch = f"{preset.batch_size}, {preset.curvature_samples} for curvature"
+        presets.add_row(name, widths, batch, str(preset.epochs))
+    for table in (data_sets, optimizers, presets):
+        console.print(table)
+        console.print()
+
+
+@app.command("train")
+def train_one(
+    dataset: DataSetName,
+    optimizer: Annotated[str, typer.Option(help="Optimizer, one of those `woodbury list` names.")] = "smw-gn",
+    epochs: Epochs = None,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate.", show_default="the preset's")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples per step.", show_default="the preset's")
+    ] = None,
+    settings: Settings = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and curvature samples.")] = 0,
+    out: Out = Path("runs"),
+    data_dir: DataDir = None,
+    device: OnDevice = Device.cpu,
+    dtype: InDtype = Dtype.float32,
+    resume: Resume = False,
+) -> None:
+    """Train one optimizer on one data set and write a report."""
+    _check_name("data set", dataset, DATASETS)
+    _check_name("optimizer", optimizer, OPTIMIZERS)
+    changed = _read_settings(settings or [])
+    if lr is not None:
+        changed["lr"] = lr
+    place = _usable(device)
+    try:
+        config = PRESETS[dataset].run(
+            dataset,
+            optimizer,
+            seed,
+            epochs=epochs,
+            batch_size=batch_size,
+            changed=changed,
+            device=place,
+            dtype=dtype.value,
+        )
+        OPTIMIZERS[optimizer](torch.nn.Linear(1, 1), torch.nn.MSELoss(), **config.optimizer_settings())
+    except (TypeError, ValueError) as error:
+        _fail(f"{optimizer}: {error}")
+    with _one_line_errors(out):
+        _train_and_report([config], out, data_dir, resume)
 
 
 @app.command()
 def compare(
-    dataset: Annotated[str, typer.Argument(help="Data set, one of those `woodbury list` names.")],
-    optimizers: Annotated[
-        str, typer.Option(help="Optimizers, separated by commas.")
-    ] = "smw-gn,smw-ng,smw-ng-bd,sgd",
+    dataset: DataSetName,
+    optimizers: Optimizers = "smw-gn,smw-ng,smw-ng-bd,sgd",
     seeds: Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")] = 3,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default="the preset's")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the runs; each comparison adds one to it.")] = Path("runs"),
+    epochs: Epochs = None,
+    out: Out = Path("runs"),
+    data_dir: DataDir = None,
+    device: OnDevice = Device.cpu,
+    dtype: InDtype = Dtype.float32,
+    resume: Resume = False,
 ) -> None:
-    """Train several optimizers on one data set, print a table and draw a figure."""
+    """Train several optimizers on one data set and write a report that puts them side by side."""
     _check_name("data set", dataset, DATASETS)
-    names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
-    if not names:
-        _fail("no optimizer given: --optimizers takes names separated by commas")
-    for name in names:
-        _check_name("optimizer", name, OPTIMIZERS)
+    _compare(dataset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume)
 
-    preset = PRESETS[dataset]
-    runs = {name: [preset.run(dataset, name, seed, epochs) for seed in range(seeds)] for name in names}
-    try:
-        folder = _new_folder(out, dataset)
-        _train_all(runs, folder)
-        results = report.load_runs(folder)
-        _print_summary(report.summarise(results))
-        figure, _ = report.save(report.draw(results), folder / "comparison")
-    except OSError as error:
-        _fail(f"cannot write to {error.filename or out}: {error.strerror or error}")
-    console.print(f"figure [bold]{figure}[/] (and .svg), run folders in [bold]{folder}[/]", soft_wrap=True)
+
+@app.command()
+def reproduce(
+    preset: Annotated[str, typer.Argument(help=f"Experiment of the paper: {', '.join(PAPER)}.")],
+    optimizers: Optimizers = "smw-gn,smw-ng,smw-ng-bd,hf,kfac,sgd",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")] = 1,
+    epochs: Epochs = None,
+    out: Out = Path("runs"),
+    data_dir: DataDir = None,
+    device: OnDevice = Device.cpu,
+    dtype: InDtype = Dtype.float32,
+    resume: Resume = False,
+) -> None:
+    """Repeat an experiment of the paper: its network, batch sizes, learning rates and damping rule.
+
+    covtype is not in the paper: it has webspam's settings.
+    """
+    _check_name("preset", preset, PAPER)
+    _compare(preset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume)
+
+
+@app.command("report")
+def report_runs(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, folders of run folders, or records.json of a report.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report.", show_default="the first folder given")
+    ] = None,
+) -> None:
+    """Draw figures and a page from finished or unfinished runs."""
+    folder = out if out is not None else runs[0] if runs[0].is_dir() else runs[0].parent
+    with _one_line_errors(folder):
+        _report(runs, folder)
 
 
 @bench.command("step")
@@ -125,8 +237,70 @@ def bench_step(
     console.print(table)
 
 
-def _train_all(runs: dict[str, list[RunConfig]], folder: Path) -> None:
-    """Train every run into a folder of its own below `folder`, one bar per optimizer."""
+# -- what the commands are made of ----------------------------------------------------------------------------
+
+
+def _compare(
+    dataset: str,
+    optimizers: str,
+    seeds: int,
+    epochs: int | None,
+    out: Path,
+    data_dir: Path | None,
+    device: Device,
+    dtype: Dtype,
+    resume: bool,
+) -> None:
+    """Every optimizer with every seed, all optimizers of a seed one after the other."""
+    names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
+    if not names:
+        _fail("no optimizer given: --optimizers takes names separated by commas")
+    for name in names:
+        _check_name("optimizer", name, OPTIMIZERS)
+    place = _usable(device)
+    configs = [
+        PRESETS[dataset].run(dataset, name, seed, epochs=epochs, device=place, dtype=dtype.value)
+        for seed in range(seeds)
+        for name in names
+    ]
+    with _one_line_errors(out):
+        _train_and_report(configs, out, data_dir, resume)
+
+
+def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool) -> None:
+    """Train all runs into one folder below `out` and report on them; Ctrl-C reports on what there is."""
+    dataset = configs[0].dataset
+    data = load_dataset(dataset, data_dir)  # before a folder is made for it
+    folder = (_newest_folder(out, dataset) if resume else None) or _new_folder(out, dataset)
+    runs = {folder / f"{config.optimizer}-seed{config.seed}": config for config in configs}
+    for run, config in runs.items():
+        check_same_run(config, run)
+    finished = True
+    with asked_to_stop() as stop, _bars(configs) as show:
+        for run, config in runs.items():
+            try:
+                train(config, run, partial(show, config), data=data, resume=resume, stop=stop)
+            except InterruptedRunError:
+                finished = False
+                break
+    _report([folder], folder)
+    if not finished:
+        _say(f"interrupted: the same command with --resume goes on in {folder}")
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _report(paths: Sequence[Path], folder: Path) -> None:
+    """Print the table and write figures and page."""
+    runs = report.load(paths)
+    _print_summary(report.summarise(runs))
+    written = report.write(runs, folder)
+    page = next(path for path in written if path.suffix == ".html")
+    console.print(f"page [bold]{page}[/], figures and records beside it", soft_wrap=True)
+
+
+@contextmanager
+def _bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
+    """One progress bar per optimizer; gives a function that takes a run and its `Progress`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -136,22 +310,25 @@ def _train_all(runs: dict[str, list[RunConfig]], folder: Path) -> None:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
+    seeds: dict[str, list[int]] = {}
+    for config in configs:
+        seeds.setdefault(config.optimizer, []).append(config.seed)
     with ProgressBar(*columns, console=console) as bars:
-        tasks = {name: bars.add_task(name, start=False, total=None, loss="", damping="") for name in runs}
-        for name, configs in runs.items():
-            bars.start_task(tasks[name])
-            for index, config in enumerate(configs):
+        tasks = {name: bars.add_task(name, start=False, total=None, loss="", damping="") for name in seeds}
 
-                def show(now: Progress, name: str = name, index: int = index, runs: int = len(configs)) -> None:
-                    bars.update(
-                        tasks[name],
-                        total=runs * now.steps,
-                        completed=index * now.steps + now.step,
-                        loss=_short(now.loss),
-                        damping=_short(now.damping),
-                    )
+        def show(config: RunConfig, now: Progress) -> None:
+            name, before = config.optimizer, seeds[config.optimizer].index(config.seed)
+            if not bars.tasks[tasks[name]].started:
+                bars.start_task(tasks[name])
+            bars.update(
+                tasks[name],
+                total=len(seeds[name]) * now.steps,
+                completed=before * now.steps + now.step,
+                loss=_short(now.loss),
+                damping=_short(now.damping),
+            )
 
-                train(config, folder / f"{name}-seed{config.seed}", show)
+        yield show
 
 
 def _print_summary(summaries: list[report.Summary]) -> None:
@@ -163,7 +340,7 @@ def _print_summary(summaries: list[report.Summary]) -> None:
         table.add_column(heading, justify="right")
     for summary in summaries:
         table.add_row(
-            summary.optimizer,
+            summary.label,
             _short(summary.train_loss),
             f"{100 * summary.test_error:.2f} %",
             f"{summary.seconds:.2f}",
@@ -186,6 +363,47 @@ def _new_folder(out: Path, dataset: str) -> Path:
             return folder
 
 
+def _newest_folder(out: Path, dataset: str) -> Path | None:
+    """The folder of the highest number among `out/dataset-1`, `out/dataset-2`, ..."""
+    numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=None)
+    if newest is None:
+        _say(f"nothing to resume in {out}: starting anew")
+        return None
+    return out / f"{dataset}-{newest}"
+
+
+def _usable(device: Device) -> str:
+    if device is Device.cuda and not torch.cuda.is_available():
+        _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return device.value
+
+
+def _read_settings(given: Iterable[str]) -> dict[str, Any]:
+    """NAME=VALUE as a dictionary, values read as JSON where they are JSON."""
+    settings = {}
+    for entry in given:
+        name, equals, value = entry.partition("=")
+        if not equals or not name:
+            _fail(f"--set takes NAME=VALUE, got '{entry}'")
+        try:
+            settings[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name.strip()] = value
+    return settings
+
+
+@contextmanager
+def _one_line_errors(out: Path) -> Iterator[None]:
+    """Errors a user can do something about end in one line and status 2."""
+    try:
+        yield
+    except (DataError, RunFolderError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"cannot write to {error.filename or out}: {error.strerror or error}")
+
+
 def _check_name(what: str, name: str, known: Iterable[str]) -> None:
     """End with a message that suggests the nearest known name unless `name` is known."""
     known = list(known)
@@ -198,8 +416,12 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
 
 def _fail(message: str) -> NoReturn:
     """Print one line on stderr and end with status 2, the status of wrong usage."""
-    typer.echo(f"woodbury: {message}", err=True)
+    _say(message)
     raise typer.Exit(2)
+
+
+def _say(message: str) -> None:
+    typer.echo(f"woodbury: {message}", err=True)
 
 
 def _short(value: float) -> str:
@@ -208,10 +430,7 @@ def _short(value: float) -> str:
 
 
 def _first_line(described: object) -> str:
-    """The first line of the docstring; a partial shows that of its function and the arguments it sets."""
-    if isinstance(described, partial):
-        arguments = ", ".join(f"{name}={value!r}" for name, value in described.keywords.items())
-        return f"{_first_line(described.func)} With {arguments}."
+    """The first line of the docstring."""
     return (described.__doc__ or "").strip().split("\n")[0]
 
 

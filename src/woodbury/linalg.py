@@ -91,7 +91,7 @@ def minimize_quadratic(
     negligible = torch.finfo(x.dtype).eps ** 2 * square
     values = [0.5 * float(x @ (residual + linear))]
     for iteration in range(1, max_iterations + 1):
-        if square <= negligible:
+        if not square > negligible:  # small, or not a number
             return Minimum(x, values[-1], iteration - 1)
         image = product(direction)
         length = square / float(direction @ image)

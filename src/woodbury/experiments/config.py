@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import platform
 from collections.abc import Mapping
@@ -9,8 +10,122 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from woodbury.damping import LevenbergMarquardt
+from woodbury.optim import OPTIMIZERS
+
+FORMAT = 2  # of a run folder; raised whenever an older reader would misread it
+_FILE = "config.json"
+
 # Packages whose version can change the numbers of a run.
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
+# Arguments of an optimizer that are objects of the program rather than settings of a run.
+_NOT_SETTINGS = ("model", "loss", "params", "forward")
+
+
+class RunFolderError(Exception):
+    """A run folder that cannot be read or must not be touched; the message is one line."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run: a data set, a network, an optimizer with all its settings, a seed."""
+
+    dataset: str
+    optimizer: str
+    settings: Mapping[str, Any]  # keyword arguments of the optimizer, defaults included
+    widths: tuple[int, ...]  # of the network, from features to outputs
+    batch_size: int  # N1
+    epochs: int
+    seed: int  # of the initial weights, the order of the batches and the curvature samples
+    evaluations: int = 1  # of the whole training and test set, in each epoch
+    device: str = "cpu"
+    dtype: str = "float32"
+    versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: installed_versions())
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=lambda: this_machine())
+    format: int = FORMAT
+
+    def save(self, folder: Path) -> None:
+        """Write the configuration as JSON into the run folder."""
+        part = folder / f"{_FILE}.part"
+        part.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        part.replace(folder / _FILE)
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether the folder holds a configuration, of whatever version."""
+        return (folder / _FILE).exists()
+
+    @classmethod
+    def load(cls, folder: Path) -> "RunConfig":
+        """Read the configuration of a run folder."""
+        path = folder / _FILE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunFolderError(f"{folder} is not a run folder: it has no {_FILE}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunFolderError(f"{path} is damaged: {error}") from None
+        return cls.from_dict(values, where=str(folder))
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str) -> "RunConfig":
+        """The configuration in a dictionary that came from JSON; `where` names it in messages."""
+        found = values.get("format", 1) if isinstance(values, dict) else None
+        if found != FORMAT:
+            raise RunFolderError(
+                f"{where} was written by another version of woodbury (format {found}, this one reads {FORMAT})"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        missing = sorted(known - values.keys())
+        if missing:
+            raise RunFolderError(f"{where} is damaged: its configuration lacks {', '.join(missing)}")
+        values = {name: values[name] for name in known}
+        return cls(**{**values, "widths": tuple(values["widths"])})
+
+    def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
+        """What the two ask for differently, name -> (own, other's); versions and machine are not asked for."""
+        asked = [
+            field.name for field in dataclasses.fields(self) if field.name not in ("versions", "machine", "format")
+        ]
+        # through JSON, where a tuple is a list
+        pairs = {name: [json.loads(json.dumps(getattr(run, name))) for run in (self, other)] for name in asked}
+        return {name: (own, others) for name, (own, others) in pairs.items() if own != others}
+
+    def optimizer_settings(self) -> dict[str, Any]:
+        """The settings as the optimizer takes them: the damping a policy again, not a dictionary."""
+        settings = dict(self.settings)
+        if isinstance(settings.get("damping"), Mapping):
+            settings["damping"] = LevenbergMarquardt(**settings["damping"])
+        return settings
+
+
+def default_settings(optimizer: str) -> dict[str, Any]:
+    """Every setting of an optimizer with its default, as its signature gives them."""
+    maker: Any = OPTIMIZERS[optimizer]
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(maker).parameters.items()
+        if name not in _NOT_SETTINGS and parameter.default is not inspect.Parameter.empty
+    }
+
+
+def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` and the defaults of every other setting of the optimizer, as JSON can hold them.
+
+    Raises TypeError for a setting the optimizer does not have.
+    """
+    defaults = default_settings(optimizer)
+    unknown = sorted(settings.keys() - defaults.keys())
+    if unknown:
+        raise TypeError(f"there is no setting {unknown[0]!r}, only {', '.join(sorted(defaults))}")
+    return {name: _plain(settings.get(name, default)) for name, default in defaults.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON can hold it."""
+    return dataclasses.asdict(value) if isinstance(value, LevenbergMarquardt) else value
 
 
 def installed_versions() -> dict[str, str]:
@@ -24,72 +139,22 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """One training run: a data set, a network, an optimizer with its settings, a seed."""
-
-    dataset: str
-    optimizer: str
-    settings: Mapping[str, Any]  # keyword arguments of the optimizer
-    widths: tuple[int, ...]  # of the network, from features to classes
-    batch_size: int  # N1
-    epochs: int
-    seed: int  # of the initial weights, the order of the batches and the curvature samples
-    versions: Mapping[str, str] = dataclasses.field(default_factory=installed_versions)
-
-    def save(self, path: Path) -> None:
-        """Write the configuration as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> "RunConfig":
-        """Read a configuration that `save` wrote."""
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**values, "widths": tuple(values["widths"])})
+def this_machine() -> dict[str, Any]:
+    """What the seconds of a run depend on: processor, threads, GPU."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The network and the settings with which a data set is trained unless told otherwise."""
-
-    widths: tuple[int, ...]
-    batch_size: int
-    epochs: int
-    settings: Mapping[str, Mapping[str, Any]]  # by optimizer; one that is absent keeps its own defaults
-
-    def run(self, dataset: str, optimizer: str, seed: int, epochs: int | None = None) -> RunConfig:
-        """The configuration of one run; `epochs=None` takes the preset's number."""
-        settings = dict(self.settings.get(optimizer, {}))
-        if "seed" in settings:
-            settings["seed"] = seed
-        return RunConfig(
-            dataset=dataset,
-            optimizer=optimizer,
-            settings=settings,
-            widths=self.widths,
-            batch_size=self.batch_size,
-            epochs=self.epochs if epochs is None else epochs,
-            seed=seed,
-        )
-
-
-# `"seed": None` marks an optimizer that draws random numbers; it receives the seed of its run.
-# Damping is not set here: the Levenberg-Marquardt rule with the paper's constants is the default.
-_SMW = {"curvature_samples": 0.5, "seed": None}
-
-PRESETS: dict[str, Preset] = {
-    "digits": Preset(
-        widths=(64, 100, 10),
-        batch_size=60,
-        epochs=20,
-        # lr and momentum: the best of one grid for all, see docs/digits.md. Adam was not part of that grid:
-        # its rate is the best of 0.001, 0.003, 0.01 and 0.03, so the largest one tried.
-        settings={
-            "smw-gn": {"lr": 0.3, "momentum": 0.9, **_SMW},
-            "smw-ng": {"lr": 0.3, "momentum": 0.9, **_SMW},
-            "smw-ng-bd": {"lr": 1.0, "momentum": 0.9, **_SMW},
-            "sgd": {"lr": 1.0, "momentum": 0.9},
-            "adam": {"lr": 0.03},
-        },
-    ),
-}
+def _processor() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} ({platform.machine()})" if names else platform.machine()

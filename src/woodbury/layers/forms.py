@@ -142,7 +142,7 @@ class OuterRows:
         return _product(self.inputs, inputs, dtype) * weight + bias
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        change = torch.zeros(self.layout.samples, self.grads.shape[1]).to(self.grads)  # of z, (n, o)
+        change = self.grads.new_zeros(self.layout.samples, self.grads.shape[1])  # of z, (n, o)
         if self.weight is not None:
             change = self.inputs @ vector[self.weight].T
         if self.bias is not None:

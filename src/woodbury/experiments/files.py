@@ -1,0 +1,204 @@
+"""Where the files of a data set come from, and the check that each is the published one.
+
+With a data folder, named by `--data-dir` or else by the environment variable WOODBURY_DATA, files are read from it
+and nothing is downloaded. Its layout is `<folder>/<data set>/<file>`, each file plain, with .gz or with .xz.
+Without one, files are downloaded from their homes into a cache of the same layout.
+
+Every read hashes the bytes it returns, so what is parsed is what was checked.
+"""
+
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
+
+_SUFFIXES = ("", ".gz", ".xz")  # in the order in which a folder is searched
+_DAMAGED_STREAM = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError)
+_CHUNK = 1 << 20  # bytes
+
+Parsed = TypeVar("Parsed")
+
+
+class DataError(Exception):
+    """A data file that is absent, damaged or cannot be downloaded; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a file is published: an address and the sha256 of what it gives, None where none is known."""
+
+    url: str
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a data set."""
+
+    name: str  # without the suffix of a compression
+    sha256: str | None  # of the uncompressed content, None where none is known
+    home: Home
+    member: str | None = None  # its path in the archive, where the home gives one
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of the data set `dataset`; `data_dir` comes before the environment variable."""
+
+    dataset: str
+    data_dir: Path | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The data folder, None where files come from the network."""
+        named = self.data_dir or os.environ.get(ENVIRONMENT_VARIABLE)
+        return Path(named) if named else None
+
+    def read(self, file: DataFile, parse: Callable[[bytearray], Parsed]) -> Parsed:
+        """What `parse` makes of the uncompressed, checked content of a file.
+
+        Raises DataError for a file that cannot be had, that differs from the published one, or for which `parse`
+        raises ValueError.
+        """
+        path = self._fetch(file) if self.folder is None else self._find(file, self.folder)
+        try:
+            with _open(path) as stream:
+                content = _checked(stream, str(path), file)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+        try:
+            return parse(content)
+        except ValueError as error:
+            raise DataError(f"{path} is not what {file.home.url} gives: {_one_line(error)}") from error
+
+    def _find(self, file: DataFile, folder: Path) -> Path:
+        """The path of a file in the data folder."""
+        path = folder / self.dataset / file.name
+        for suffix in _SUFFIXES:
+            candidate = path.with_name(file.name + suffix)
+            if candidate.is_file():
+                return candidate
+        named_by = "--data-dir" if self.data_dir else ENVIRONMENT_VARIABLE
+        raise DataError(
+            f"{path} is absent, also with .gz and .xz: put it there from {_source(file)}, "
+            f"or name another folder by --data-dir or {ENVIRONMENT_VARIABLE} ({folder} is from {named_by})"
+        )
+
+    def _fetch(self, file: DataFile) -> Path:
+        """The path of a file in the cache, after downloading it where it is not there."""
+        folder = cache_folder() / self.dataset
+        if file.member is None:
+            return self._download(file, folder)
+        path = folder / file.name
+        if not path.is_file():
+            content = _read_member(self._download(file, folder), file)
+            _write_whole(path, content)
+        return path
+
+    def _download(self, file: DataFile, folder: Path) -> Path:
+        """The path in `folder` of what a file's home gives; a sound copy there is not fetched again."""
+        import pooch
+
+        url = file.home.url
+        name = url.rpartition("/")[2]
+        try:
+            return Path(
+                pooch.retrieve(url, known_hash=file.home.sha256, fname=name, path=folder, progressbar=True)
+            )
+        except (OSError, ValueError) as error:  # of requests and the file system, or a wrong checksum
+            raise DataError(
+                f"cannot download {_source(file)}: {_reason(error)}; get it by hand as "
+                f"<folder>/{self.dataset}/{file.name}, plain or with .gz or .xz, "
+                f"and name <folder> by --data-dir or {ENVIRONMENT_VARIABLE}"
+            ) from error
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept, in the place the operating system has for them."""
+    try:
+        import pooch
+    except ImportError as error:
+        raise DataError(
+            f"neither --data-dir nor {ENVIRONMENT_VARIABLE} names a data folder, and downloading needs pooch: "
+            'pip install "woodbury[experiments]"'
+        ) from error
+    return Path(pooch.os_cache("woodbury"))
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    """The uncompressed content of a file as a stream."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    return path.open("rb")
+
+
+def _checked(stream: io.BufferedIOBase | IO[bytes], where: str, file: DataFile) -> bytearray:
+    """The content of a stream, if it is that of `file`; `where` names it in messages."""
+    content, digest = bytearray(), hashlib.sha256()
+    fault = ""
+    try:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            content += chunk
+    except _DAMAGED_STREAM as error:
+        fault = f" ({_one_line(error)} after {len(content)} bytes)"
+    found = digest.hexdigest()
+    if fault or file.sha256 not in (None, found):
+        raise DataError(
+            f"{where} is damaged: expected sha256 {file.sha256 or 'unknown'}, found {found}{fault}; "
+            f"delete or replace it, its home is {file.home.url}"
+        )
+    return content
+
+
+def _read_member(archive: Path, file: DataFile) -> bytearray:
+    """The content of the member of an archive that is `file`; nothing else is read and no link is followed."""
+    where = f"{file.member} in {archive}"
+    try:
+        with tarfile.open(archive) as members:
+            member = next((member for member in members if member.name == file.member), None)
+            if member is None:
+                raise DataError(f"{where} is absent; delete the archive, its home is {file.home.url}")
+            stream = members.extractfile(member) if member.isreg() else None
+            if stream is None:
+                raise DataError(f"{where} is not a plain file; delete the archive, its home is {file.home.url}")
+            return _checked(stream, where, file)
+    except (*_DAMAGED_STREAM, OSError) as error:
+        raise DataError(f"cannot read {where}: {_one_line(error)}; delete the archive") from error
+
+
+def _write_whole(path: Path, content: bytearray) -> None:
+    """Write a file that other processes see whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _source(file: DataFile) -> str:
+    """Where a person gets a file."""
+    return file.home.url if file.member is None else f"{file.home.url} ({file.member} in it)"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong in a download; errors of a connection hold it inside a report of all attempts."""
+    attempts = error.args[0] if error.args else None
+    return _one_line(getattr(attempts, "reason", error))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,627 @@
+"""Data sets: their files, the readers of each form, scaling, splits, and the real data where it is at hand."""
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import lzma
+import math
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from woodbury.experiments import files as files_module
+from woodbury.experiments.data import (
+    DATASETS,
+    Dataset,
+    load_dataset,
+    read_cifar,
+    read_covtype,
+    read_idx,
+    read_libsvm,
+    split,
+    split_dataset,
+    standardise,
+)
+from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, DataFile, Files, Home
+
+CONTENT = b"one line\n" * 1000
+UNREACHABLE = Home("http://127.0.0.1:9/table.gz", None)
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def table(home: Home = UNREACHABLE, member: str | None = None) -> DataFile:
+    """A file called `table` whose content is `CONTENT`."""
+    return DataFile("table", sha256(CONTENT), home, member)
+
+
+def one_line(caught: pytest.ExceptionInfo[DataError]) -> str:
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data folder with an empty folder for the data set `toy`."""
+    (tmp_path / "toy").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no data folder in the environment."""
+    pytest.importorskip("pooch")
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(files_module, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "toy"
+
+
+class Server:
+    """A folder on the local network that counts what is asked of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.requests: list[str] = []
+        self.url = ""
+
+    def publish(self, name: str, content: bytes) -> Home:
+        (self.root / name).write_bytes(content)
+        return Home(f"{self.url}/{name}", sha256(content))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    root = tmp_path / "published"
+    root.mkdir()
+    served = Server(root)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: object) -> None:
+            served.requests.append(self.path)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=root)) as listener:
+        served.url = f"http://127.0.0.1:{listener.server_address[1]}"
+        threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
+        yield served
+        listener.shutdown()
+
+
+# Files in a data folder.
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_file_is_read_plain_or_compressed(folder: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
+    (folder / "toy" / f"table{suffix}").write_bytes(pack(CONTENT))
+    assert Files("toy", folder).read(table(), bytes) == CONTENT
+
+
+def test_the_environment_names_the_folder_unless_an_argument_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "toy" / "table").write_bytes(CONTENT)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(folder))
+    assert Files("toy").read(table(), bytes) == CONTENT
+    with pytest.raises(DataError):
+        Files("toy", folder / "elsewhere").read(table(), bytes)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    assert Files("toy").folder is None
+
+
+def damaged(pack: Callable[[bytes], bytes]) -> bytes:
+    packed = bytearray(pack(CONTENT))
+    packed[len(packed) // 2] ^= 0xFF
+    return bytes(packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "readable"),
+    [
+        ("table", CONTENT[:-1] + b"!", CONTENT[:-1] + b"!"),
+        ("table", CONTENT[:-1], CONTENT[:-1]),
+        ("table", b"", b""),
+        ("table.gz", gzip.compress(b"another"), b"another"),
+        ("table.gz", gzip.compress(CONTENT)[:-4], None),
+        ("table.gz", damaged(gzip.compress), None),
+        ("table.gz", CONTENT, b""),
+        ("table.xz", lzma.compress(b"another"), b"another"),
+        ("table.xz", lzma.compress(CONTENT)[:-20], None),
+        ("table.xz", damaged(lzma.compress), None),
+        ("table.xz", CONTENT, b""),
+    ],
+)
+def test_a_damaged_file_is_refused_with_both_checksums(
+    folder: Path, name: str, stored: bytes, readable: bytes | None
+) -> None:
+    (folder / "toy" / name).write_bytes(stored)
+    with pytest.raises(DataError) as caught:
+        Files("toy", folder).read(table(), bytes)
+    message = one_line(caught)
+    assert f"{folder / 'toy' / name} is damaged: expected sha256 {sha256(CONTENT)}, found " in message
+    if readable is not None:
+        assert f"found {sha256(readable)}" in message
+
+
+def test_a_stream_that_ends_early_is_refused_without_a_known_checksum(folder: Path) -> None:
+    (folder / "toy" / "table.xz").write_bytes(lzma.compress(CONTENT)[:-20])
+    with pytest.raises(DataError, match=r"table\.xz is damaged: expected sha256 unknown"):
+        Files("toy", folder).read(DataFile("table", None, UNREACHABLE), bytes)
+
+
+@pytest.mark.parametrize("named_by", ["--data-dir", ENVIRONMENT_VARIABLE])
+@pytest.mark.parametrize("dataset", ["toy", "no_such_folder"])
+def test_an_absent_file_ends_in_what_to_put_where_and_no_download(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, named_by: str, dataset: str
+) -> None:
+    monkeypatch.setattr(files_module, "cache_folder", lambda: pytest.fail("went for the network"))
+    if named_by == ENVIRONMENT_VARIABLE:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(folder))
+    with pytest.raises(DataError) as caught:
+        Files(dataset, folder if named_by == "--data-dir" else None).read(table(), bytes)
+    message = one_line(caught)
+    assert message.startswith(f"{folder / dataset / 'table'} is absent, also with .gz and .xz: ")
+    for fact in (UNREACHABLE.url, "--data-dir", ENVIRONMENT_VARIABLE, f"{folder} is from {named_by}"):
+        assert fact in message
+
+
+def test_an_unreadable_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "toy" / "table").write_bytes(CONTENT)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files_module, "_open", refuse)
+    with pytest.raises(DataError) as caught:
+        Files("toy", folder).read(table(), bytes)
+    assert one_line(caught) == f"cannot read {folder / 'toy' / 'table'}: Permission denied"
+
+
+def test_what_a_reader_finds_wrong_is_told_with_the_file(folder: Path) -> None:
+    (folder / "toy" / "table").write_bytes(CONTENT)
+    with pytest.raises(DataError) as caught:
+        Files("toy", folder).read(table(), read_idx)
+    assert one_line(caught).startswith(f"{folder / 'toy' / 'table'} is not what {UNREACHABLE.url} gives: ")
+
+
+# Files from the network.
+
+
+def test_a_file_is_downloaded_once_and_then_read_from_the_cache(server: Server, cache: Path) -> None:
+    file = table(server.publish("table.gz", gzip.compress(CONTENT)))
+    for _ in range(2):
+        assert Files("toy").read(file, bytes) == CONTENT
+    assert server.requests == ["/table.gz"]
+    assert [path.name for path in cache.iterdir()] == ["table.gz"]
+
+
+def test_a_damaged_file_in_the_cache_is_downloaded_again(server: Server, cache: Path) -> None:
+    file = table(server.publish("table.gz", gzip.compress(CONTENT)))
+    cache.mkdir(parents=True)
+    (cache / "table.gz").write_bytes(gzip.compress(CONTENT)[:-3])
+    assert Files("toy").read(file, bytes) == CONTENT
+
+
+def test_a_download_with_another_checksum_is_not_kept(server: Server, cache: Path) -> None:
+    home = server.publish("table", CONTENT)
+    server.publish("table", b"something else")
+    with pytest.raises(DataError) as caught:
+        Files("toy").read(table(home), bytes)
+    message = one_line(caught)
+    assert message.startswith(f"cannot download {home.url}: ")
+    assert sha256(CONTENT) in message and sha256(b"something else") in message
+    assert list(cache.iterdir()) == []
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        port: int = unused.getsockname()[1]
+        return port
+
+
+def test_a_failed_download_ends_in_what_to_put_where(server: Server, cache: Path) -> None:
+    not_there = f"{server.url}/table.gz"
+    nobody = f"http://127.0.0.1:{free_port()}/table.gz"
+    for url, reason in [(not_there, "404"), (nobody, "refused")]:
+        with pytest.raises(DataError) as caught:
+            Files("toy").read(table(Home(url, sha256(CONTENT))), bytes)
+        message = one_line(caught)
+        assert message.startswith(f"cannot download {url}: ") and reason in message
+        for fact in ("<folder>/toy/table", "--data-dir", ENVIRONMENT_VARIABLE):
+            assert fact in message
+
+
+def test_a_download_without_pooch_ends_in_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(DataError, match=r"downloading needs pooch: pip install") as caught:
+        Files("toy").read(table(), bytes)
+    assert ENVIRONMENT_VARIABLE in one_line(caught)
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for member, content in members:
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def link(name: str, target: str, kind: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member, b""
+
+
+def plain(name: str, content: bytes = CONTENT) -> tuple[tarfile.TarInfo, bytes]:
+    return tarfile.TarInfo(name), content
+
+
+def test_an_archive_gives_the_one_member_that_is_asked_for(server: Server, cache: Path) -> None:
+    members = [plain("../outside"), plain("/outside"), plain("batches/other"), plain("batches/table")]
+    file = table(server.publish("batches.tar.gz", archive(*members)), member="batches/table")
+    for _ in range(2):
+        assert Files("toy").read(file, bytes) == CONTENT
+    assert server.requests == ["/batches.tar.gz"]
+    assert sorted(path.name for path in cache.iterdir()) == ["batches.tar.gz", "table"]
+    assert not (cache.parent / "outside").exists()
+
+
+@pytest.mark.parametrize(
+    ("member", "fault"),
+    [
+        (link("batches/table", "/etc/passwd", tarfile.SYMTYPE), "is not a plain file"),
+        (link("batches/table", "../secret", tarfile.SYMTYPE), "is not a plain file"),
+        (link("batches/table", "secret", tarfile.LNKTYPE), "is not a plain file"),
+        (link("batches/table", "", tarfile.FIFOTYPE), "is not a plain file"),
+        (link("batches/table", "", tarfile.DIRTYPE), "is not a plain file"),
+        (plain("batches/../batches/table"), "is absent"),
+        (plain("./batches/table"), "is absent"),
+        (plain("batches/table", b"another"), f"expected sha256 {sha256(CONTENT)}, found {sha256(b'another')}"),
+    ],
+)
+def test_a_wrong_member_is_neither_followed_nor_kept(
+    server: Server, cache: Path, member: tuple[tarfile.TarInfo, bytes], fault: str
+) -> None:
+    home = server.publish("batches.tar.gz", archive(plain("secret"), member))
+    with pytest.raises(DataError) as caught:
+        Files("toy").read(table(home, member="batches/table"), bytes)
+    message = one_line(caught)
+    assert f"batches/table in {cache / 'batches.tar.gz'}" in message and fault in message
+    assert [path.name for path in cache.iterdir()] == ["batches.tar.gz"]
+
+
+def test_what_is_no_archive_is_refused(server: Server, cache: Path) -> None:
+    home = server.publish("batches.tar.gz", b"not an archive")
+    with pytest.raises(DataError) as caught:
+        Files("toy").read(table(home, member="batches/table"), bytes)
+    assert f"cannot read batches/table in {cache / 'batches.tar.gz'}" in one_line(caught)
+
+
+# Readers.
+
+
+def idx(values: Tensor) -> bytearray:
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    return bytearray(header + bytes(values.flatten().tolist()))
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 2, 4)])
+def test_idx_gives_the_array_that_was_written(shape: tuple[int, ...]) -> None:
+    values = torch.randint(256, shape, dtype=torch.uint8)
+    assert torch.equal(read_idx(idx(values)), values)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0\0\x08", b"\0\0\x08\x03\0\0", b"\0\0\x0d\x01\0\0\0\1\0", idx(torch.arange(9))[:-1], CONTENT],
+)
+def test_idx_refuses_another_form(content: bytes) -> None:
+    with pytest.raises(ValueError, match="idx file"):
+        read_idx(bytearray(content))
+
+
+def test_cifar_gives_planes_and_labels() -> None:
+    pixels = torch.randint(256, (4, 3072), dtype=torch.uint8)
+    labels = [3, 0, 9, 1]
+    records = b"".join(bytes([label, *row.tolist()]) for label, row in zip(labels, pixels, strict=True))
+    found_pixels, found_labels = read_cifar(bytearray(records))
+    assert torch.equal(found_pixels, pixels)
+    assert found_labels.dtype == torch.int64 and found_labels.tolist() == labels
+
+
+@pytest.mark.parametrize("content", [b"", bytes(3072), bytes(3074), bytes([10]) + bytes(3072)])
+def test_cifar_refuses_another_form(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"records|label"):
+        read_cifar(bytearray(content))
+
+
+def covtype_lines(rows: list[list[int]], end: str = "\n") -> bytearray:
+    return bytearray(("\n".join(",".join(map(str, row)) for row in rows) + end).encode())
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_covtype_gives_features_and_classes(end: str) -> None:
+    pytest.importorskip("numpy")
+    rows = torch.randint(-500, 8000, (6, 55))
+    rows[:, -1] = torch.tensor([1, 2, 3, 7, 2, 5])
+    features, classes = read_covtype(covtype_lines(rows.tolist(), end))
+    assert torch.equal(features.long(), rows[:, :-1])
+    assert classes.tolist() == [1, 2, 3, 7, 2, 5]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # how older versions of numpy tell of unreadable numbers
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        covtype_lines([[1] * 54, [1] * 56]) + covtype_lines([[1] * 54]),
+        covtype_lines([[1] * 55, [1] * 55]).replace(b"1,1", b"1,one", 1),
+        covtype_lines([[1] * 54 + [8]]),
+    ],
+)
+def test_covtype_refuses_another_form(content: bytes) -> None:
+    pytest.importorskip("numpy")
+    with pytest.raises(ValueError):
+        read_covtype(bytearray(content))
+
+
+WEBSPAM_LINES = b"+1 1:0.5 254:0.25\n-1 \n-1 2:0.125 3:1e-3\n+1 254:1\n-1 7:2\n"
+
+
+def test_libsvm_gives_dense_features_and_one_target_a_row() -> None:
+    pytest.importorskip("sklearn")
+    features, targets = read_libsvm(bytearray(WEBSPAM_LINES), rows=5, features=254)
+    expected = torch.zeros(5, 254)
+    expected[0, 0], expected[0, 253], expected[2, 1], expected[2, 2] = 0.5, 0.25, 0.125, 1e-3
+    expected[3, 253], expected[4, 6] = 1.0, 2.0
+    assert features.dtype == targets.dtype == torch.float32
+    assert torch.equal(features, expected)
+    assert targets.tolist() == [[1.0], [0.0], [0.0], [1.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (WEBSPAM_LINES.removesuffix(b"-1 7:2\n"), "4 rows instead of 5"),
+        (WEBSPAM_LINES.replace(b"254:0.25", b"255:0.25"), None),
+        (WEBSPAM_LINES.replace(b"1:0.5", b"0:0.5"), None),
+        (WEBSPAM_LINES.replace(b"+1 254", b"2 254"), "a label other than"),
+        (WEBSPAM_LINES.replace(b"0.25", b"a"), None),
+    ],
+)
+def test_libsvm_refuses_another_form(content: bytes, reason: str | None) -> None:
+    pytest.importorskip("sklearn")
+    with pytest.raises(ValueError, match=reason):
+        read_libsvm(bytearray(content), rows=5, features=254)
+
+
+def test_webspam_is_checked_by_its_shape(folder: Path) -> None:
+    pytest.importorskip("sklearn")
+    (folder / "webspam").mkdir()
+    path = folder / "webspam" / "webspam_wc_normalized_unigram.svm.xz"
+    path.write_bytes(lzma.compress(WEBSPAM_LINES))
+    with pytest.raises(DataError) as caught:
+        load_dataset("webspam", folder)
+    message = one_line(caught)
+    assert message.startswith(f"{path} is not what https://") and message.endswith("5 rows instead of 350000")
+
+
+# Scaling and splits.
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.float64])
+def test_standardise_is_what_numpy_computes(dtype: torch.dtype) -> None:
+    numpy = pytest.importorskip("numpy")
+    train = torch.randint(256, (50, 130), dtype=torch.uint8)
+    train[:, 7] = 3
+    train[:, 100] = 255
+    train[0, 101], train[1:, 101] = 1, 0
+    test = torch.randint(256, (20, 130), dtype=torch.uint8)
+    copy = train.clone().to(dtype), test.clone().to(dtype)
+
+    reference, reference_test = train.numpy().astype(float), test.numpy().astype(float)
+    mean, deviation = reference.mean(axis=0), reference.std(axis=0)
+    deviation[deviation == 0] = 1.0
+    found = standardise(*copy)
+    for values, expected in zip(found, (reference, reference_test), strict=True):
+        assert values.dtype == torch.float32
+        numpy.testing.assert_allclose(values.numpy(), (expected - mean) / deviation, rtol=1e-6, atol=1e-6)
+    assert torch.equal(copy[0], train.to(dtype)), "the argument was changed"
+
+
+def test_standardise_centres_a_constant_feature_without_dividing() -> None:
+    train_features = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+    test_features = torch.tensor([[2.0, 7.0]])
+    train_out, test_out = standardise(train_features, test_features)
+    assert train_out.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
+    assert test_out.tolist() == [[0.0, 2.0]]
+
+
+def test_a_constant_feature_is_exactly_zero_whatever_its_value() -> None:
+    constants = torch.tensor([0.1, 1 / 3, 1e8 + 0.1, -1e-7], dtype=torch.float64).expand(999, 4)
+    scaled, _ = standardise(constants, constants[:1])
+    assert scaled.abs().max() == 0
+
+
+def test_a_small_deviation_around_a_large_mean_keeps_its_digits() -> None:
+    train = 1e6 + torch.arange(1000, dtype=torch.float64).unsqueeze(1) * 1e-3
+    scaled, _ = standardise(train, train)
+    assert torch.allclose(scaled.double().std(dim=0, correction=0), torch.ones(1).double(), atol=1e-6)
+    assert scaled.double().mean().abs() < 1e-6
+
+
+def test_a_split_is_complete_without_overlap_and_the_same_every_time() -> None:
+    torch.manual_seed(99)
+    train, test = split(1000, 700)
+    assert (len(train), len(test)) == (700, 300)
+    assert sorted([*train.tolist(), *test.tolist()]) == list(range(1000))
+    again, _ = split(1000, 700)
+    assert torch.equal(train, again)
+    # The rows themselves belong to the data sets: other ones would be other data sets under the same names.
+    assert split(10, 7)[0].tolist() == [4, 1, 7, 5, 3, 9, 0]
+
+
+def test_the_two_parts_of_a_split_keep_inputs_and_targets_together() -> None:
+    rows = torch.arange(100.0).unsqueeze(1)
+    data = split_dataset(rows, (rows % 3 == 0).float(), train_rows=60)
+    train, test = split(100, 60)
+    mean, deviation = rows[train].double().mean(), rows[train].double().std(correction=0)
+    for inputs, targets, chosen in (
+        (data.train_inputs, data.train_targets, train),
+        (data.test_inputs, data.test_targets, test),
+    ):
+        found = (inputs.double() * deviation + mean).round().flatten().long()
+        assert torch.equal(found, chosen)
+        assert torch.equal(targets, (found % 3 == 0).float().unsqueeze(1))
+    assert data.classes == 2
+
+
+# Data sets.
+
+
+def test_two_classes_have_one_output_and_more_have_one_each() -> None:
+    inputs = torch.zeros(4, 3)
+    binary = Dataset(inputs, torch.ones(4, 1), inputs, torch.ones(4, 1), classes=2)
+    several = Dataset(inputs, torch.zeros(4).long(), inputs, torch.zeros(4).long(), classes=5)
+    assert (binary.features, binary.outputs, several.outputs) == (3, 1, 5)
+    assert isinstance(binary.loss(), nn.BCEWithLogitsLoss)
+    assert isinstance(several.loss(), nn.CrossEntropyLoss)
+    for data in (binary, several):
+        assert data.loss()(torch.zeros(4, data.outputs), data.train_targets) > 0
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_data_set_is_described_in_a_line(name: str) -> None:
+    assert (DATASETS[name].__doc__ or "").split("\n")[0].endswith(".")
+
+
+@pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
+def test_every_data_set_says_where_its_first_file_should_be(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        load_dataset(name, tmp_path)
+    message = one_line(caught)
+    assert message.startswith(str(tmp_path / name)) and "https://" in message
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(DataError) as caught:
+        load_dataset("minst")
+    assert one_line(caught) == f"unknown data set 'minst'; there are: {', '.join(DATASETS)}"
+
+
+def test_digits_split_is_fixed_stratified_and_complete() -> None:
+    pytest.importorskip("sklearn")
+    first, second = load_dataset("digits"), load_dataset("digits")
+    assert torch.equal(first.train_inputs, second.train_inputs)
+    assert (len(first.train_inputs), len(first.test_inputs)) == (1347, 450)
+    share = torch.bincount(first.train_targets) / torch.bincount(
+        torch.cat([first.train_targets, first.test_targets])
+    )
+    assert (share - 1347 / 1797).abs().max() < 0.01
+
+
+def test_folders_and_their_readers_need_torch_and_numpy_alone(folder: Path) -> None:
+    (folder / "toy" / "table.xz").write_bytes(lzma.compress(bytes(idx(torch.arange(6).view(2, 3)))))
+    (folder / "toy" / "batch.gz").write_bytes(gzip.compress(bytes(2 * 3073)))
+    (folder / "toy" / "lines").write_bytes(covtype_lines([[1] * 55]))
+    program = (
+        "import sys, pathlib\n"
+        "for name in ['sklearn', 'scipy', 'pooch', 'tqdm', 'requests', 'matplotlib', 'typer', 'rich', 'pandas']:\n"
+        "    sys.modules[name] = None\n"
+        "from woodbury.experiments.data import read_cifar, read_covtype, read_idx, standardise\n"
+        "from woodbury.experiments.files import DataFile, Files, Home\n"
+        "files = Files('toy', pathlib.Path(sys.argv[1]))\n"
+        "for name, read in [('table', read_idx), ('batch', read_cifar), ('lines', read_covtype)]:\n"
+        "    values = files.read(DataFile(name, None, Home('', None)), read)\n"
+        "    values = values[0] if isinstance(values, tuple) else values\n"
+        "    standardise(values, values)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# The real data: (training rows, test rows, features, classes), and how many of each class.
+
+SHAPES = {
+    "digits": (1347, 450, 64, 10),
+    "mnist": (60_000, 10_000, 784, 10),
+    "cifar10": (50_000, 10_000, 3072, 10),
+    "covtype": (300_000, 281_012, 54, 2),
+    "webspam": (300_000, 50_000, 254, 2),
+    "w8a": (40_000, 9_749, 300, 2),
+    "a9a": (32_561, 16_281, 123, 2),
+}
+COUNTS = {  # training and test rows of each class
+    "mnist": (
+        [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+        [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
+    ),
+    "cifar10": ([5000] * 10, [1000] * 10),
+    "a9a": ([32_561 - 7_841, 7_841], [16_281 - 3_846, 3_846]),
+}
+POSITIVES = {"covtype": 283_301, "w8a": 1_479}  # in both parts together
+NEED_SKLEARN = ("digits", "webspam", "w8a", "a9a")
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def real(request: pytest.FixtureRequest) -> tuple[str, Dataset]:
+    """Each data set that is at hand, loaded once."""
+    name: str = request.param
+    data_folder = os.environ.get(ENVIRONMENT_VARIABLE)
+    if name != "digits" and not (data_folder and (Path(data_folder) / name).is_dir()):
+        pytest.skip(f"{ENVIRONMENT_VARIABLE} names no folder that has {name}")
+    if name in NEED_SKLEARN:
+        pytest.importorskip("sklearn")
+    return name, load_dataset(name)
+
+
+def test_real_data_has_the_published_shape_and_classes(real: tuple[str, Dataset]) -> None:
+    name, data = real
+    train_rows, test_rows, features, classes = SHAPES[name]
+    assert data.train_inputs.shape == (train_rows, features)
+    assert data.test_inputs.shape == (test_rows, features)
+    assert (data.features, data.classes) == (features, classes)
+    binary = classes == 2
+    for targets, rows in ((data.train_targets, train_rows), (data.test_targets, test_rows)):
+        assert targets.shape == ((rows, 1) if binary else (rows,))
+        assert targets.dtype == (torch.float32 if binary else torch.int64)
+        assert targets.unique().tolist() == list(range(classes))
+        undecided = data.loss()(torch.zeros(rows, data.outputs), targets)
+        assert undecided.item() == pytest.approx(math.log(classes), rel=1e-4)
+    counts = [torch.bincount(targets.flatten().long()) for targets in (data.train_targets, data.test_targets)]
+    if name in COUNTS:
+        assert tuple(count.tolist() for count in counts) == COUNTS[name]
+    if name in POSITIVES:
+        assert sum(int(count[1]) for count in counts) == POSITIVES[name]
+        shares = [float(count[1] / count.sum()) for count in counts]
+        assert shares[0] == pytest.approx(shares[1], rel=0.2)
+
+
+def test_real_training_features_have_zero_mean_and_unit_variance_or_are_zero(real: tuple[str, Dataset]) -> None:
+    _, data = real
+    assert data.train_inputs.dtype == data.test_inputs.dtype == torch.float32
+    assert torch.isfinite(data.test_inputs).all()
+    for columns in data.train_inputs.split(64, dim=1):
+        values = columns.double()
+        constant = (values == 0).all(dim=0)
+        assert values.mean(dim=0).abs().max() < 1e-5
+        deviation = values.std(dim=0, correction=0)[~constant]
+        assert torch.allclose(deviation, torch.ones_like(deviation), atol=1e-5)

@@ -1,0 +1,364 @@
+"""The page in a browser: what it draws against the records it was made from."""
+
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from test_report import write_run
+from woodbury.experiments import report
+
+try:
+    from selenium import webdriver
+except ImportError:
+    webdriver = None  # type: ignore[assignment]
+
+CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+NEEDED = {"selenium": webdriver, "chromium": CHROMIUM, "chromedriver": CHROMEDRIVER}
+ABSENT = [name for name, found in NEEDED.items() if found is None]
+pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"needs a browser: {', '.join(ABSENT)} not installed")
+
+OPTIONS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+# After each epoch from epoch 0 on, by seed.
+LOSSES = {
+    "smw-gn": [[2.3, 0.4, 0.08, 0.011], [2.4, 0.5, 0.1, 0.01], [2.2, 0.3, 0.09, 0.02]],
+    "hf": [[2.3, 0.6, 0.2, 0.05]],
+    "sgd": [[2.3, 1.1, 0.7, 0.5]],
+}
+ERRORS = {"smw-gn": [0.9, 0.07, 0.04, 0.03], "hf": [0.9, 0.08, 0.05, 0.04], "sgd": [0.9, 0.1, 0.07, 0.02]}
+SECONDS = {"smw-gn": 2.0, "hf": 30.0, "sgd": 0.5}  # per epoch
+CHARTS = ["train_loss", "test_error", "damping", "ratio"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for option in [*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of three optimizers."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, losses in LOSSES.items():
+        for seed, values in enumerate(losses):
+            write_run(
+                folder / f"{name}-{seed}",
+                name,
+                seed,
+                values,
+                errors=ERRORS[name],
+                steps_per_epoch=20,
+                seconds_per_epoch=SECONDS[name],
+                settings={"lr": 0.1 if name == "sgd" else 0.3, "momentum": 0.9, "seed": seed},
+            )
+    return page_of(folder)
+
+
+def page_of(folder: Path) -> Path:
+    path = folder / "report.html"
+    path.write_text(report.html(report.load([folder])), encoding="utf-8")
+    return path
+
+
+class Page:
+    """What a reader sees and does."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser = browser
+
+    def all(self, selector: str) -> list[Any]:
+        return self.browser.find_elements("css selector", selector)
+
+    def one(self, selector: str) -> Any:
+        (element,) = self.all(selector)
+        return element
+
+    def click(self, selector: str) -> None:
+        self.one(selector).click()
+
+    def toggle(self, label: str) -> Any:
+        return self.one(f'.toggle[data-label="{label}"]')
+
+    def labels(self, chart: str) -> list[str]:
+        return [curve.get_attribute("data-label") for curve in self.all(f"[data-quantity={chart}] .curve")]
+
+    def points(self, chart: str, label: str) -> list[tuple[float, float]]:
+        """Pixels of a curve."""
+        line = self.one(f'[data-quantity={chart}] .curve[data-label="{label}"] .line')
+        numbers = [float(number) for number in re.findall(r"-?[\d.]+", line.get_attribute("d"))]
+        return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def ticks(self, chart: str, axis: str) -> dict[str, float]:
+        """Pixels of the labels of an axis."""
+        texts = self.all(f"[data-quantity={chart}] text.{axis}")
+        return {text.text: float(text.get_attribute("data-at")) for text in texts}
+
+    def scale(self, chart: str, axis: str, shape: Callable[[float], float] = float) -> Callable[[float], float]:
+        """From pixels to `shape` of a value, by the first and the last label."""
+        (first, from_), *_, (last, to) = self.ticks(chart, axis).items()
+        low, high = shape(float(first)), shape(float(last))
+        return lambda pixel: low + (pixel - from_) / (to - from_) * (high - low)
+
+    def axis_title(self, chart: str) -> str:
+        return self.one(f"[data-quantity={chart}] text.title").text
+
+    def hover(self, chart: str, pixel: float) -> None:
+        plot = self.one(f"[data-quantity={chart}] .plot")
+        offset = round(pixel - plot.rect["width"] / 2)
+        webdriver.ActionChains(self.browser, duration=0).move_to_element_with_offset(plot, offset, 0).perform()
+
+    def tip(self, chart: str) -> list[str]:
+        """The lines of the box beside the crosshair; none when it is not shown."""
+        box = self.one(f"[data-quantity={chart}] .tip")
+        return box.text.splitlines() if box.is_displayed() else []
+
+    def rows(self) -> list[list[str]]:
+        """The table of final figures."""
+        return [
+            [cell.text for cell in row.find_elements("css selector", "th, td")]
+            for row in self.all(".figures tbody tr")
+        ]
+
+    def sort(self, column: str) -> list[str]:
+        """Click a heading and return the optimizers from top to bottom."""
+        heading = next(button for button in self.all(".figures thead button") if button.text == column)
+        heading.click()
+        return [row[0] for row in self.rows()]
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[[Path], Page]]:
+    """Opens a page; afterwards the browser must have had nothing to complain about and nothing to fetch."""
+
+    def open_page(path: Path, width: int = 1300) -> Page:
+        metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        browser.get(path.as_uri())
+        return Page(browser)
+
+    yield open_page
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_every_optimizer_has_a_curve_with_the_medians_of_its_records(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    assert page.labels("train_loss") == page.labels("test_error") == ["smw-gn", "hf", "sgd"]
+    assert page.labels("damping") == page.labels("ratio") == ["smw-gn", "hf"]
+    epochs, losses = page.scale("train_loss", "x"), page.scale("train_loss", "y", math.log)
+    for name, series in LOSSES.items():
+        points = page.points("train_loss", name)
+        assert [epochs(x) for x, _ in points] == pytest.approx([0, 1, 2, 3], abs=0.01)
+        medians = [median(values) for values in zip(*series, strict=True)]
+        assert [math.exp(losses(y)) for _, y in points] == pytest.approx(medians, rel=0.02)
+    errors = page.scale("test_error", "y", math.log)
+    assert [math.exp(errors(y)) for _, y in page.points("test_error", "hf")[1:]] == pytest.approx(
+        [8, 5, 4], rel=0.02
+    )
+    bands = page.all("[data-quantity=train_loss] .band")
+    assert len(bands) == 1  # the others have one seed
+    # 250 points at most, and each of the 60 steps here
+    assert len(page.points("damping", "hf")) == 60
+
+
+def test_time_and_epochs_can_be_exchanged(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    assert page.axis_title("train_loss") == page.axis_title("test_error") == "epochs"
+    page.click("[data-value=seconds]")
+    assert page.one("[data-value=seconds]").get_attribute("aria-pressed") == "true"
+    assert page.one("[data-value=epochs]").get_attribute("aria-pressed") == "false"
+    for chart in ("train_loss", "test_error"):
+        assert page.axis_title(chart) == "seconds of training, logarithmic"
+        seconds = page.scale(chart, "x", lambda time: math.log1p(time / 0.5))
+        for name, per_epoch in SECONDS.items():
+            times = [0.5 * math.expm1(seconds(x)) for x, _ in page.points(chart, name)]
+            assert times == pytest.approx([0, per_epoch, 2 * per_epoch, 3 * per_epoch], rel=0.02, abs=0.01)
+    assert page.axis_title("damping") == "epochs"
+    page.toggle("hf").click()  # six seconds and one and a half lie near enough for a linear axis
+    assert page.axis_title("train_loss") == "seconds of training"
+    seconds = page.scale("train_loss", "x")
+    assert [seconds(x) for x, _ in page.points("train_loss", "smw-gn")] == pytest.approx([0, 2, 4, 6], abs=0.05)
+    page.click("[data-value=epochs]")
+    assert page.axis_title("train_loss") == "epochs"
+
+
+def test_the_vertical_axis_can_be_linear(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    page.click("[data-value=linear]")
+    losses = page.scale("train_loss", "y")
+    heights = [losses(y) for _, y in page.points("train_loss", "sgd")]
+    assert heights[1:] == pytest.approx([1.1, 0.7, 0.5], abs=0.01)
+    assert min(page.ticks("train_loss", "y"), key=float) == "0"
+    page.click("[data-value=log]")
+    assert "0" not in page.ticks("train_loss", "y")
+
+
+def test_a_click_hides_a_curve_and_a_double_click_leaves_it_alone(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    page.toggle("smw-gn").click()
+    assert page.toggle("smw-gn").get_attribute("aria-pressed") == "false"
+    assert [page.labels(chart) for chart in CHARTS] == [["hf", "sgd"], ["hf", "sgd"], ["hf"], ["hf"]]
+    page.toggle("smw-gn").click()
+    assert page.toggle("smw-gn").get_attribute("aria-pressed") == "true"
+    assert page.labels("train_loss") == ["smw-gn", "hf", "sgd"]
+    webdriver.ActionChains(page.browser, duration=0).double_click(page.toggle("sgd")).perform()
+    assert [page.labels(chart) for chart in CHARTS] == [["sgd"], ["sgd"], [], []]
+    page.toggle("sgd").click()
+    assert [page.labels(chart) for chart in CHARTS] == [[], [], [], []]
+    page.click(".all")
+    assert page.labels("train_loss") == ["smw-gn", "hf", "sgd"]
+    assert not page.one(".all").is_displayed()
+
+
+def test_curves_can_be_chosen_with_the_keyboard(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    page.toggle("hf").send_keys(webdriver.Keys.SPACE)
+    assert page.labels("train_loss") == ["smw-gn", "sgd"]
+    page.one('[aria-label="only hf"]').send_keys(webdriver.Keys.ENTER)
+    assert page.labels("train_loss") == ["hf"]
+
+
+def test_the_box_at_the_crosshair_lists_all_visible_curves(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    assert page.tip("train_loss") == []
+    at = page.points("train_loss", "hf")[2][0]
+    page.hover("train_loss", at + 8)
+    assert page.tip("train_loss") == ["epoch 2", "smw-gn 0.0900 0.0800 … 0.100", "hf 0.200", "sgd 0.700"]
+    page.hover("test_error", at + 8)
+    assert page.tip("train_loss") == []
+    assert page.tip("test_error")[:2] == ["epoch 2", "smw-gn 4.00 % 4.00 % … 4.00 %"]
+    page.toggle("smw-gn").click()
+    page.click("[data-value=seconds]")
+    page.hover("train_loss", page.points("train_loss", "hf")[1][0])
+    assert page.tip("train_loss") == ["30.0 s", "sgd 0.500 at 1.50 s", "hf 0.600"]
+
+
+def test_the_crosshair_moves_with_the_arrow_keys(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    keys = webdriver.Keys
+    plot = page.one("[data-quantity=train_loss] .plot")
+    plot.send_keys(keys.ARROW_RIGHT)
+    assert page.tip("train_loss")[0] == "epoch 0"
+    plot.send_keys(keys.ARROW_RIGHT, keys.ARROW_RIGHT)
+    assert page.tip("train_loss")[0] == "epoch 2"
+    plot.send_keys(keys.ARROW_LEFT)
+    assert page.tip("train_loss")[0] == "epoch 1"
+    plot.send_keys(keys.ESCAPE)
+    assert page.tip("train_loss") == []
+
+
+def test_the_table_holds_the_final_figures_and_sorts_by_a_click(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    damping = "0.00180"  # 0.9^60
+    assert page.rows() == [
+        ["smw-gn", "0.0110", "3.00 %", "3.00 %", "6.00", "100", damping, "3", "3"],
+        ["hf", "0.0500", "4.00 %", "4.00 %", "90.0", "1500", damping, "1", "3"],
+        ["sgd", "0.500", "2.00 %", "2.00 %", "1.50", "25.0", "–", "1", "3"],
+    ]
+    assert [cell.text for cell in page.all(".figures td.best")] == ["0.0110", "2.00 %", "2.00 %", "25.0"]
+    assert page.sort("test error") == ["sgd", "smw-gn", "hf"]
+    assert page.sort("test error") == ["hf", "smw-gn", "sgd"]
+    assert page.one(".figures th[aria-sort]").get_attribute("aria-sort") == "descending"
+    assert page.sort("optimizer") == ["hf", "sgd", "smw-gn"]
+    assert page.sort("final damping")[-1] == "sgd"  # it has none
+
+
+def test_settings_that_differ_stand_alone_and_all_of_them_on_request(visit: Any, comparison: Path) -> None:
+    page = visit(comparison)
+    rows = [row.text for row in page.all(".settings > .scroll tbody tr")]
+    assert rows == ["lr 0.3 0.3 0.1"]
+    assert not page.one(".settings details table").is_displayed()
+    page.click(".settings summary")
+    assert "momentum 0.9 0.9 0.9" in page.one(".settings details table").text
+
+
+def test_zero_errors_and_diverged_runs_are_drawn(visit: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "smw-gn", losses=[2.0, 0.1, 0.0, 0.0], errors=[0.9, 0.01, 0.0, 0.0])
+    write_run(tmp_path / "b", "sgd", losses=[2.0, 1e12, None, None], errors=[0.9, 0.9, 0.9, 0.9])
+    write_run(tmp_path / "c", "adam", losses=[2.0, 1.5], errors=[0.9, 0.5], planned=3, extra_steps=1)
+    page = visit(page_of(tmp_path))
+    zero = page.ticks("test_error", "y")["0"]
+    assert [y for _, y in page.points("test_error", "smw-gn")[2:]] == pytest.approx([zero, zero], abs=0.1)
+    assert max(float(tick) for tick in page.ticks("train_loss", "y")) <= 20
+    assert all(y < 0 for _, y in page.points("train_loss", "sgd")[1:])  # above the upper edge
+    rows = {row[0]: row for row in page.rows()}
+    assert (rows["smw-gn"][1], rows["sgd"][1], rows["adam"][-1]) == ("0", "diverged", "1 of 3")
+    page.hover("train_loss", page.points("train_loss", "smw-gn")[3][0])
+    assert page.tip("train_loss") == ["epoch 3", "smw-gn 0", "adam 1.50 at epoch 1", "sgd diverged"]
+    page.click("[data-value=linear]")
+    page.click("[data-value=seconds]")
+    assert page.sort("train loss")[-1] == "sgd"
+    assert page.sort("train loss")[-1] == "sgd"
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_single_run_is_enough(visit: Any, tmp_path: Path, epochs: int) -> None:
+    write_run(tmp_path / "a", "sgd", losses=[2.0, 1.0][: epochs + 1], errors=[0.0, 0.0], planned=1)
+    page = visit(page_of(tmp_path))
+    for axis in ("seconds", "epochs"):
+        page.click(f"[data-value={axis}]")
+        points = page.points("train_loss", "sgd")
+        assert len(points) == epochs + 1
+        assert all(0 <= x <= 700 and 0 <= y <= 500 for x, y in points)
+    assert page.all("[data-quantity=damping]") == []
+    page.hover("train_loss", page.points("train_loss", "sgd")[-1][0])
+    assert page.tip("train_loss") == [f"epoch {epochs}", f"sgd {[2.0, 1.0][epochs]:.2f}"]
+
+
+def test_each_data_set_has_a_section_of_its_own(visit: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "sgd", dataset="digits")
+    write_run(tmp_path / "b", "sgd", dataset="mnist")
+    page = visit(page_of(tmp_path))
+    assert [heading.text for heading in page.all("h2")] == ["digits", "mnist"]
+    assert [link.text for link in page.all("nav a")] == ["digits", "mnist"]
+    page.all("[data-value=seconds]")[0].click()
+    titles = [title.text for title in page.all("[data-quantity=train_loss] text.title")]
+    assert titles == ["seconds of training", "epochs"]
+
+
+def test_names_are_text_whatever_they_hold(visit: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "</script><b>x", dataset="<i>&amp;")
+    page = visit(page_of(tmp_path))
+    assert page.one("h2").text == "<i>&amp;"
+    assert page.rows()[0][0] == "</script><b>x"
+
+
+def test_a_phone_and_a_dark_screen_are_served(visit: Any, browser: Any, comparison: Path) -> None:
+    def background() -> str:
+        return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    page = visit(comparison, width=380)
+    page.hover("train_loss", 180)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 380
+    assert len(page.tip("train_loss")) == 4
+    light = background()
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    try:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+        assert light == "rgb(255, 255, 255)" != background()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
