@@ -289,6 +289,18 @@ def test_bench_step_starts_a_process_with_one_thread(monkeypatch: pytest.MonkeyP
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"
 
 
+def test_bench_scale_shows_measured_beside_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"seconds": [1.0, 2.0], "exponent": 1.23, "predicted": 1.0}
+    sweeps = {"N2": {"values": [16, 256], "sgd": [0.1, 0.2], "smw-ng": entry}}
+    monkeypatch.setattr(
+        "subprocess.run",
+        lambda command, **options: subprocess.CompletedProcess(command, 0, stdout=json.dumps(sweeps)),
+    )
+    assert json.loads(invoke("bench", "scale", "--json").output) == sweeps
+    shown = invoke("bench", "scale").output
+    assert "N2 = 16 to 256" in shown and "1.23 (1.00)" in shown
+
+
 @pytest.mark.parametrize(
     "command", [[], ["list"], ["train"], ["compare"], ["reproduce"], ["report"], ["bench"], ["bench", "step"]]
 )

@@ -81,7 +81,7 @@ def test_every_data_set_has_a_preset_and_every_preset_a_data_set() -> None:
     assert PAPER.keys() == {"mnist", "cifar10", "webspam", "covtype"}
 
 
-def test_paper_presets_are_those_of_section_6() -> None:
+def test_paper_presets_are_those_of_section_7() -> None:
     """Networks, batch sizes, rates, epochs and Levenberg-Marquardt constants, written out once more."""
     rule = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 0.001}
     second = ("smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac")
@@ -149,6 +149,30 @@ def test_a_folder_that_is_no_run_of_this_version_is_refused_by_name(
     with pytest.raises(RunFolderError, match=message) as caught:
         RunConfig.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((field.name, None) for field in dataclasses.fields(RunConfig) if field.name != "format"),
+        ("settings", [["lr", 0.1]]),
+        ("widths", 3),
+        ("widths", []),
+        ("widths", [64, "eight", 10]),
+        ("widths", [64, True, 10]),
+        ("epochs", "ten"),
+        ("epochs", 1.5),
+        ("seed", True),
+        ("machine", "a fast one"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    small_run("smw-ng").save(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, name: value}))
+    with pytest.raises(RunFolderError) as caught:
+        RunConfig.load(tmp_path)
+    assert str(caught.value) == f"{tmp_path} is damaged: its configuration has no proper '{name}'"
 
 
 def test_mlp_weights_depend_on_the_seed_alone() -> None:

@@ -315,6 +315,29 @@ def test_zero_errors_and_diverged_runs_are_drawn(visit: Any, tmp_path: Path) -> 
     assert page.sort("train loss")[-1] == "sgd"
 
 
+def test_curves_that_coincide_are_both_seen(visit: Any, tmp_path: Path) -> None:
+    for name in ("smw-gn", "hf"):
+        write_run(tmp_path / name, name, losses=[2.33, 1.86, 1.6, 1.24])
+    page = visit(page_of(tmp_path))
+    assert page.points("train_loss", "smw-gn") == page.points("train_loss", "hf")
+
+    def style(label: str, part: str, name: str) -> str:
+        element = page.all(f'[data-quantity=train_loss] .curve[data-label="{label}"] .{part}')[0]
+        return element.value_of_css_property(name)
+
+    assert style("smw-gn", "line", "stroke-dasharray") == "none" != style("hf", "line", "stroke-dasharray")
+    assert style("smw-gn", "marker", "fill") != "none" == style("hf", "marker", "fill")
+    assert len(page.ticks("train_loss", "y")) >= 5
+
+
+def test_a_ratio_that_is_cut_off_says_so(visit: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[2.0, 1.0], ratios=[None, -9.0, 0.5, 30.0])
+    page = visit(page_of(tmp_path))
+    assert set(page.ticks("ratio", "y")) == {"≤-0.5", "0", "0.25", "0.75", "1", "≥1.5"}
+    page.hover("ratio", page.points("ratio", "smw-gn")[0][0])
+    assert page.tip("ratio")[1] == "smw-gn ≤-0.50"
+
+
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_a_single_run_is_enough(visit: Any, tmp_path: Path, epochs: int) -> None:
     write_run(tmp_path / "a", "sgd", losses=[2.0, 1.0][: epochs + 1], errors=[0.0, 0.0], planned=1)

@@ -434,6 +434,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in paths}
 
 
+def test_the_page_names_the_software_that_was_installed(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", versions={"python": "3.12", "woodbury": "not installed", "torch": "2.11"})
+    (section,) = page_data(report.load([tmp_path / "run"]))
+    assert dict(section["facts"])["software"] == "python 3.12, torch 2.11"
+
+
 def test_no_text_can_end_the_script_that_holds_the_data(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "</script><b>", dataset="<i>&", settings={"note": "<!-- </script>"})
     runs = report.load([tmp_path / "run"])
@@ -461,6 +467,47 @@ def test_the_time_axis_is_logarithmic_where_ends_lie_far_apart(tmp_path: Path) -
     assert (far.get_xscale(), far.get_xlabel()) == ("function", "seconds of training, logarithmic")
     start, one, hundred = far.transData.transform([(0, 1), (1, 1), (100, 1)])[:, 0]
     assert (one - start) / (hundred - start) == pytest.approx(math.log(2) / math.log(101))
+
+
+def test_a_curve_that_lies_on_another_lets_it_be_seen(tmp_path: Path) -> None:
+    """Hessian-free takes the steps of SMW-GN: over epochs their curves coincide."""
+    for name in ("smw-gn", "hf"):
+        write_run(tmp_path / name, name, losses=[2.0, 1.0, 0.5])
+    below, above = report.draw(report.load([tmp_path])).axes[0].lines
+    assert np.array_equal(below.get_xydata(), above.get_xydata())
+    assert below.is_dashed() is False and above.is_dashed() is True
+    assert above.get_markerfacecolor() == "none" and above.get_markersize() > below.get_markersize()
+    assert above.get_linewidth() < below.get_linewidth()
+
+
+@pytest.mark.parametrize(("start", "end"), [(2.33, 1.24), (0.9, 0.5), (0.07, 0.06), (140.0, 130.0)])
+def test_a_narrow_logarithmic_axis_has_enough_labels(tmp_path: Path, start: float, end: float) -> None:
+    write_run(tmp_path / "a", losses=[start, end])
+    panel = report.draw(report.load([tmp_path])).axes[0]
+    bottom, top = panel.get_ylim()
+    assert 3 <= len([tick for tick in panel.get_yticks() if bottom <= tick <= top]) <= 8
+
+
+def test_the_start_is_not_cut_by_the_edge_of_a_logarithmic_time_axis(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[2.0, 1.0], seconds_per_epoch=1.0)
+    write_run(tmp_path / "b", "hf", losses=[2.0, 1.0], seconds_per_epoch=50.0)
+    panel = report.draw(report.load([tmp_path])).axes[1]
+    left, start, right = panel.transData.transform([(panel.get_xlim()[0], 1), (0, 1), (panel.get_xlim()[1], 1)])
+    assert 0.01 < (start[0] - left[0]) / (right[0] - left[0]) < 0.05
+
+
+def test_labels_say_where_the_ratio_is_cut_off(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[2.0, 1.0], ratios=[None, -9.0, 0.5, 30.0])
+    panel = report.draw(report.load([tmp_path])).axes[5]
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert dict(zip(panel.get_yticks(), labels, strict=True)) == {
+        -0.5: "≤−0.5",
+        0: "0",
+        0.25: "0.25",
+        0.75: "0.75",
+        1: "1",
+        1.5: "≥1.5",
+    }
 
 
 def test_an_error_of_zero_has_a_place_on_the_logarithmic_axis(tmp_path: Path) -> None:

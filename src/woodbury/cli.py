@@ -216,13 +216,7 @@ def bench_step(
     ] = False,
 ) -> None:
     """Cost of a step on the paper's three networks, in steps of torch.optim.SGD on the same batch."""
-    # A process of its own: the thread count must be set before torch is imported to hold for BLAS too.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "woodbury.bench", "step", "--json"]
-    finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if finished.returncode != 0:
-        raise typer.Exit(finished.returncode)
-    ratios: dict[str, dict[str, float]] = json.loads(finished.stdout)
+    ratios: dict[str, dict[str, float]] = _measure("step")
     if as_json:
         print(json.dumps(ratios))
         return
@@ -237,7 +231,39 @@ def bench_step(
     console.print(table)
 
 
+@bench.command("scale")
+def bench_scale(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all seconds.")] = False,
+) -> None:
+    """Growth of the step cost with N2, classes and width, beside the paper's cost table (5 minutes)."""
+    sweeps: dict[str, dict[str, Any]] = _measure("scale")
+    if as_json:
+        print(json.dumps(sweeps))
+        return
+    title = "Exponent of the cost beyond SGD's step: measured (the paper's table)"
+    table = Table("optimizer", title=title, title_justify="left")
+    for sweep, row in sweeps.items():
+        table.add_column(f"{sweep} = {row['values'][0]} to {row['values'][-1]}", justify="right")
+    for name in (name for name, entry in sweeps["N2"].items() if isinstance(entry, dict)):
+        entries = [row[name] for row in sweeps.values()]
+        table.add_row(name, *(f"{entry['exponent']:.2f} ({entry['predicted']:.2f})" for entry in entries))
+    console.print(table)
+
+
 # -- what the commands are made of ----------------------------------------------------------------------------
+
+
+def _measure(what: str) -> Any:
+    """The JSON that `python -m woodbury.bench` prints, run in a process of its own.
+
+    The thread count must be set before torch is imported to hold for BLAS too.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "woodbury.bench", what, "--json"]
+    finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if finished.returncode != 0:
+        raise typer.Exit(finished.returncode)
+    return json.loads(finished.stdout)
 
 
 def _compare(

@@ -13,11 +13,29 @@ from typing import Any
 import torch
 
 from woodbury.damping import LevenbergMarquardt
+from woodbury.experiments.storage import write_whole
 from woodbury.optim import OPTIMIZERS
 
 FORMAT = 2  # of a run folder; raised whenever an older reader would misread it
+NOT_INSTALLED = "not installed"  # in place of a version
 _FILE = "config.json"
 
+# Of each field of a configuration, as JSON gives it; true and false are not of type int.
+_TYPES = {
+    "dataset": str,
+    "optimizer": str,
+    "settings": dict,
+    "widths": list,
+    "batch_size": int,
+    "epochs": int,
+    "seed": int,
+    "evaluations": int,
+    "device": str,
+    "dtype": str,
+    "versions": dict,
+    "machine": dict,
+    "format": int,
+}
 # Packages whose version can change the numbers of a run.
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 # Arguments of an optimizer that are objects of the program rather than settings of a run.
@@ -48,9 +66,8 @@ class RunConfig:
 
     def save(self, folder: Path) -> None:
         """Write the configuration as JSON into the run folder."""
-        part = folder / f"{_FILE}.part"
-        part.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-        part.replace(folder / _FILE)
+        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        write_whole(folder / _FILE, text.encode())
 
     @staticmethod
     def is_in(folder: Path) -> bool:
@@ -77,11 +94,15 @@ class RunConfig:
             raise RunFolderError(
                 f"{where} was written by another version of woodbury (format {found}, this one reads {FORMAT})"
             )
-        known = {field.name for field in dataclasses.fields(cls)}
-        missing = sorted(known - values.keys())
+        missing = sorted(_TYPES.keys() - values.keys())
         if missing:
             raise RunFolderError(f"{where} is damaged: its configuration lacks {', '.join(missing)}")
-        values = {name: values[name] for name in known}
+        proper = {name: type(values[name]) is kind for name, kind in _TYPES.items()}
+        proper["widths"] = proper["widths"] and {type(width) for width in values["widths"]} == {int}
+        for name in proper:
+            if not proper[name]:
+                raise RunFolderError(f"{where} is damaged: its configuration has no proper '{name}'")
+        values = {name: values[name] for name in _TYPES}
         return cls(**{**values, "widths": tuple(values["widths"])})
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
@@ -135,7 +156,7 @@ def installed_versions() -> dict[str, str]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
+            versions[package] = NOT_INSTALLED
     return versions
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
+from woodbury.experiments.storage import write_whole
+
 ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
 
 _SUFFIXES = ("", ".gz", ".xz")  # in the order in which a folder is searched
@@ -101,7 +103,10 @@ class Files:
         path = folder / file.name
         if not path.is_file():
             content = _read_member(self._download(file, folder), file)
-            _write_whole(path, content)
+            try:
+                write_whole(path, content)
+            except OSError as error:
+                raise DataError(f"cannot write {path}: {error.strerror or error}") from error
         return path
 
     def _download(self, file: DataFile, folder: Path) -> Path:
@@ -176,17 +181,6 @@ def _read_member(archive: Path, file: DataFile) -> bytearray:
             return _checked(stream, where, file)
     except (*_DAMAGED_STREAM, OSError) as error:
         raise DataError(f"cannot read {where}: {_one_line(error)}; delete the archive") from error
-
-
-def _write_whole(path: Path, content: bytearray) -> None:
-    """Write a file that other processes see whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _source(file: DataFile) -> str:

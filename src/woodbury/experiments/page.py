@@ -6,35 +6,13 @@ The numbers come ready to draw; page.html holds the drawing, and asks for nothin
 import dataclasses
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
-DIGITS = 5  # significant digits of a number on the page
-
-
-@dataclass(frozen=True)
-class Look:
-    """How the curves of one optimizer are told from those of another."""
-
-    colour: str
-    dark: str  # the same colour on a dark page
-    marker: str  # circle, square, triangle, diamond, wedge, plus or cross
-    dashed: bool = False  # for curves beyond those with a look of their own
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Median, smallest and largest value over the seeds, infinite where a run diverged."""
-
-    epochs: list[float]
-    seconds: list[float]  # of training; empty where there is nothing to draw against time
-    middle: list[float]
-    low: list[float]
-    high: list[float]
-    seeds: list[int]  # that came as far as this point
+from woodbury.experiments.looks import Look
+from woodbury.experiments.medians import Curve
+from woodbury.experiments.storage import rounded
 
 
 @dataclass(frozen=True)
@@ -58,6 +36,7 @@ class Section:
     differing: Sequence[str]  # names of the settings that are not the same wherever they occur
     log_time_above: float  # ratio of the slowest end to the fastest above which the time axis is logarithmic
     thresholds: tuple[float, float]  # of the ratio: damping grows below the first, shrinks above the second
+    ratio_range: tuple[float, float]  # where its curves are cut off
 
 
 def render(sections: Sequence[Section]) -> str:
@@ -67,14 +46,3 @@ def render(sections: Sequence[Section]) -> str:
     template = resources.files("woodbury.experiments").joinpath("page.html").read_text(encoding="utf-8")
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
     return template.replace("{{title}}", html.escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
-
-
-def rounded(value: Any) -> Any:
-    """The value as JSON can hold it: floats with few digits, None for those that are not finite."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return value

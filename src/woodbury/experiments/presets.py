@@ -1,6 +1,6 @@
 """The network and the settings with which each data set is trained unless told otherwise.
 
-Those of the paper (Ren & Goldfarb, section 6) are in `PAPER`; every data set has an entry in `PRESETS`.
+Those of the paper (Ren & Goldfarb, section 7) are in `PAPER`; every data set has an entry in `PRESETS`.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def _one_rate(rate: float, **more: Mapping[str, Any]) -> dict[str, dict[str, Any
     return {name: {"lr": rate, **more.get(name, {})} for name in names}
 
 
-# Tuned by the paper for each method (figure 8); batch sizes and network as there.
+# Tuned by the paper for each method (caption of its webspam figure).
 _WEBSPAM_RATES = {
     "sgd": {"lr": 0.4},
     "hf": {"lr": 0.05},
@@ -99,6 +99,8 @@ PRESETS: dict[str, Preset] = {
             "smw-gn": {"lr": 0.3, "momentum": 0.9},
             "smw-ng": {"lr": 0.3, "momentum": 0.9},
             "smw-ng-bd": {"lr": 1.0, "momentum": 0.9},
+            "hf": {"lr": 2.0},
+            "kfac": {"lr": 1.0},
             "sgd": {"lr": 1.0, "momentum": 0.9},
             "adam": {"lr": 0.03},
         },

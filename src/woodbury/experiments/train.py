@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from woodbury.experiments.config import RunConfig, RunFolderError
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.experiments.models import mlp
+from woodbury.experiments.storage import write_whole
 from woodbury.optim import OPTIMIZERS, NonFiniteLossError
 
 _RECORDS, _CHECKPOINT, _MODEL = "records.jsonl", "checkpoint.pt", "model.pt"
@@ -82,7 +83,7 @@ def train(
     with _opened_records(folder / _RECORDS) as records:
         run.restore(folder / _CHECKPOINT, records)
         run.go(folder, records, progress, stop)
-    _replace(folder / _MODEL, _as_bytes(run.model.state_dict()))
+    write_whole(folder / _MODEL, _as_bytes(run.model.state_dict()))
     (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
@@ -186,7 +187,7 @@ class _Run:
             "seconds": self.seconds,
             "records": records.tell(),
         }
-        _replace(path, _as_bytes(values))
+        write_whole(path, _as_bytes(values))
 
     def restore(self, path: Path, records: BinaryIO) -> None:
         """Go back to the checkpoint, or to the start if there is none, and forget later records."""
@@ -294,13 +295,3 @@ def _as_bytes(values: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that at any moment either the old content or the new one is there, never a part."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

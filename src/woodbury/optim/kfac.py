@@ -24,16 +24,16 @@ from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
-from woodbury.linalg import full_precision, sum_of_squares
+from woodbury.linalg import full_precision
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Problem, Proposal
-from woodbury.rows import Rows, factor_columns
+from woodbury.rows import factor_columns
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
 
 class Factors(NamedTuple):
-    """The two sides of a layer's Kronecker product, or their damped inverses."""
+    """The two sides of a layer's Kronecker product."""
 
     inputs: Tensor  # A (i + 1, i + 1)
     grads: Tensor  # G (o, o)
@@ -44,9 +44,9 @@ class KFAC(SecondOrder):
 
     A and G are running averages over the steps, pi = sqrt(mean eigenvalue of A / mean eigenvalue of G): the
     factored Tikhonov damping of Martens & Grosse, section 6.3. G holds the loss Hessian's own factor, which is
-    the expectation over labels drawn from the model, taken exactly. The predicted decrease, and with it rho and
-    lambda, comes from the exact Gauss-Newton matrix B of S2: m(0) - m(p) = -g . p - |U p|^2 / 2. `verify` tells
-    how far p is from solving the exact block-diagonal system. Layers must be Linear.
+    the expectation over labels drawn from the model, taken exactly. The model behind rho, and with it lambda, is
+    KFAC's own: m(0) - m(p) = -g . p - p^T (A (x) G) p / 2 with the A and G that were inverted. `verify` tells how
+    far p is from solving the exact block-diagonal system. Layers must be Linear.
 
     Args:
         model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
@@ -102,15 +102,10 @@ class KFAC(SecondOrder):
         forms = piece.capture.rows([columns])
         with full_precision():
             memory, usable = self._updated(problem, forms, torch.isfinite(objective.loss))
-            vector, slope = self._solve(problem, forms, objective.gradient, memory["inverses"])
-        images = Rows(problem.plan, forms, columns.shape[0] * columns.shape[1]).matvec(vector)
-        bend = sum_of_squares(images) / len(outputs)  # p^T B p = |U p|^2
-        for name, decay in problem.hyper.weight_decay.items():
-            if decay:
-                bend = bend + decay * scalar(vector[name].square().sum())
+            vector, predicted = self._solve(problem, forms, objective.gradient, memory["inverses"])
         return Proposal(
             displacement=Displacement(problem.plan.parameters, base=vector),
-            predicted=-slope - 0.5 * bend,
+            predicted=predicted,
             squared_norm=scalar(_vector.dot(vector, vector)),
             damping=problem.damping,
             usable=truth(usable),
@@ -142,7 +137,7 @@ class KFAC(SecondOrder):
                 inverses_now[name] = {side: old.to(factors.inputs) for side, old in inverses[name].items()}
             else:
                 found, ok = damped_inverses(factors, problem.damping + _decay_of(problem, name))
-                inverses_now[name], usable = found._asdict(), usable & ok
+                inverses_now[name], usable = found, usable & ok
         return {"factor_steps": step, "averages": averages_now, "inverses": inverses_now}, usable
 
     def _solve(
@@ -152,29 +147,35 @@ class KFAC(SecondOrder):
         gradient: Vector,
         inverses: Mapping[str, Mapping[str, Tensor]],
     ) -> tuple[Vector, Scalar]:
-        """p and g . p."""
+        """p and m(0) - m(p)."""
         hyper, parameters = problem.hyper, problem.plan.parameters
-        gradient = {
-            name: value + hyper.weight_decay[name] * parameters[name].detach()
-            if hyper.weight_decay[name]
-            else value
-            for name, value in gradient.items()
-        }
         vector = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         layers = {layer.name: layer for layer in problem.plan.layers}
+        predicted: Scalar = 0.0
         for name, form in forms.items():
             form, names = self._outer(name, form), layers[name].parameters
             weight = None if form.weight is None else names[form.weight]
             bias = None if form.bias is None else names[form.bias]
-            sides = [] if weight is None else [gradient[weight]]
-            sides += [] if bias is None else [gradient[bias].unsqueeze(1)]
+            own = [parameter for parameter in (weight, bias) if parameter is not None]
+            decayed = {
+                parameter: gradient[parameter] + hyper.weight_decay[parameter] * parameters[parameter].detach()
+                if hyper.weight_decay[parameter]
+                else gradient[parameter]
+                for parameter in own
+            }
+            sides = [value.unsqueeze(1) if value.dim() == 1 else value for value in decayed.values()]
             matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
-            step = -(inverses[name]["grads"] @ matrix @ inverses[name]["inputs"])
+            step, decrease = kronecker_step(matrix, inverses[name])
+            predicted = predicted + scalar(decrease)
             if weight is not None:
                 vector[weight] = step[:, : form.inputs.shape[1]]
             if bias is not None:
                 vector[bias] = step[:, -1]
-        return vector, scalar(_vector.dot(gradient, vector))
+            for parameter in own:
+                if hyper.weight_decay[parameter]:
+                    square = vector[parameter].square().sum()
+                    predicted = predicted - 0.5 * hyper.weight_decay[parameter] * scalar(square)
+        return vector, predicted
 
     def _outer(self, name: str, form: RowForm) -> OuterRows:
         if not isinstance(form, OuterRows):
@@ -194,22 +195,38 @@ def kronecker_factors(form: OuterRows) -> Factors:
     return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / samples)
 
 
-def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Factors, Tensor]:
-    """(A + pi sqrt(lambda) I)^{-1} and (G + sqrt(lambda) / pi I)^{-1}, and whether both could be computed.
+def damped_inverses(factors: Factors, damping: Scalar) -> tuple[dict[str, Tensor], Tensor]:
+    """(A + a I)^{-1} and (G + b I)^{-1} with a = pi sqrt(lambda) and b = sqrt(lambda) / pi, and a and b.
 
-    pi = sqrt(mean eigenvalue of A / mean eigenvalue of G), 1 where either is zero.
+    pi = sqrt(mean eigenvalue of A / mean eigenvalue of G), 1 where either is zero. Also whether both could be
+    computed.
     """
     means = [matrix.diagonal().mean() for matrix in factors]
     ratio = means[0] / means[1]
     pi = torch.where((ratio > 0) & torch.isfinite(ratio), ratio, 1.0).sqrt()
-    results, ok = [], torch.ones((), dtype=torch.bool, device=pi.device)
-    for matrix, factor in zip(factors, (pi, 1 / pi), strict=True):
+    result: dict[str, Tensor] = {}
+    ok = torch.ones((), dtype=torch.bool, device=pi.device)
+    for (side, matrix), factor in zip(factors._asdict().items(), (pi, 1 / pi), strict=True):
+        shift = factor * root(damping)
         damped = matrix.clone()
-        damped.diagonal().add_(factor * root(damping))
+        damped.diagonal().add_(shift)
         lower, info = torch.linalg.cholesky_ex(damped)
-        results.append(torch.cholesky_inverse(lower))
+        result |= {side: torch.cholesky_inverse(lower), f"{side}_shift": shift}
         ok = ok & (info == 0)
-    return Factors(*results), ok
+    return result, ok
+
+
+def kronecker_step(gradient: Tensor, inverses: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """P = -(G + b I)^{-1} M (A + a I)^{-1} for a gradient M (o, i), and -<M, P> - <G P A, P> / 2.
+
+    A and G are not needed for the second: with X = (G + b I)^{-1} M and Y = M (A + a I)^{-1},
+    G P A = -M + a Y + b X + a b P.
+    """
+    left, right, a, b = (inverses[key] for key in ("grads", "inputs", "inputs_shift", "grads_shift"))
+    y = gradient @ right
+    step = -(left @ y)
+    image = (left @ gradient).mul_(b).add_(a * y).add_(a * b * step).sub_(gradient)
+    return step, -(gradient * step).sum() - 0.5 * (image * step).sum()
 
 
 def _mixed(old: Tensor, new: Tensor, weight: float, good: Tensor) -> Tensor:

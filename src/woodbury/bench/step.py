@@ -1,0 +1,35 @@
+"""The cost of one step against `torch.optim.SGD` on the same batch, for the paper's three networks."""
+
+from __future__ import annotations
+
+import torch
+
+from woodbury.bench.timing import Network, median_seconds, median_within, optimizer_step, sgd_step
+
+REFERENCE = "sgd"
+INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")
+# Tens of times the cost of the others: timed after them, less often, so that they leave the caches alone.
+SLOW = ("hf", "kfac")
+_SLOW_SECONDS = 8.0  # of timing spent on each of these
+
+# CG iterations: the mean over the runs in docs/results (webspam: those on covtype).
+NETWORKS = {
+    "mnist": Network((784, 500, 10), 60, 30, iterations=15),
+    "cifar10": Network((3072, 400, 400, 10), 100, 50, iterations=24),
+    "webspam": Network((254, 400, 400, 1), 60, 30, iterations=5),
+}
+
+
+def bench_step(repeats: int) -> dict[str, dict[str, float]]:
+    """{network: {optimizer: median step time over that of SGD}}; KFAC inverts its factors at every step."""
+    ratios = {}
+    for key, network in NETWORKS.items():
+        torch.manual_seed(0)
+        batch = network.batch()
+        steps = {REFERENCE: sgd_step(network, *batch)}
+        steps |= {name: optimizer_step(name, network, *batch) for name in INTERLEAVED}
+        seconds = median_seconds(steps, repeats)
+        for name in SLOW:
+            seconds[name] = median_within(optimizer_step(name, network, *batch), _SLOW_SECONDS, repeats)
+        ratios[key] = {name: round(value / seconds[REFERENCE], 3) for name, value in seconds.items()}
+    return ratios

@@ -1,0 +1,85 @@
+"""What the measurements share: networks, one step of each optimizer as a function, and a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury.optim import OPTIMIZERS
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of Linear layers and sigmoids with its batch sizes."""
+
+    widths: tuple[int, ...]
+    samples: int  # N1
+    curvature_samples: int  # N2
+    iterations: int  # of CG in a step of Hessian-free
+
+    def build(self) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(self.widths):
+            layers += [nn.Linear(fan_in, fan_out), nn.Sigmoid()]
+        return nn.Sequential(*layers[:-1])
+
+    def loss(self) -> nn.Module:
+        return nn.BCEWithLogitsLoss() if self.widths[-1] == 1 else nn.CrossEntropyLoss()
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(self.samples, self.widths[0])
+        if self.widths[-1] == 1:
+            return inputs, torch.randint(2, (self.samples, 1)).float()
+        return inputs, torch.randint(self.widths[-1], (self.samples,))
+
+
+def sgd_step(network: Network, inputs: Tensor, targets: Tensor) -> Step:
+    """The plain loop everybody writes: zero_grad, loss, backward, step."""
+    model, loss = network.build(), network.loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor) -> Step:
+    """A step of one of `woodbury.optim.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
+    settings: dict[str, Any] = {"lr": 0.1, "curvature_samples": network.curvature_samples}
+    if name == "hf":
+        settings |= {"max_iterations": network.iterations, "progress": 0.0}
+    optimizer = OPTIMIZERS[name](network.build(), network.loss(), **settings)
+    return lambda: optimizer.step(inputs, targets)
+
+
+def median_seconds(steps: dict[str, Step], repeats: int, warmup: int = 10) -> dict[str, float]:
+    """Median CPU seconds of each function, called in turn `repeats` times."""
+    for step in steps.values():
+        for _ in range(warmup):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            times[name].append(time.process_time() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def median_within(step: Step, seconds: float, most: int) -> float:
+    """Median CPU seconds of a function, called as often as fits in about so many seconds, at most `most` times."""
+    once = median_seconds({"": step}, 1, warmup=1)[""]
+    repeats = max(1, min(most, round(seconds / max(once, 1e-9))))
+    return median_seconds({"": step}, repeats, warmup=0)[""]

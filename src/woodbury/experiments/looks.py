@@ -1,0 +1,40 @@
+"""How the curves of one optimizer are told from those of another, in every figure and on the page."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Look:
+    """A colour, a marker and whether there are gaps, through which one sees a curve that lies below."""
+
+    colour: str
+    dark: str  # the same colour on a dark page
+    marker: str  # circle, square, triangle, diamond, wedge, plus or cross
+    dashed: bool = False  # with hollow markers
+
+
+# Okabe and Ito's palette, told apart with every common form of colour blindness; markers help in print.
+_OWN = {
+    "smw-gn": Look("#0072B2", "#4C97E8", "circle"),
+    "smw-ng": Look("#D55E00", "#F07C32", "square"),
+    "smw-ng-bd": Look("#009E73", "#22BC92", "triangle"),
+    # The step of SMW-GN by other means: over epochs the two coincide.
+    "hf": Look("#333333", "#D0D0D0", "diamond", dashed=True),
+    "kfac": Look("#CC79A7", "#DE93BE", "wedge"),
+    "sgd": Look("#E69F00", "#F0B429", "plus"),
+    "adam": Look("#56B4E9", "#7CCBF5", "cross"),
+}
+
+
+def looks_of(optimizers: Sequence[str]) -> list[Look]:
+    """A look for each: the optimizer's own at its first appearance, for others one that is free, dashed."""
+    free = [look for name, look in _OWN.items() if name not in optimizers]
+    spare = itertools.chain(free, itertools.cycle(look for look in _OWN.values() if not look.dashed))
+    looks: list[Look] = []
+    for index, name in enumerate(optimizers):
+        own = name in _OWN and name not in optimizers[:index]
+        looks.append(_OWN[name] if own else dataclasses.replace(next(spare), dashed=True))
+    return looks

@@ -1,0 +1,203 @@
+"""Runs as a report reads them: from their folders, or from the compact file that it leaves.
+
+A run that is not finished counts as far as it came.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from woodbury.experiments.config import FORMAT, RunConfig, RunFolderError
+from woodbury.experiments.storage import rounded
+from woodbury.optim import OPTIMIZERS
+
+COMPACT = "records.json"
+_CONFIG, _RECORDS = "config.json", "records.jsonl"
+# What a record must hold to be of use here.
+_KEYS = {"epoch": ("epoch", "step", "seconds", "train_loss", "test_error"), "step": ("step", "damping")}
+_POINTS = 250  # steps kept of a run in a compact file and in a curve
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one run."""
+
+    config: RunConfig
+    steps: list[dict[str, Any]]
+    epochs: list[dict[str, Any]]
+    day: str = ""  # of its last record, as 2020-12-31
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that tells one run from another on the same data set, without the seed, in one flat table."""
+        values = dataclasses.asdict(self.config)
+        for name in ("dataset", "optimizer", "seed", "versions", "machine", "format"):
+            del values[name]
+        settings = {key: value for key, value in values.pop("settings").items() if key != "seed"}
+        values["widths"] = "-".join(str(width) for width in self.config.widths)
+        flat: dict[str, Any] = {}
+        for name, value in {**settings, **values}.items():
+            if isinstance(value, Mapping):
+                flat |= {f"{name}.{key}": part for key, part in value.items()}
+            else:
+                flat[name] = value
+        return {name: str(value) if isinstance(value, list | dict) else value for name, value in flat.items()}
+
+
+def load(paths: Iterable[Path]) -> list[Run]:
+    """Read runs: all in the order of optimizers that figures and tables have, then by settings and seed.
+
+    Args:
+        paths: each a run folder, a folder with run folders one or two levels below it, or a file records.json
+            that a report left (or a folder with such a file and no run folders).
+
+    Runs that have no result yet are left out. Raises RunFolderError, with one line that names the path, where
+    nothing is left or something cannot be read.
+    """
+    paths = [Path(path) for path in paths]
+    # The same folder may be named twice, by itself and by the folder it lies in.
+    sources = {source.resolve(): source for path in paths for source in _sources(path)}
+    runs = []
+    for source in sources.values():
+        runs += _load_compact(source) if source.is_file() else [_load_run(source)]
+    runs = [run for run in runs if run.epochs]
+    if not runs:
+        raise RunFolderError(f"{', '.join(map(str, paths))}: no run has a result yet")
+    return sorted(runs, key=_order)
+
+
+def _sources(path: Path) -> list[Path]:
+    """The run folders and compact files that a path stands for."""
+    if not path.exists():
+        raise RunFolderError(f"{path} does not exist")
+    if path.is_file() or (path / _CONFIG).exists():
+        return [path]
+    folders = sorted({config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/{_CONFIG}")})
+    if not folders and (path / COMPACT).exists():
+        return [path / COMPACT]
+    if not folders:
+        raise RunFolderError(f"{path} holds no run folders")
+    return folders
+
+
+def _load_run(folder: Path) -> Run:
+    """Read one run folder; a run that was only just started has no records."""
+    path = folder / _RECORDS
+    try:
+        config = RunConfig.load(folder)
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat() if lines else ""
+    except OSError as error:
+        raise RunFolderError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+    records: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": []}
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)
+        if last and not line:  # what follows the end of the last line
+            break
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if last:  # the run was killed while it wrote this line
+                break
+            raise RunFolderError(f"{path} is damaged: line {number} is not JSON") from None
+        records[_kind(record, f"{path} is damaged: line {number}")].append(record)
+    return Run(config, records["step"], records["epoch"], day)
+
+
+def _load_compact(path: Path) -> list[Run]:
+    """The runs in a file that `compact` made."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it is not JSON") from None
+    if not isinstance(content, dict) or not isinstance(content.get("runs"), list):
+        raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it lists no runs")
+    runs = []
+    for number, entry in enumerate(content["runs"], start=1):
+        config = RunConfig.from_dict(entry.get("config") if isinstance(entry, dict) else None, where=str(path))
+        where = f"{path} is damaged: run {number}"
+        try:
+            steps, epochs = _from_columns(entry["steps"]), _from_columns(entry["epochs"])
+            day = str(entry["day"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise RunFolderError(f"{where} has no proper records") from None
+        for kind, records in (("step", steps), ("epoch", epochs)):
+            for record in records:
+                _kind({"kind": kind, **record}, where)
+        runs.append(Run(config, steps, epochs, day))
+    return runs
+
+
+def _kind(record: Any, where: str) -> str:
+    """Whether this is the record of a step or of an epoch; RunFolderError if it is neither."""
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise RunFolderError(f"{where} is not the record of a step or an epoch")
+    for key in _KEYS[kind]:
+        value = record.get(key, "")
+        needed = key in ("epoch", "step", "seconds")
+        if not isinstance(value, int | float) and not (value is None and not needed):
+            raise RunFolderError(f"{where} has no number '{key}'")
+    return kind
+
+
+def _order(run: Run) -> tuple[Any, ...]:
+    known = list(OPTIMIZERS)
+    name = run.config.optimizer
+    rank = known.index(name) if name in known else len(known)
+    settings = [(key, _sortable(value)) for key, value in sorted(run.settings().items())]
+    return run.config.dataset, rank, name, settings, run.config.seed
+
+
+def _sortable(value: Any) -> tuple[bool, float, str]:
+    """A key that sorts numbers by size and before everything else."""
+    number = isinstance(value, int | float)
+    return not number, float(value) if number else 0.0, str(value)
+
+
+def compact(runs: Sequence[Run]) -> str:
+    """The runs as JSON with few steps and digits, one line a run."""
+    lines = []
+    for run in runs:
+        steps = [run.steps[index] for index in evenly(len(run.steps))]
+        entry = {
+            "config": dataclasses.asdict(run.config),
+            "day": run.day,
+            "epochs": _columns(rounded(run.epochs)),
+            "steps": _columns(rounded(steps)),
+        }
+        lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
+    return f'{{"format":{FORMAT},"runs":[\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records as one list per key; a value that never changes stands for its whole list."""
+    names = dict.fromkeys(name for record in records for name in record if name != "kind")
+    columns: dict[str, Any] = {"count": len(records)}
+    for name in names:
+        column = [record.get(name) for record in records]
+        columns[name] = column[0] if all(value == column[0] for value in column) else column
+    return columns
+
+
+def _from_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records that `_columns` took apart."""
+    count = int(columns["count"])
+    lists = {
+        name: column if isinstance(column, list) else [column] * count
+        for name, column in columns.items()
+        if name != "count"
+    }
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+
+
+def evenly(count: int) -> list[int]:
+    """At most `_POINTS` indices into `count` records, evenly spaced, the first and the last among them."""
+    if count <= _POINTS:
+        return list(range(count))
+    return [round(index * (count - 1) / (_POINTS - 1)) for index in range(_POINTS)]
