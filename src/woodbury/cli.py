@@ -326,7 +326,7 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
 
 @contextmanager
 def _bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
-    """One progress bar per optimizer; gives a function that takes a run and its `Progress`."""
+    """One progress bar per optimizer, for its latest run; gives a function that takes a run and its `Progress`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -341,18 +341,16 @@ def _bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
         seeds.setdefault(config.optimizer, []).append(config.seed)
     with ProgressBar(*columns, console=console) as bars:
         tasks = {name: bars.add_task(name, start=False, total=None, loss="", damping="") for name in seeds}
+        shown: dict[str, int] = {}  # the seed of each bar
 
         def show(config: RunConfig, now: Progress) -> None:
-            name, before = config.optimizer, seeds[config.optimizer].index(config.seed)
-            if not bars.tasks[tasks[name]].started:
-                bars.start_task(tasks[name])
-            bars.update(
-                tasks[name],
-                total=len(seeds[name]) * now.steps,
-                completed=before * now.steps + now.step,
-                loss=_short(now.loss),
-                damping=_short(now.damping),
-            )
+            name, task = config.optimizer, tasks[config.optimizer]
+            if shown.get(name) != config.seed:
+                shown[name] = config.seed
+                number, runs = seeds[name].index(config.seed) + 1, len(seeds[name])
+                label = f"{name} {number}/{runs}" if runs > 1 else name
+                bars.reset(task, total=now.steps, completed=now.step, description=label)
+            bars.update(task, completed=now.step, loss=_short(now.loss), damping=_short(now.damping))
 
         yield show
 
