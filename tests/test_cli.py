@@ -76,7 +76,7 @@ def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path: Pa
         assert {path.name for path in run.iterdir()} == {"config.json", "records.jsonl", "model.pt"}
     assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir() if path.is_file()} == REPORT | {"digits.png", "digits.svg"}
-    for word in [*names, "train loss", "test error", "seconds", "final damping", "report.html"]:
+    for word in [*names, "train loss", "test error", "seconds", "damping", "epochs", "report.html"]:
         assert word in result.output
 
 
@@ -164,6 +164,19 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_resume_goes_on_in_the_folder_of_the_run_asked_for(tmp_path: Path) -> None:
+    """Not simply in the newest one, which may belong to another experiment."""
+    hf = ["train", "digits", "--optimizer", "hf", "--epochs", 1, "--out", tmp_path]
+    assert invoke(*hf).exit_code == 0
+    first = tmp_path / "digits-1" / "hf-seed0"
+    (first / "model.pt").unlink()  # as if it had been killed before its end
+    assert invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path).exit_code == 0
+    result = invoke(*hf, "--resume")
+    assert result.exit_code == 0, result.output
+    assert is_complete(first)
+    assert not (tmp_path / "digits-2" / "hf-seed0").exists() and not (tmp_path / "digits-3").exists()
+
+
 def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
     result = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
     assert result.exit_code == 0
@@ -194,6 +207,13 @@ def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
         (["train", "digits", "--set", "momentum"], "--set takes NAME=VALUE, got 'momentum'"),
         (["train", "digits", "--set", "refresh=2"], "smw-gn: there is no setting 'refresh', only "),
         (["train", "digits", "--set", "momentum=-1"], "smw-gn: momentum must not be negative, got -1"),
+        (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
+        (["train", "a9a", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
+        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: a setting is not a finite number"),
+        (["train", "digits", "--set", "momentum=Infinity"], "--set momentum=Infinity: not a finite number"),
+        (["train", "digits", "--set", "accept=x"], "smw-gn: "),
+        (["train", "digits", "--set", "seed=abc"], "smw-gn: "),
+        (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9]"], "adam: "),
     ],
 )
 def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(

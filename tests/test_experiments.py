@@ -122,6 +122,11 @@ def test_a_configuration_holds_every_setting_survives_the_file_and_makes_the_opt
         assert made.damping == LevenbergMarquardt()
 
 
+def test_a_damping_given_in_part_is_recorded_in_full() -> None:
+    config = small_run("smw-gn", damping={"initial": 0.1})
+    assert config.settings["damping"] == dataclasses.asdict(LevenbergMarquardt(initial=0.1))
+
+
 def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
     with pytest.raises(TypeError, match=r"no setting 'rate', only .*lr"):
         small_run("smw-gn", rate=1.0)
@@ -328,6 +333,16 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(t
 
     subprocess.run([*command, "--out", str(tmp_path / "cut"), "--resume"], check=True, **quiet)
     assert_same_run(tmp_path / "whole" / "digits-1" / f"{optimizer}-seed0", cut)
+
+
+def test_what_a_kill_left_behind_is_removed(tmp_path: Path, digits: Dataset) -> None:
+    with pytest.raises(InterruptedRunError):
+        train(small_run(), tmp_path / "run", data=digits, stop=stop_after(3))
+    (tmp_path / "run" / ".checkpoint.pt.4242").write_bytes(b"half a check")
+    train(small_run(), tmp_path / "run", data=digits, resume=True)
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"killed just before it was deleted")
+    train(small_run(), tmp_path / "run", data=digits, resume=True)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "records.jsonl", "model.pt"}
 
 
 def test_resuming_needs_the_same_run_and_changes_nothing_otherwise(tmp_path: Path, digits: Dataset) -> None:

@@ -244,6 +244,54 @@ def test_direction_changes_nothing_and_bad_input_is_refused():
             woodbury.KFAC(problem.model, problem.loss, **setting)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3, 6])
+@pytest.mark.parametrize("refresh", [1, 20])
+def test_factors_that_cannot_be_inverted_make_a_rejected_step_and_are_not_used_later(seed, refresh):
+    """Rank-deficient inputs of size 100 at lambda = 1e-12 in float32: Cholesky fails in most steps."""
+    torch.manual_seed(seed)
+    x, t = torch.randn(40, 3) @ torch.randn(3, 60) * 100, torch.randint(4, (40,))
+    model = nn.Sequential(nn.Linear(60, 30), nn.Tanh(), nn.Linear(30, 4))
+    policy = woodbury.LevenbergMarquardt(initial=1e-12, floor=0)
+    optimizer = woodbury.KFAC(model, nn.CrossEntropyLoss(), damping=policy, refresh=refresh)
+    failed = 0
+    for _ in range(8):
+        before = reference.flat([p.detach().clone() for p in model.parameters()])
+        info = optimizer.step(x, t)
+        after = reference.flat([p.detach() for p in model.parameters()])
+        if len(optimizer.state["inverses"]) < 2:
+            failed += 1
+            assert not info.accepted and torch.equal(before, after)
+        for inverses in optimizer.state["inverses"].values():
+            assert inverses["inputs"].diagonal().min() > 0  # none of those kept is a failed one
+    assert failed
+
+
+def test_a_batch_that_overflows_leaves_the_averages_alone():
+    torch.manual_seed(0)
+    x, t = torch.randn(6, 4), torch.randint(3, (6,))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = woodbury.KFAC(model, nn.CrossEntropyLoss())
+    assert not optimizer.step(1e25 * x, t).accepted  # before there are any averages
+    assert optimizer.step(x, t).accepted
+    state = copy.deepcopy(optimizer.state["averages"])
+    info = optimizer.step(1e25 * x, t)
+    assert torch.isfinite(info.loss) and not info.accepted
+    assert all(torch.equal(state[a][b], optimizer.state["averages"][a][b]) for a in state for b in state[a])
+    assert optimizer.state["factor_steps"] == 1
+    assert optimizer.step(x, t).accepted
+
+
+def test_a_parameter_frozen_or_thawed_on_the_way_starts_its_layer_anew():
+    problem = problems.make("softmax")
+    optimizer = woodbury.KFAC(problem.model, problem.loss, refresh=10)
+    for _ in range(5):
+        optimizer.step(problem.inputs, problem.targets)
+    for frozen in (True, False):
+        problem.model[0].bias.requires_grad_(not frozen)
+        assert optimizer.step(problem.inputs, problem.targets).accepted
+        assert len(optimizer.state["averages"]["0"]["inputs"]) == (5 if frozen else 6)
+
+
 class Scale(nn.Module):
     """y = s x, with a rule that gives rows written out."""
 

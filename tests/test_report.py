@@ -386,6 +386,13 @@ def test_records_json_and_run_folders_can_be_put_together(tmp_path: Path) -> Non
     assert (curve["seeds"], curve["middle"]) == ([2, 2, 2], [2.0, 1.2346, 0.5])
 
 
+def test_a_run_named_by_its_folder_and_by_its_records_counts_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "a", losses=[2.0, 1.23456789, 0.5])
+    report.write(report.load([folder]), tmp_path / "out")
+    runs = report.load([folder, tmp_path / "out" / "records.json"])
+    assert len(runs) == 1
+
+
 def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path / "run",

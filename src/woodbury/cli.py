@@ -76,8 +76,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         help="Folder with the data files, one folder per data set; nothing is downloaded then.",
-        envvar="WOODBURY_DATA",
-        show_default="download",
+        show_default="the variable WOODBURY_DATA, else download",
     ),
 ]
 OnDevice = Annotated[Device, typer.Option(help="Where to train.")]
@@ -125,7 +124,9 @@ def train_one(
         int | None, typer.Option(min=1, help="Samples per step.", show_default="the preset's")
     ] = None,
     settings: Settings = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and curvature samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of weights, batches and curvature samples.")
+    ] = 0,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
     device: OnDevice = Device.cpu,
@@ -150,9 +151,9 @@ def train_one(
             device=place,
             dtype=dtype.value,
         )
-        OPTIMIZERS[optimizer](torch.nn.Linear(1, 1), torch.nn.MSELoss(), **config.optimizer_settings())
-    except (TypeError, ValueError) as error:
-        _fail(f"{optimizer}: {error}")
+        _try_step(config)
+    except Exception as error:  # whatever a setting makes of the optimizer, it is the setting's fault
+        _fail(f"{optimizer}: {_one_line(error)}")
     with _one_line_errors(out):
         _train_and_report([config], out, data_dir, resume)
 
@@ -297,14 +298,12 @@ def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | 
     """Train all runs into one folder below `out` and report on them; Ctrl-C reports on what there is."""
     dataset = configs[0].dataset
     data = load_dataset(dataset, data_dir)  # before a folder is made for it
-    folder = (_newest_folder(out, dataset) if resume else None) or _new_folder(out, dataset)
-    runs = {folder / f"{config.optimizer}-seed{config.seed}": config for config in configs}
-    for run, config in runs.items():
-        check_same_run(config, run)
+    folder = (_folder_to_resume(out, configs) if resume else None) or _new_folder(out, dataset)
     finished = True
     with asked_to_stop() as stop, _bars(configs) as show:
-        for run, config in runs.items():
+        for config in configs:
             try:
+                run = _run_folder(folder, config)
                 train(config, run, partial(show, config), data=data, resume=resume, stop=stop)
             except InterruptedRunError:
                 finished = False
@@ -356,15 +355,19 @@ def _bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
 
 
 def _print_summary(summaries: list[report.Summary]) -> None:
-    seeds = max(summary.seeds for summary in summaries)
-    table = Table(
-        "optimizer", title=f"After training (median over {seeds} seeds)" if seeds > 1 else "After training"
-    )
-    for heading in ("train loss", "test error", "seconds", "final damping"):
+    datasets = len({summary.dataset for summary in summaries})
+    table = Table("optimizer", title="Medians over seeds")
+    if datasets > 1:
+        table.add_column("data set")
+    for heading in ("epochs", "seeds", "train loss", "test error", "seconds", "damping"):
         table.add_column(heading, justify="right")
     for summary in summaries:
+        whole = summary.seeds == summary.seeds_started
         table.add_row(
             summary.label,
+            *([summary.dataset] if datasets > 1 else []),
+            f"{summary.epochs:g}",
+            f"{summary.seeds}" if whole else f"{summary.seeds} of {summary.seeds_started}",
             _short(summary.train_loss),
             f"{100 * summary.test_error:.2f} %",
             f"{summary.seconds:.2f}",
@@ -387,14 +390,31 @@ def _new_folder(out: Path, dataset: str) -> Path:
             return folder
 
 
-def _newest_folder(out: Path, dataset: str) -> Path | None:
-    """The folder of the highest number among `out/dataset-1`, `out/dataset-2`, ..."""
+def _folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
+    """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun."""
+    dataset = configs[0].dataset
     numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
-    newest = max((int(number) for number in numbers if number.isdecimal()), default=None)
-    if newest is None:
-        _say(f"nothing to resume in {out}: starting anew")
-        return None
-    return out / f"{dataset}-{newest}"
+    refused: RunFolderError | None = None
+    for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
+        folder = out / f"{dataset}-{number}"
+        begun = {_run_folder(folder, config): config for config in configs}
+        begun = {run: config for run, config in begun.items() if RunConfig.is_in(run)}
+        try:
+            for run, config in begun.items():
+                check_same_run(config, run)
+        except RunFolderError as error:  # another experiment with the same optimizer; an older one may fit
+            refused = refused or error
+            continue
+        if begun:
+            return folder
+    if refused is not None:
+        raise refused
+    _say(f"nothing to resume in {out}: starting anew")
+    return None
+
+
+def _run_folder(folder: Path, config: RunConfig) -> Path:
+    return folder / f"{config.optimizer}-seed{config.seed}"
 
 
 def _usable(device: Device) -> str:
@@ -414,7 +434,24 @@ def _read_settings(given: Iterable[str]) -> dict[str, Any]:
             settings[name.strip()] = json.loads(value)
         except json.JSONDecodeError:
             settings[name.strip()] = value
+        if isinstance(settings[name.strip()], float) and not math.isfinite(settings[name.strip()]):
+            _fail(f"--set {entry}: not a finite number")
     return settings
+
+
+def _try_step(config: RunConfig) -> None:
+    """Raise what these settings would raise in a run: a step on random numbers with a batch of its size."""
+    settings = config.optimizer_settings()
+    if not all(math.isfinite(value) for value in settings.values() if isinstance(value, float)):
+        raise ValueError("a setting is not a finite number")
+    with torch.random.fork_rng(devices=[]):
+        inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
+        model = torch.nn.Linear(2, 2)
+        OPTIMIZERS[config.optimizer](model, torch.nn.CrossEntropyLoss(), **settings).step(inputs, targets)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager

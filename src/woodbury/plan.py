@@ -120,7 +120,7 @@ def plan_layers(
             raise ValueError(
                 f"no layer rule covers parameter {_uncovered(own)!r} of {type(module).__name__} "
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
-                "fallback='autograd'. (Or leave it alone with requires_grad_(False).)"
+                "fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
             )
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
     return Plan(

@@ -141,11 +141,13 @@ def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]
     unknown = sorted(settings.keys() - defaults.keys())
     if unknown:
         raise TypeError(f"there is no setting {unknown[0]!r}, only {', '.join(sorted(defaults))}")
-    return {name: _plain(settings.get(name, default)) for name, default in defaults.items()}
+    return {name: _plain(name, settings.get(name, default)) for name, default in defaults.items()}
 
 
-def _plain(value: Any) -> Any:
-    """A setting as JSON can hold it."""
+def _plain(name: str, value: Any) -> Any:
+    """A setting as JSON can hold it, the damping with all its constants."""
+    if name == "damping" and isinstance(value, Mapping):
+        value = LevenbergMarquardt(**value)
     return dataclasses.asdict(value) if isinstance(value, LevenbergMarquardt) else value
 
 

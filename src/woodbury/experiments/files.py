@@ -113,6 +113,7 @@ class Files:
         """The path in `folder` of what a file's home gives; a sound copy there is not fetched again."""
         import pooch
 
+        pooch.get_logger().setLevel("WARNING")  # what it has to say is in the bar, or in the one line of an error
         url = file.home.url
         name = url.rpartition("/")[2]
         try:

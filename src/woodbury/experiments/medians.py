@@ -74,8 +74,14 @@ def summary_of(group: Group) -> Summary:
         best_test_error=median(min(_number(record["test_error"]) for record in run.epochs) for run in runs),
         seconds=median(end["seconds"] for end in ends),
         seconds_per_step=median(end["seconds"] / end["step"] for end in ends) if last > 0 else math.nan,
-        damping=median(_number(run.steps[-1]["damping"]) for run in runs if run.steps) if damped else math.nan,
+        damping=median(_damping(run, last) for run in runs if run.steps) if damped else math.nan,
     )
+
+
+def _damping(run: Run, at: int) -> float:
+    """The damping of the last step recorded before an evaluation; an interrupted run has later ones."""
+    before = [step for step in run.steps if step["step"] <= at] or run.steps
+    return _number(before[-1]["damping"])
 
 
 def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:

@@ -63,10 +63,16 @@ def load(paths: Iterable[Path]) -> list[Run]:
     runs = []
     for source in sources.values():
         runs += _load_compact(source) if source.is_file() else [_load_run(source)]
-    runs = [run for run in runs if run.epochs]
+    # ... and its records beside it: the same run counts once.
+    runs = list({_identity(run): run for run in runs if run.epochs}.values())
     if not runs:
         raise RunFolderError(f"{', '.join(map(str, paths))}: no run has a result yet")
     return sorted(runs, key=_order)
+
+
+def _identity(run: Run) -> str:
+    """Equal for two copies of a run, one of them in the few digits of a compact file."""
+    return json.dumps([dataclasses.asdict(run.config), rounded(run.epochs)], sort_keys=True)
 
 
 def _sources(path: Path) -> list[Path]:

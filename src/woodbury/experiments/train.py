@@ -74,6 +74,7 @@ def train(
     """
     if resume:
         check_same_run(config, folder)
+        _tidy(folder)
         if is_complete(folder):
             return
     folder.mkdir(parents=True, exist_ok=resume)
@@ -85,6 +86,15 @@ def train(
         run.go(folder, records, progress, stop)
     write_whole(folder / _MODEL, _as_bytes(run.model.state_dict()))
     (folder / _CHECKPOINT).unlink(missing_ok=True)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a kill in the middle of writing a file left behind."""
+    for name in (_CHECKPOINT, _MODEL, "config.json"):
+        for unfinished in folder.glob(f".{name}.*"):
+            unfinished.unlink(missing_ok=True)
+    if is_complete(folder):
+        (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
 def is_complete(folder: Path) -> bool:
@@ -200,7 +210,7 @@ class _Run:
                 self.epoch, self.done, self.step = values["epoch"], values["done"], values["step"]
                 self.seconds, length = values["seconds"], values["records"]
             except Exception as error:  # torch.load raises anything on a damaged file
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                reason = " ".join(f"{type(error).__name__} {error}".split())
                 raise RunFolderError(f"{path} is damaged ({reason}): delete it to train from the start") from None
             if records.seek(0, os.SEEK_END) < length:
                 raise RunFolderError(

@@ -32,6 +32,9 @@ from woodbury.rows import factor_columns
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
 
+Inverses = dict[str, Tensor]  # of the damped factors, under "inputs" and "grads", and what was added to each
+
+
 class Factors(NamedTuple):
     """The two sides of a layer's Kronecker product."""
 
@@ -50,7 +53,7 @@ class KFAC(SecondOrder):
 
     Args:
         model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
-            `GaussNewton`. With weight decay, lambda in the formula above is lambda + weight_decay.
+            `GaussNewton`. With weight decay, lambda in the formula above is lambda + the largest of the layer.
         refresh: the inverses are computed at every so many steps (and at the first three).
         decay: of the running averages, at most; step t (from 1) uses min(1 - 1/t, decay).
     """
@@ -101,8 +104,8 @@ class KFAC(SecondOrder):
         columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
         forms = piece.capture.rows([columns])
         with full_precision():
-            memory, usable = self._updated(problem, forms, torch.isfinite(objective.loss))
-            vector, predicted = self._solve(problem, forms, objective.gradient, memory["inverses"])
+            memory, inverses, usable = self._updated(problem, forms, torch.isfinite(objective.loss))
+            vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(
             displacement=Displacement(problem.plan.parameters, base=vector),
             predicted=predicted,
@@ -118,34 +121,48 @@ class KFAC(SecondOrder):
 
     def _updated(
         self, problem: Problem, forms: Mapping[str, RowForm], good: Tensor
-    ) -> tuple[dict[str, Any], Tensor]:
-        """The averages with this batch in them and the inverses to use, and whether these could be computed."""
-        step = self.state.get("factor_steps", 0) + 1
-        averages: dict[str, dict[str, Tensor]] = self.state.get("averages", {})
-        inverses: dict[str, dict[str, Tensor]] = self.state.get("inverses", {})
-        weight = min(1 - 1 / step, self.decay)
+    ) -> tuple[dict[str, Any], dict[str, Inverses], Tensor]:
+        """What the state gains by this batch, the inverses to use, and whether they can be.
+
+        A batch whose loss or factors are not finite leaves the averages alone. Inverses that could not be
+        computed are zero, so that a device that cannot tell yet takes no step by them; they are not kept.
+        """
+        fresh = {name: kronecker_factors(self._outer(name, form)) for name, form in forms.items()}
+        for factors in fresh.values():
+            good = good & torch.isfinite(factors.inputs.sum() + factors.grads.sum())
+        known = truth(good)  # a tensor where asking would wait
+        step = self.state.get("factor_steps", 0) + (1 if known is not False else 0)
+        weight = min(1 - 1 / max(step, 1), self.decay)
+        averages: dict[str, dict[str, Tensor]] = dict(self.state.get("averages", {}))
+        kept: dict[str, Inverses] = dict(self.state.get("inverses", {}))
+        due = step <= _FIRST_STEPS or step % self.refresh == 0
+        used: dict[str, Inverses] = {}
         usable = good
-        averages_now, inverses_now = {}, {}
-        for name, form in forms.items():
-            factors = kronecker_factors(self._outer(name, form))
-            if name in averages:
-                factors = Factors(
-                    *(_mixed(averages[name][side], new, weight, good) for side, new in factors._asdict().items())
-                )
-            averages_now[name] = factors._asdict()
-            if name in inverses and step > _FIRST_STEPS and step % self.refresh:
-                inverses_now[name] = {side: old.to(factors.inputs) for side, old in inverses[name].items()}
+        for name, new in fresh.items():
+            old = averages.get(name, {})
+            if old and not _same_shapes(old, new):  # a parameter was frozen or thawed since
+                old = {}
+                kept.pop(name, None)
+            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in new._asdict().items()))
+            averages[name] = factors._asdict()
+            if name in kept and not due:
+                used[name] = kept[name] = {key: value.to(new.inputs) for key, value in kept[name].items()}
+                continue
+            used[name], ok = damped_inverses(factors, problem.damping + _decay_of(problem, name))
+            usable = usable & ok
+            if truth(ok) is False:
+                kept.pop(name, None)
             else:
-                found, ok = damped_inverses(factors, problem.damping + _decay_of(problem, name))
-                inverses_now[name], usable = found, usable & ok
-        return {"factor_steps": step, "averages": averages_now, "inverses": inverses_now}, usable
+                kept[name] = used[name]
+        memory = {"factor_steps": step, "averages": averages, "inverses": kept}
+        return memory if known is not False else {}, used, usable
 
     def _solve(
         self,
         problem: Problem,
         forms: Mapping[str, RowForm],
         gradient: Vector,
-        inverses: Mapping[str, Mapping[str, Tensor]],
+        inverses: Mapping[str, Inverses],
     ) -> tuple[Vector, Scalar]:
         """p and m(0) - m(p)."""
         hyper, parameters = problem.hyper, problem.plan.parameters
@@ -195,24 +212,29 @@ def kronecker_factors(form: OuterRows) -> Factors:
     return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / samples)
 
 
-def damped_inverses(factors: Factors, damping: Scalar) -> tuple[dict[str, Tensor], Tensor]:
+def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:
     """(A + a I)^{-1} and (G + b I)^{-1} with a = pi sqrt(lambda) and b = sqrt(lambda) / pi, and a and b.
 
     pi = sqrt(mean eigenvalue of A / mean eigenvalue of G), 1 where either is zero. Also whether both could be
-    computed.
+    computed: an inverse that could not is zero.
     """
     means = [matrix.diagonal().mean() for matrix in factors]
     ratio = means[0] / means[1]
     pi = torch.where((ratio > 0) & torch.isfinite(ratio), ratio, 1.0).sqrt()
-    result: dict[str, Tensor] = {}
+    result: Inverses = {}
     ok = torch.ones((), dtype=torch.bool, device=pi.device)
     for (side, matrix), factor in zip(factors._asdict().items(), (pi, 1 / pi), strict=True):
         shift = factor * root(damping)
         damped = matrix.clone()
         damped.diagonal().add_(shift)
         lower, info = torch.linalg.cholesky_ex(damped)
-        result |= {side: torch.cholesky_inverse(lower), f"{side}_shift": shift}
-        ok = ok & (info == 0)
+        done = info == 0
+        # cholesky_inverse raises on a factor that was left unfinished
+        identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+        inverse = torch.cholesky_inverse(torch.where(done, lower, identity))
+        result[side] = torch.where(done, inverse, 0.0)
+        result[f"{side}_shift"] = shift
+        ok = ok & done
     return result, ok
 
 
@@ -229,11 +251,16 @@ def kronecker_step(gradient: Tensor, inverses: Mapping[str, Tensor]) -> tuple[Te
     return step, -(gradient * step).sum() - 0.5 * (image * step).sum()
 
 
-def _mixed(old: Tensor, new: Tensor, weight: float, good: Tensor) -> Tensor:
-    """weight old + (1 - weight) new; old alone where the batch was not good (its loss is not finite)."""
+def _mixed(old: Tensor | None, new: Tensor, weight: float, good: Tensor) -> Tensor:
+    """weight old + (1 - weight) new; old alone (zero where there is none) if the batch was not good."""
+    if old is None:
+        return torch.where(good, new, 0.0)
     old = old.to(new)
-    mixed = torch.lerp(new, old, weight)
-    return mixed if good.device.type == "cpu" else torch.where(good, mixed, old)
+    return torch.where(good, torch.lerp(new, old, weight), old)
+
+
+def _same_shapes(old: Mapping[str, Tensor], new: Factors) -> bool:
+    return all(old[side].shape == matrix.shape for side, matrix in new._asdict().items())
 
 
 def _decay_of(problem: Problem, layer: str) -> float:
