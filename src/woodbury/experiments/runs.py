@@ -72,7 +72,8 @@ def load(paths: Iterable[Path]) -> list[Run]:
 
 def _identity(run: Run) -> str:
     """Equal for two copies of a run, one of them in the few digits of a compact file."""
-    return json.dumps([dataclasses.asdict(run.config), rounded(run.epochs)], sort_keys=True)
+    epochs = [[record[key] for key in _KEYS["epoch"]] for record in run.epochs]
+    return json.dumps(rounded([dataclasses.asdict(run.config), epochs]), sort_keys=True)
 
 
 def _sources(path: Path) -> list[Path]:
