@@ -381,18 +381,20 @@ _VIEWS = frozenset(
 
 
 def check_samples_apart(capture: Capture) -> None:
-    """Raise if the outputs of the first sample depend on another sample's activations."""
+    """Raise if the outputs of the first or the last sample depend on another sample's activations."""
     layers = [layer for layer in capture.plan.layers if layer.name in capture.calls]
-    if len(capture.outputs) < 2 or not layers:
+    samples = len(capture.outputs)
+    if samples < 2 or not layers:
         return
     capture.check_inputs()
-    seed = torch.zeros_like(capture.outputs)
-    seed[0] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
     edges = [capture.calls[layer.name].edge for layer in layers]
-    grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
-    for layer, grad in zip(layers, grads, strict=True):
-        if grad is not None and bool((grad[1:].abs() > 0).any()):  # nan is another's concern
-            raise ValueError(
-                f"the outputs of one sample depend on what layer {layer.name!r} gives for another: rows per "
-                "sample do not exist where the model mixes the samples of a batch"
-            )
+    for sample, others in ((0, slice(1, None)), (samples - 1, slice(0, samples - 1))):
+        seed = torch.zeros_like(capture.outputs)
+        seed[sample] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
+        grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
+        for layer, grad in zip(layers, grads, strict=True):
+            if grad is not None and bool((grad[others].abs() > 0).any()):  # nan is another's concern
+                raise ValueError(
+                    f"the outputs of one sample depend on what layer {layer.name!r} gives for another: rows per "
+                    "sample do not exist where the model mixes the samples of a batch"
+                )
