@@ -403,6 +403,28 @@ def test_both_routes_agree_for_parts_of_different_length_in_any_memory(data):
         )
 
 
+@pytest.mark.parametrize("max_bytes", [2**14, 2**17])
+def test_patches_of_a_batch_never_exist_at_once(max_bytes):
+    seen = []
+
+    def cut(block):
+        seen.append(block.numel() * block.element_size())
+        return block
+
+    own = part(64, 2, 9, 1, 4, 8)  # 64 samples of 288 bytes in, 576 bytes of columns
+    form = SharedRows((shared.Part(own.inputs, own.grads, cut),), (4, 8), max_bytes=max_bytes)
+    vector = {"weight": torch.randn(4, 8), "bias": torch.randn(4)}
+    for compute in (
+        lambda: form.gram_by_pairs(form, torch.float32),
+        lambda: form.gram_by_gradients(form, torch.float32),
+        lambda: form.matvec(vector),
+        lambda: form.rmatvec(torch.randn(128)),
+    ):
+        seen.clear()
+        compute()
+        assert 0 < max(seen) <= max_bytes // 4
+
+
 def test_the_product_of_summed_grams_is_something_else():
     """What a Gram of summed inputs and summed columns would give is not the Gram of the rows."""
     form = SharedRows((part(3, 1, 4, 1, 2, 2),), (2, 2), bias=None)

@@ -48,3 +48,30 @@ def test_natural_gradient_step_needs_less_than_two_copies_of_the_parameters_more
     for blocks in ("full", "layer"):
         step, _ = growth(blocks)
         assert step - sgd < 2 * parameters
+
+
+IMAGES = """
+import sys, torch, woodbury
+from torch import nn
+torch.manual_seed(0)
+widths, layers = (3, 32, 32, 64, 64, 128, 128), []
+for index, (a, b) in enumerate(zip(widths, widths[1:])):
+    layers += [nn.Conv2d(a, b, 3, stride=1 + index % 2, padding=1), nn.GroupNorm(8, b), nn.ReLU()]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+samples = int(sys.argv[2])
+inputs, targets = torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))
+optimizer = getattr(woodbury, sys.argv[1])(model, nn.CrossEntropyLoss())
+assert torch.isfinite(optimizer.step(inputs, targets).ratio)
+line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@pytest.mark.parametrize("method, samples", [("NaturalGradient", 256), ("GaussNewton", 64)])
+def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):
+    """Six convolutions with norms on 32 x 32 images, 10 classes."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMAGES, method, str(samples)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 2 * 2**30

@@ -136,5 +136,7 @@ def _in_order(cut: Tensor, axes: int, groups: int, turned: bool = False) -> Tens
     positions, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
     if turned:
         cut = torch.flip(cut, list(kernel))
-    ordered = cut.permute(0, *positions, 1, 2, *kernel)
-    return ordered.reshape(cut.shape[0], math.prod(cut.shape[a] for a in positions), groups, -1)
+    # Positions last in memory: the copy then runs along rows of the image.
+    count = math.prod(cut.shape[axis] for axis in positions)
+    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], groups, -1, count)
+    return ordered.permute(0, 3, 1, 2)
