@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
+import problems
 import reference
 import woodbury
 from woodbury._vector import flatten
@@ -229,54 +230,15 @@ def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, data):
         check_directions(model, loss, inputs, targets, subset)
 
 
-class Sequence(nn.Module):
-    """Embedding, norm, attention written out from three projections, a feed-forward part, mean, head."""
-
-    def __init__(self, words=7, width=4, padding=0):
-        super().__init__()
-        self.words = nn.Embedding(words, width, padding_idx=padding)
-        self.before, self.after = nn.LayerNorm(width), nn.RMSNorm(width)
-        self.query, self.key = nn.Linear(width, width, bias=False), nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 6), nn.GELU(), nn.Linear(6, width))
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, x):
-        h = self.words(x)
-        v = self.before(h)
-        scores = self.query(v) @ self.key(v).transpose(1, 2) / 2
-        h = h + scores.softmax(-1) @ self.value(v)
-        return self.head((h + self.feed(self.after(h))).mean(1))
-
-
-class Pictures(nn.Module):
-    """Convolutions, norms, a slope and a head on flattened features."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
-        self.b, self.slope = nn.Conv2d(4, 4, 2, stride=2, groups=2, bias=False), nn.PReLU(4)
-        self.up, self.still = nn.ConvTranspose2d(4, 2, 2), nn.BatchNorm2d(2)
-        self.head = nn.Linear(2 * 9, CLASSES)
-        self.still.eval()
-
-    def forward(self, x):
-        h = F.relu(self.norm(self.a(x)), inplace=True)
-        return self.head(torch.tanh(self.still(self.up(self.slope(self.b(h))))).flatten(1))
-
-
 N = 5
 
 
 def mixture(name):
-    torch.manual_seed(1)
-    if name == "sequence":
-        return shaken(Sequence().double()), torch.randint(7, (N, 3)), torch.randint(CLASSES, (N,))
-    images = torch.randn(N, 2, 4, 4, dtype=torch.float64)
-    return shaken(Pictures().double()), images, torch.randint(CLASSES, (N,))
+    problem = problems.make(name, seed=1)
+    return shaken(problem.model), problem.inputs[:N], problem.targets[:N]
 
 
-every_mixture = pytest.mark.parametrize("name", ["pictures", "sequence"])
+every_mixture = pytest.mark.parametrize("name", problems.SHARED)
 LOSS = nn.CrossEntropyLoss()
 
 
@@ -364,7 +326,7 @@ def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
 
 def test_forms_are_those_the_layers_call_for():
     torch.manual_seed(0)
-    model, inputs, targets = mixture("sequence")
+    model, inputs, targets = mixture("sentences")
     forms = woodbury.rows(model, LOSS, inputs, targets).forms
     assert isinstance(forms["words"], EmbeddingRows) and isinstance(forms["query"], SharedRows)
     assert isinstance(forms["before"], ExplicitRows) and isinstance(forms["head"], OuterRows)

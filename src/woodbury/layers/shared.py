@@ -425,17 +425,21 @@ class EmbeddingRows:
         sizes = (count, self.shape[1])
         return gram_by_gradients(own, others, sizes, gradients, dtype, self._limit)
 
-    def _at(self, part: Part) -> Tensor:
-        """h with the positions of the padding index silenced, (n, k, s, o)."""
-        grads = part.grads[:, :, :, 0]
-        if self.padding is None:
-            return grads
-        return grads * (part.inputs != self.padding)[:, None, :, None]
+    def _blocks(self, part: Part) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Windows of samples, their indices (n, s), and h (n, k, s, o) silenced at the padding index."""
+        each = 3 * part.grads.element_size() * max(1, part.grads[0].numel())
+        for window in _windows(part.samples, self._limit // each):
+            indices, grads = part.inputs[window], part.grads[window, :, :, 0]
+            if self.padding is not None:
+                grads = grads * (indices != self.padding)[:, None, :, None]
+            yield window, indices, grads
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        weight = vector[self.weight]
         products = [
-            torch.einsum("nkso,nso->nk", self._at(part), vector[self.weight][part.inputs]).flatten()
+            torch.einsum("nkso,nso->nk", h, weight[x]).flatten()
             for part in self.parts
+            for _, x, h in self._blocks(part)
         ]
         return torch.cat(products)
 
@@ -444,16 +448,17 @@ class EmbeddingRows:
         weight = first.new_zeros(self.shape)
         for part, span in _spans(self.parts):
             c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
-            contracted = torch.einsum("nk,nkso->nso", c, self._at(part))
-            weight.index_add_(0, part.inputs.flatten(), contracted.flatten(0, 1))
+            for window, x, h in self._blocks(part):
+                contracted = torch.einsum("nk,nkso->nso", c[window], h)
+                weight.index_add_(0, x.flatten(), contracted.flatten(0, 1))
         return {self.weight: weight}
 
     def dense(self) -> dict[str, Tensor]:
         rows = []
         for part in self.parts:
-            h = self._at(part)
-            row = h.new_zeros(*h.shape[:2], *self.shape)
-            rows.append(row.scatter_add_(2, part.inputs[:, None, :, None].expand(h.shape), h).flatten(0, 1))
+            for _, x, h in self._blocks(part):
+                row = h.new_zeros(*h.shape[:2], *self.shape)
+                rows.append(row.scatter_add_(2, x[:, None, :, None].expand(h.shape), h).flatten(0, 1))
         return {self.weight: torch.cat(rows)}
 
     @staticmethod
