@@ -498,6 +498,39 @@ def test_a_convolution_used_past_its_module_is_refused_or_exact_by_the_fallback(
     check_directions(model, LOSS, inputs, targets, [3, 0], fallback="autograd")
 
 
+class Slope(nn.Module):
+    """The derivative of a network in its inputs: the last layer is used by its derivative alone."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0].flatten(1)
+
+
+SLOPES = {
+    "linear": lambda: Slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
+    "one linear": lambda: Slope(nn.Linear(4, 1)),
+    "convolution": lambda: Slope(nn.Conv1d(2, 3, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 1)),
+    "norm last": lambda: Slope(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.GroupNorm(1, 3)),
+    "transposed": lambda: Slope(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.PReLU(), nn.Conv1d(3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", list(SLOPES))
+def test_derivatives_in_the_inputs_are_refused_or_exact_by_the_fallback(name):
+    torch.manual_seed(0)
+    model = SLOPES[name]().double()
+    inputs = torch.randn(N, 4) if "linear" in name else torch.randn(N, 2, 3)
+    inputs = inputs.double()
+    targets = torch.randn_like(inputs).flatten(1)
+    with pytest.raises(ValueError, match=r"weight' is used outside"):
+        woodbury.rows(model, nn.MSELoss(), inputs, targets)
+    check_directions(model, nn.MSELoss(), inputs, targets, [3, 0], fallback="autograd")
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -338,7 +338,8 @@ def misused_parameters(capture: Capture) -> dict[str, str]:
     """Layer -> parameter wherever one reaches the outputs other than through its layer's one call.
 
     Walks the autograd graph: a parameter covered by a rule must have one use, and none if its module was not
-    called (`F.linear(x, layer.weight)` calls no module). A view of a parameter counts by its own uses: the
+    called (`F.linear(x, layer.weight)` calls no module) or what it gave is not on the way to the outputs (only
+    its derivative is, say). A view of a parameter counts by its own uses: the
     derivative of a network in its inputs goes through the transposed weight a second time.
     """
     consumers: dict[Any, list[Any]] = {}
@@ -367,7 +368,8 @@ def misused_parameters(capture: Capture) -> dict[str, str]:
 
     found: dict[str, str] = {}
     for layer in capture.plan.layers:
-        allowed = int(layer.name in capture.calls)
+        call = capture.calls.get(layer.name)
+        allowed = int(call is not None and call.edge.node in seen)
         for name in layer.parameters.values():
             node = accumulators.get(id(capture.plan.parameters[name]))
             if node is not None and uses(node) > allowed:
