@@ -133,7 +133,10 @@ def _fill_by_pairs(
             for s in _windows(left.positions, position_step):
                 for group in range(h.shape[3]):
                     outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
-                    outer.mul_(inner(x[:, s], y, group)[:, None, :, :, None])  # (n, k, s, m, l, t)
+                    factor = inner(x[:, s], y, group).to(
+                        dtype
+                    )  # before it is spread: of a mask that would be a copy
+                    outer.mul_(factor[:, None, :, :, None])  # (n, k, s, m, l, t)
                     term = outer.sum((2, 5))
                     total = term if total is None else total.add_(term)
             assert total is not None
@@ -164,6 +167,7 @@ def gram_by_gradients(
         a = _written_out(lefts, chunk, gradients, dtype)
         b = a if same else _written_out(rights, chunk, gradients, dtype)
         gram.addmm_(a, b.t())
+        del a, b  # before the next chunk is made
     return gram
 
 
@@ -413,14 +417,14 @@ class EmbeddingRows:
             indices, features = chunk
             width = indices.stop - indices.start
             each = part.columns * (width + 1 + 3 * part.positions) * out.shape[-1]
-            for window in _windows(part.samples, self._limit // dtype.itemsize // 4 // max(1, each)):
+            for window in _windows(part.samples, self._limit // dtype.itemsize // 8 // max(1, each)):
                 x, h = part.read(window, dtype)
                 x = x - indices.start
                 x = torch.where((x >= 0) & (x < width), x, width)  # what lies outside goes to a last place
                 h = h[:, :, :, 0, features]
                 sums = h.new_zeros(*h.shape[:2], width + 1, h.shape[3])
                 sums.scatter_add_(2, x[:, None, :, None].expand(h.shape), h)
-                out[_row_window(part, window)] = sums[:, :, :width].flatten(0, 1)
+                out[_row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums[:, :, :width])
 
         sizes = (count, self.shape[1])
         return gram_by_gradients(own, others, sizes, gradients, dtype, self._limit)
