@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class Residual(nn.Module):
@@ -27,6 +28,42 @@ class Residual(nn.Module):
         h = h + self.body["a"](h)
         h = torch.sigmoid(self.frozen(h))
         return self.head(nn.functional.silu(self.body["b"](h)))
+
+
+class Sentences(nn.Module):
+    """Embedding, norm, attention written out from three projections, a feed-forward part, mean, head."""
+
+    def __init__(self, words=7, width=4, padding=0):
+        super().__init__()
+        self.words = nn.Embedding(words, width, padding_idx=padding)
+        self.before, self.after = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.query, self.key = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 6), nn.GELU(), nn.Linear(6, width))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        h = self.words(x)
+        v = self.before(h)
+        scores = self.query(v) @ self.key(v).transpose(1, 2) / 2
+        h = h + scores.softmax(-1) @ self.value(v)
+        return self.head((h + self.feed(self.after(h))).mean(1))
+
+
+class Pictures(nn.Module):
+    """Convolutions, norms, a slope and a head on flattened features."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.b, self.slope = nn.Conv2d(4, 4, 2, stride=2, groups=2, bias=False), nn.PReLU(4)
+        self.up, self.still = nn.ConvTranspose2d(4, 2, 2), nn.BatchNorm2d(2)
+        self.head = nn.Linear(2 * 9, 3)
+        self.still.eval()
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.a(x)), inplace=True)
+        return self.head(torch.tanh(self.still(self.up(self.slope(self.b(h))))).flatten(1))
 
 
 def mlp(*widths, activation=nn.Tanh, bias=True):
@@ -98,7 +135,12 @@ PROBLEMS = {
         torch.randn(N, 3, 4),
         _class_targets(N, 3),
     ),
+    "pictures": lambda: Problem(Pictures(), nn.CrossEntropyLoss(), torch.randn(N, 2, 4, 4), _class_targets(N, 3)),
+    "sentences": lambda: Problem(
+        Sentences(), nn.CrossEntropyLoss(), torch.randint(7, (N, 3)), _class_targets(N, 3)
+    ),
 }
+SHARED = ["pictures", "sentences"]  # parameters shared over positions: not for KFAC
 
 
 def make(name, dtype=torch.float64, seed=0):
@@ -106,7 +148,8 @@ def make(name, dtype=torch.float64, seed=0):
     problem = PROBLEMS[name]()
     problem.model.to(dtype)
     problem.loss.to(dtype)
-    problem.inputs = problem.inputs.to(dtype)
+    if problem.inputs.is_floating_point():
+        problem.inputs = problem.inputs.to(dtype)
     if problem.targets.is_floating_point() or isinstance(problem.loss, nn.BCEWithLogitsLoss | nn.MSELoss):
         problem.targets = problem.targets.to(dtype)
     return problem

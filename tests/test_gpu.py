@@ -52,6 +52,8 @@ def test_steps_agree_with_the_cpu(name, kind, settings):
     [("kfac", {"refresh": 2}), ("kfac", {"weight_decay": 0.01}), ("hf", {}), ("hf", {"weight_decay": 0.01})],
 )
 def test_rivals_agree_with_the_cpu(name, kind, settings):
+    if kind == "kfac" and name in problems.SHARED:
+        pytest.skip("KFAC has no factors for parameters shared over positions")
     (cpu, on_cpu), (gpu, on_gpu) = pair(name, kind, curvature_samples=4, **settings)
     for _ in range(5):
         a = on_cpu.step(cpu.inputs, cpu.targets).as_dict()

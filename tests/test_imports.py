@@ -63,6 +63,13 @@ SIBLINGS = {
     ("experiments.medians", "experiments.groups"),  # over the seeds of a group
     ("layers.rules", "layers.forms"),
     ("layers.rules", "layers.registry"),
+    ("layers.rules", "layers.shared"),
+    ("layers.convolutions", "layers.registry"),
+    ("layers.convolutions", "layers.rules"),  # the names of torch's parameters
+    ("layers.convolutions", "layers.shared"),
+    ("layers.norms", "layers.registry"),
+    ("layers.norms", "layers.rules"),
+    ("layers.norms", "layers.shared"),
     ("layers.registry", "layers.forms"),
     ("experiments.data", "experiments.files"),
 }

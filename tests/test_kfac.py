@@ -307,5 +307,7 @@ def test_a_layer_that_is_not_linear_is_refused_by_name():
     woodbury.register_layer(Scale)(lambda layer, inputs, grads: {"scale": grads * inputs[:, None]})
     model = nn.Sequential(nn.Linear(3, 3).double(), Scale())
     x, t = batch(4, 3, 3)
-    with pytest.raises(ValueError, match="KFAC covers Linear layers only and '1' is a Scale"):
+    with pytest.raises(
+        ValueError, match="KFAC covers Linear layers on one vector per sample only and '1' is a Scale"
+    ):
         woodbury.KFAC(model, nn.MSELoss()).step(x, t)

@@ -1,5 +1,6 @@
 """No object of size N2 x n: the peak memory of a step, seen from outside in fresh processes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,66 @@ def test_natural_gradient_step_needs_less_than_two_copies_of_the_parameters_more
     for blocks in ("full", "layer"):
         step, _ = growth(blocks)
         assert step - sgd < 2 * parameters
+
+
+IMAGES = """
+import sys, torch, woodbury
+from torch import nn
+torch.manual_seed(0)
+widths, layers = (3, 32, 32, 64, 64, 128, 128), []
+for index, (a, b) in enumerate(zip(widths, widths[1:])):
+    layers += [nn.Conv2d(a, b, 3, stride=1 + index % 2, padding=1), nn.GroupNorm(8, b), nn.ReLU()]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+samples = int(sys.argv[2])
+inputs, targets = torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))
+optimizer = getattr(woodbury, sys.argv[1])(model, nn.CrossEntropyLoss())
+assert torch.isfinite(optimizer.step(inputs, targets).ratio)
+line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@pytest.mark.parametrize("method, samples", [("NaturalGradient", 256), ("GaussNewton", 64)])
+def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):
+    """Six convolutions with norms on 32 x 32 images, 10 classes."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMAGES, method, str(samples)], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 2 * 2**30
+
+
+GRAM = """
+import sys, torch
+from woodbury.layers import EmbeddingRows, SharedRows
+from woodbury.layers.shared import Part
+def peak():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+def read(block):
+    return block
+def forms(n, k, s, o, i, limit):
+    grads = torch.randn(n, k, s, 1, o)
+    indices = torch.randint(5000, (n, s))
+    return {
+        "SharedRows": SharedRows((Part(torch.randn(n, s, 1, i), grads, read),), (o, i), max_bytes=limit),
+        "EmbeddingRows": EmbeddingRows((Part(indices, grads, read),), (5000, o), max_bytes=limit),
+    }
+small, large = forms(2, 2, 4, 4, 4, 2**20)[sys.argv[1]], forms(48, 9, 64, 32, 32, 2**26)[sys.argv[1]]
+getattr(small, sys.argv[2])(small, torch.float32)  # whatever the libraries need
+before = peak()
+getattr(large, sys.argv[2])(large, torch.float32)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@pytest.mark.parametrize("form", ["SharedRows", "EmbeddingRows"])
+@pytest.mark.parametrize("route", ["gram_by_pairs", "gram_by_gradients"])
+def test_gram_of_shared_parameters_keeps_to_its_limit(form, route):
+    """432 rows at 64 MiB: all pairs of positions would take 3 GB, all rows of the embedding 276 MB."""
+    exact = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once
+    done = subprocess.run(
+        [sys.executable, "-c", GRAM, form, route], capture_output=True, text=True, check=True, env=exact
+    )
+    assert int(done.stdout) < 2**26

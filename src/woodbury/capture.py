@@ -338,7 +338,8 @@ def misused_parameters(capture: Capture) -> dict[str, str]:
     """Layer -> parameter wherever one reaches the outputs other than through its layer's one call.
 
     Walks the autograd graph: a parameter covered by a rule must have one use, and none if its module was not
-    called (`F.linear(x, layer.weight)` calls no module). A view of a parameter counts by its own uses: the
+    called (`F.linear(x, layer.weight)` calls no module) or what it gave is not on the way to the outputs (only
+    its derivative is, say). A view of a parameter counts by its own uses: the
     derivative of a network in its inputs goes through the transposed weight a second time.
     """
     consumers: dict[Any, list[Any]] = {}
@@ -367,7 +368,8 @@ def misused_parameters(capture: Capture) -> dict[str, str]:
 
     found: dict[str, str] = {}
     for layer in capture.plan.layers:
-        allowed = int(layer.name in capture.calls)
+        call = capture.calls.get(layer.name)
+        allowed = int(call is not None and call.edge.node in seen)
         for name in layer.parameters.values():
             node = accumulators.get(id(capture.plan.parameters[name]))
             if node is not None and uses(node) > allowed:
@@ -381,18 +383,20 @@ _VIEWS = frozenset(
 
 
 def check_samples_apart(capture: Capture) -> None:
-    """Raise if the outputs of the first sample depend on another sample's activations."""
+    """Raise if the outputs of the first or the last sample depend on another sample's activations."""
     layers = [layer for layer in capture.plan.layers if layer.name in capture.calls]
-    if len(capture.outputs) < 2 or not layers:
+    samples = len(capture.outputs)
+    if samples < 2 or not layers:
         return
     capture.check_inputs()
-    seed = torch.zeros_like(capture.outputs)
-    seed[0] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
     edges = [capture.calls[layer.name].edge for layer in layers]
-    grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
-    for layer, grad in zip(layers, grads, strict=True):
-        if grad is not None and bool((grad[1:].abs() > 0).any()):  # nan is another's concern
-            raise ValueError(
-                f"the outputs of one sample depend on what layer {layer.name!r} gives for another: rows per "
-                "sample do not exist where the model mixes the samples of a batch"
-            )
+    for sample, others in ((0, slice(1, None)), (samples - 1, slice(0, samples - 1))):
+        seed = torch.zeros_like(capture.outputs)
+        seed[sample] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
+        grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
+        for layer, grad in zip(layers, grads, strict=True):
+            if grad is not None and bool((grad[others].abs() > 0).any()):  # nan is another's concern
+                raise ValueError(
+                    f"the outputs of one sample depend on what layer {layer.name!r} gives for another: rows per "
+                    "sample do not exist where the model mixes the samples of a batch"
+                )

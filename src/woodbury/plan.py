@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from woodbury.layers.registry import Rule, layer_rule
-from woodbury.layers.rules import linear_rows
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,7 @@ def plan_layers(
             own[local] = names[id(parameter)]
         if not own:
             continue
-        rule = layer_rule(module)
-        if rule is linear_rows and not set(own) <= {"weight", "bias"}:
-            rule = None  # pruned or otherwise made to compute its weight from parameters of its own
+        rule = layer_rule(module, own)
         if rule is not None:
             layers.append(Layer(path, module, rule, own))
         elif fallback == "autograd":

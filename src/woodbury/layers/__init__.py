@@ -1,7 +1,19 @@
 """Layer rules: how the rows of a layer follow from its input and its back-propagated factor columns."""
 
-from woodbury.layers import rules as _rules  # noqa: F401  (fills the registry)
+from woodbury.layers import convolutions as _convolutions  # noqa: F401  (these three fill the registry)
+from woodbury.layers import norms as _norms  # noqa: F401
+from woodbury.layers import rules as _rules  # noqa: F401
 from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm
 from woodbury.layers.registry import layer_rule, register_layer
+from woodbury.layers.shared import EmbeddingRows, SharedRows
 
-__all__ = ["ExplicitRows", "Layout", "OuterRows", "RowForm", "layer_rule", "register_layer"]
+__all__ = [
+    "EmbeddingRows",
+    "ExplicitRows",
+    "Layout",
+    "OuterRows",
+    "RowForm",
+    "SharedRows",
+    "layer_rule",
+    "register_layer",
+]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,10 @@ class RowForm(Protocol):
 
     def dense(self) -> dict[str, Tensor]:
         """The rows themselves: name -> (r, *parameter shape)."""
+
+    @staticmethod
+    def concatenate(forms: Sequence[Any]) -> RowForm:
+        """The rows of several forms of this class and the same parameters, one after the other."""
 
 
 @dataclass
@@ -228,11 +232,8 @@ def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowF
     forms: dict[str, RowForm] = {}
     for name in pieces[0]:
         own = [piece[name] for piece in pieces]
-        if all(isinstance(form, OuterRows) for form in own):
-            forms[name] = OuterRows.concatenate(own)  # type: ignore[arg-type]
-        else:
-            assert all(isinstance(form, ExplicitRows) for form in own)
-            forms[name] = ExplicitRows.concatenate(own)  # type: ignore[arg-type]
+        assert len({type(form) for form in own}) == 1
+        forms[name] = own[0].concatenate(own)
     return forms
 
 

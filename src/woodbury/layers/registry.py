@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from inspect import isfunction
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,10 +13,16 @@ from woodbury.layers.forms import ExplicitRows, RowForm
 # (layer, input (n, ...), output gradients (n, k, ...)) -> rows
 Rule = Callable[[nn.Module, Tensor, Tensor], "RowForm | Mapping[str, Tensor]"]
 
-_RULES: dict[type[nn.Module], Rule] = {}
+
+class _Entry(NamedTuple):
+    rule: Rule
+    parameters: frozenset[str] | None
 
 
-def register_layer(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
+_RULES: dict[type[nn.Module], _Entry] = {}
+
+
+def register_layer(kind: type[nn.Module], parameters: Collection[str] | None = None) -> Callable[[Rule], Rule]:
     """Function decorator that makes a function the rule for layers of class `kind`.
 
     The function gets the layer, its input (n, ...) and the gradients of k scalars per sample in its
@@ -22,25 +30,42 @@ def register_layer(kind: type[nn.Module]) -> Callable[[Rule], Rule]:
     parameters, as a dictionary name -> (n, k, *parameter shape), or as one of the forms in
     `woodbury.layers`.
 
+    parameters, if given, names all the rule knows about: it then does not apply to a layer that has others
+    (one made to compute its weight from parameters of its own, say).
+
     >>> @woodbury.register_layer(Scale)          # forward: self.gain * x
     ... def scale_rows(layer, inputs, grads):
     ...     return {"gain": inputs.unsqueeze(1) * grads}
     """
 
     def register(rule: Rule) -> Rule:
-        _RULES[kind] = rule
+        _RULES[kind] = _Entry(rule, None if parameters is None else frozenset(parameters))
         return rule
 
     return register
 
 
-def layer_rule(layer: nn.Module) -> Rule | None:
-    """The rule for this layer, or None. A subclass inherits a rule only if it inherits `forward` too."""
+def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
+    """The rule for this layer and these of its parameters, or None.
+
+    A subclass inherits a rule only if it inherits `forward` too, and what `forward` may call on itself.
+    """
     for kind in type(layer).__mro__:
         if kind in _RULES:
-            inherited = type(layer).forward is kind.forward and "forward" not in vars(layer)
-            return _RULES[kind] if inherited else None
+            rule, known = _RULES[kind]
+            understood = known is None or known.issuperset(parameters)
+            return rule if understood and _computes_as(kind, layer) else None
     return None
+
+
+def _computes_as(kind: type[nn.Module], layer: nn.Module) -> bool:
+    """Whether `forward` and the private methods that `kind` has of its own are still those of `kind`."""
+    private = {name for name in dir(kind) if name.startswith("_") and not name.startswith("__")} - set(
+        dir(nn.Module)
+    )
+    methods = ["forward", *(name for name in private if isfunction(getattr(kind, name)))]
+    own = vars(layer)
+    return all(getattr(type(layer), name) is getattr(kind, name) and name not in own for name in methods)
 
 
 def as_form(rows: RowForm | Mapping[str, Tensor]) -> RowForm:

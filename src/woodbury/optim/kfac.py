@@ -24,6 +24,7 @@ from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
+from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Problem, Proposal
@@ -49,7 +50,8 @@ class KFAC(SecondOrder):
     factored Tikhonov damping of Martens & Grosse, section 6.3. G holds the loss Hessian's own factor, which is
     the expectation over labels drawn from the model, taken exactly. The model behind rho, and with it lambda, is
     KFAC's own: m(0) - m(p) = -g . p - p^T (A (x) G) p / 2 with the A and G that were inverted. `verify` tells how
-    far p is from solving the exact block-diagonal system. Layers must be Linear.
+    far p is from solving the exact block-diagonal system. Layers must be Linear, on one vector
+    per sample.
 
     Args:
         model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
@@ -197,10 +199,15 @@ class KFAC(SecondOrder):
     def _outer(self, name: str, form: RowForm) -> OuterRows:
         if not isinstance(form, OuterRows):
             raise ValueError(
-                f"KFAC covers Linear layers only and {name!r} is a "
-                f"{type(self.model.get_submodule(name)).__name__}; GaussNewton and NaturalGradient take it"
+                f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
+                f"{type(self.model.get_submodule(name)).__name__}{_where(form)}; GaussNewton and NaturalGradient "
+                "take it"
             )
         return form
+
+
+def _where(form: RowForm) -> str:
+    return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
 def kronecker_factors(form: OuterRows) -> Factors:

@@ -1,0 +1,142 @@
+"""The rules for convolutions: z = W v at the positions of an image, v the patch under the kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from woodbury.layers.registry import register_layer
+from woodbury.layers.rules import OWN
+from woodbury.layers.shared import Part, SharedRows
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+@register_layer(nn.Conv1d, parameters=OWN)
+@register_layer(nn.Conv2d, parameters=OWN)
+@register_layer(nn.Conv3d, parameters=OWN)
+def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+    """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time."""
+    assert isinstance(layer, Convolution)
+    cut = partial(
+        patches,
+        padding=_padding(layer),
+        mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode,
+        kernel=layer.kernel_size,
+        stride=layer.stride,
+        dilation=layer.dilation,
+        groups=layer.groups,
+    )
+    part = Part(inputs, _columns(layer, inputs, grads), cut)
+    bias = None if layer.bias is None else "bias"
+    return SharedRows((part,), tuple(layer.weight.shape), bias=bias)
+
+
+@register_layer(nn.ConvTranspose1d, parameters=OWN)
+@register_layer(nn.ConvTranspose2d, parameters=OWN)
+@register_layer(nn.ConvTranspose3d, parameters=OWN)
+def transposed_convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+    """The same for the input spread out by the stride, with zeros between, and the kernel turned round."""
+    assert isinstance(layer, Transposed) and not isinstance(layer.padding, str)
+    cut = partial(
+        spread_patches,
+        padding=layer.padding,
+        size=tuple(grads.shape[3:]),  # that of the output, whatever output_padding or output_size made of it
+        kernel=layer.kernel_size,
+        stride=layer.stride,
+        dilation=layer.dilation,
+        groups=layer.groups,
+    )
+    part = Part(inputs, _columns(layer, inputs, grads), cut)
+    bias = None if layer.bias is None else "bias"
+    return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=True)
+
+
+def _columns(layer: Convolution | Transposed, inputs: Tensor, grads: Tensor) -> Tensor:
+    """(n, k, g o, *positions) -> (n, k, s, g, o), as a view."""
+    kind, axes = type(layer).__name__, len(layer.kernel_size)
+    if inputs.dim() != axes + 2:
+        raise ValueError(
+            f"{kind} got an input of shape {tuple(inputs.shape)}; the rule covers (n, channels, "
+            f"{axes} axes of positions), samples first"
+        )
+    return grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
+
+
+def _padding(layer: Convolution) -> list[int]:
+    """Before and after, last axis first, as F.pad takes it."""
+    if layer.padding_mode != "zeros":
+        return list(layer._reversed_padding_repeated_twice)  # what its forward pass uses then
+    if isinstance(layer.padding, str):
+        if layer.padding == "valid":
+            return [0] * (2 * len(layer.kernel_size))
+        # "same": the odd one goes behind
+        total = [d * (size - 1) for d, size in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [side for length in reversed(total) for side in (length // 2, length - length // 2)]
+    return [side for length in reversed(layer.padding) for side in (length, length)]
+
+
+def patches(
+    inputs: Tensor,
+    padding: Sequence[int],
+    mode: str,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """What the kernel sees at each output position: (n, g c, *positions) -> (n, s, g, c kernel)."""
+    if any(padding):
+        inputs = F.pad(inputs, list(padding), mode=mode)
+    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        inputs = inputs.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]  # a view
+    return _in_order(inputs, len(kernel), groups)
+
+
+def spread_patches(
+    inputs: Tensor,
+    padding: Sequence[int],
+    size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """The inputs that reach each output position of a transposed convolution, in the order of its kernel."""
+    lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], stride, strict=True)]
+    spread = inputs.new_zeros(*inputs.shape[:2], *lengths)
+    view = spread
+    for axis, step in enumerate(stride):
+        view = view.unfold(2 + axis, 1, step).squeeze(-1)
+    view.copy_(inputs)
+    # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
+    reach = [gap * (count - 1) for gap, count in zip(dilation, kernel, strict=True)]
+    before = [length - pad for length, pad in zip(reach, padding, strict=True)]
+    after = [
+        total + length - first - own
+        for total, length, first, own in zip(size, reach, before, lengths, strict=True)
+    ]
+    sides = [side for pair in reversed(list(zip(before, after, strict=True))) for side in pair]
+    spread = F.pad(spread, sides)  # a negative side cuts off
+    for axis, (length, gap) in enumerate(zip(reach, dilation, strict=True)):
+        spread = spread.unfold(2 + axis, length + 1, 1)[..., ::gap]
+    axes = len(kernel)
+    return _in_order(spread, axes, groups, turned=True)
+
+
+def _in_order(cut: Tensor, axes: int, groups: int, turned: bool = False) -> Tensor:
+    """(n, g c, *positions, *kernel) -> (n, s, g, c kernel), the kernel turned round if asked."""
+    cut = cut.unflatten(1, (groups, -1))
+    positions, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
+    if turned:
+        cut = torch.flip(cut, list(kernel))
+    # Positions last in memory: the copy then runs along rows of the image.
+    count = math.prod(cut.shape[axis] for axis in positions)
+    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], groups, -1, count)
+    return ordered.permute(0, 3, 1, 2)

@@ -1,0 +1,100 @@
+"""The rules for normalisation layers: z = w xhat + b, with xhat the normalised input; rows are written out.
+
+The row of w is sum_s h_s xhat_s over the positions that share a weight, that of b is sum_s h_s.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from woodbury.layers.registry import register_layer
+from woodbury.layers.rules import OWN
+from woodbury.layers.shared import summed_products
+
+
+@register_layer(nn.LayerNorm, parameters=OWN)
+def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over the last axes, which the weights span."""
+    assert isinstance(layer, nn.LayerNorm)
+    _check_samples_outside(layer, inputs)
+    xhat = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _over_leading_axes(layer, xhat, grads)
+
+
+@register_layer(nn.RMSNorm, parameters=OWN)
+def rms_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """The same divided by the root mean square, without centring."""
+    assert isinstance(layer, nn.RMSNorm)
+    _check_samples_outside(layer, inputs)
+    xhat = F.rms_norm(inputs, layer.normalized_shape, eps=layer.eps)
+    return _over_leading_axes(layer, xhat, grads)
+
+
+@register_layer(nn.GroupNorm, parameters=OWN)
+def group_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over groups of channels, one weight a channel."""
+    assert isinstance(layer, nn.GroupNorm)
+    return _over_channels(layer, F.group_norm(inputs, layer.num_groups, eps=layer.eps), grads)
+
+
+@register_layer(nn.InstanceNorm1d, parameters=OWN)
+@register_layer(nn.InstanceNorm2d, parameters=OWN)
+@register_layer(nn.InstanceNorm3d, parameters=OWN)
+def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over the positions of a channel; by running statistics in eval mode if it keeps them."""
+    assert isinstance(layer, _InstanceNorm)
+    axes = layer._get_no_batch_dim() + 1
+    if inputs.dim() != axes:
+        raise ValueError(
+            f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)}; the rule covers {axes} axes, "
+            "samples first"
+        )
+    if layer.training or not layer.track_running_stats:
+        return _over_channels(layer, F.instance_norm(inputs, eps=layer.eps), grads)
+    xhat = F.instance_norm(inputs, layer.running_mean, layer.running_var, use_input_stats=False, eps=layer.eps)
+    return _over_channels(layer, xhat, grads)
+
+
+@register_layer(nn.BatchNorm1d, parameters=OWN)
+@register_layer(nn.BatchNorm2d, parameters=OWN)
+@register_layer(nn.BatchNorm3d, parameters=OWN)
+def batch_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """In eval mode, by the running statistics; the plan refuses training mode."""
+    assert isinstance(layer, _BatchNorm) and not layer.training and layer.running_mean is not None
+    xhat = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
+    return _over_channels(layer, xhat, grads)
+
+
+def _check_samples_outside(layer: nn.LayerNorm | nn.RMSNorm, inputs: Tensor) -> None:
+    if inputs.dim() <= len(layer.normalized_shape):
+        raise ValueError(
+            f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
+            "the samples too: rows per sample do not exist"
+        )
+
+
+def _over_leading_axes(layer: nn.LayerNorm | nn.RMSNorm, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
+    features = xhat.shape[xhat.dim() - width :].numel()
+    rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
+    return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
+
+
+def _over_channels(layer: nn.Module, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """xhat (n, channels, ...) with one weight a channel."""
+    n, k, channels = grads.shape[:3]
+    xhat, grads = xhat.reshape(n, channels, -1), grads.reshape(n, k, channels, -1)
+    return _affine_rows(layer, xhat.transpose(1, 2), grads.transpose(2, 3))
+
+
+def _affine_rows(layer: nn.Module, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Rows (n, k, f) for xhat (n, s, f) and h (n, k, s, f)."""
+    rows = {}
+    if getattr(layer, "weight", None) is not None:
+        rows["weight"] = summed_products(grads, xhat)
+    if getattr(layer, "bias", None) is not None:
+        rows["bias"] = grads.sum(2)
+    return rows

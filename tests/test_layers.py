@@ -1,0 +1,580 @@
+"""Every layer rule against dense autograd, one sample at a time, over random shapes and settings."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import problems
+import reference
+import woodbury
+from woodbury._vector import flatten
+from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, shared
+from woodbury.losses import loss_rule
+
+METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
+CLASSES = 3
+every_kind = pytest.mark.parametrize("kind", list(METHODS))
+
+
+def finish(layer, inputs):
+    """The layer, then a nonlinearity and a head; every parameter and statistic away from its initial value."""
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(CLASSES)).double().eval()
+    model(inputs)
+    return shaken(model)
+
+
+def shaken(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = torch.randn_like(module.weight[0])
+            if getattr(module, "running_var", None) is not None:
+                module.running_var.uniform_(0.5, 2.0)
+                module.running_mean.normal_()
+    return model
+
+
+def dense_rows(model, loss, inputs, targets, kind):
+    """S^T J / sqrt(n), with S from the loss rule (checked in test_losses)."""
+    samples = reference.per_sample(model, loss, inputs, targets)
+    rule, outputs = loss_rule(loss), model(inputs).detach().flatten(1)
+    columns, _ = rule.factor(loss, outputs, rule.prepare(loss, outputs, targets))
+    blocks = [columns[i] @ J if kind == "gauss-newton" else (r @ J)[None] for i, (J, r, _) in enumerate(samples)]
+    return torch.cat(blocks) / len(samples) ** 0.5
+
+
+def check_rows(model, loss, inputs, targets):
+    """Dense, Gram, scaled Gram, cross-Gram and products against a loop over samples."""
+    names = reference.parameters(model)
+    found, expected = {}, {}
+    for kind in METHODS:
+        U = expected[kind] = dense_rows(model, loss, inputs, targets, kind)
+        rows = found[kind] = woodbury.rows(model, loss, inputs, targets, curvature=kind)
+        torch.testing.assert_close(rows.dense(), U)
+        torch.testing.assert_close(rows.gram(), U @ U.T)
+        scales = {name: torch.rand((), dtype=U.dtype) for name in names}
+        D = reference.flat([scales[name].expand(p.shape) for name, p in names.items()])
+        torch.testing.assert_close(rows.gram(scales=scales), (U * D) @ U.T)
+        vector = {name: torch.randn_like(p) for name, p in names.items()}
+        torch.testing.assert_close(rows.matvec(vector), U @ flatten(vector))
+        c = torch.randn(len(U), dtype=U.dtype)
+        torch.testing.assert_close(flatten(rows.rmatvec(c)), U.T @ c)
+    cross = found["gauss-newton"].gram(found["empirical"])
+    torch.testing.assert_close(cross, expected["gauss-newton"] @ expected["empirical"].T)
+
+
+def check_directions(model, loss, inputs, targets, subset, fallback=None):
+    """p of both methods, full and by layer, with the curvature of a subset."""
+    for kind, method in METHODS.items():
+        for blocks in ("full", "layer"):
+            optimizer = method(model, loss, damping=0.05, blocks=blocks, fallback=fallback)
+            p = flatten(optimizer.direction(inputs, targets, subset=subset))
+            expected, _, _ = reference.dense_direction(
+                model, loss, inputs, targets, subset, 0.05, kind, blocks=blocks
+            )
+            assert reference.relative_error(p, expected) <= 1e-10
+
+
+# Each draws a layer and the shape of one sample.
+
+
+@st.composite
+def linears(draw):
+    width = draw(st.integers(1, 4))
+    lead = draw(st.lists(st.integers(1, 3), min_size=0, max_size=3))
+    return nn.Linear(width, draw(st.integers(1, 4)), bias=draw(st.booleans())), (*lead, width)
+
+
+@st.composite
+def convolutions(draw, axes):
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    each = st.integers(1, 2)
+    groups, c, o = draw(each), draw(each), draw(each)
+    kernel = [draw(st.integers(1, 3 if axes < 3 else 2)) for _ in range(axes)]
+    dilation = [draw(each) for _ in range(axes)]
+    sizes = [draw(st.integers(5, 6) if axes < 3 else st.integers(3, 4)) for _ in range(axes)]
+    stride = [draw(each) for _ in range(axes)]
+    padding = draw(
+        st.sampled_from(["same", "valid", 1]) | st.lists(st.integers(0, 2), min_size=axes, max_size=axes)
+    )
+    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    if padding == "same":
+        stride = [1] * axes
+    layer = kind(
+        groups * c,
+        groups * o,
+        kernel,
+        stride=stride,
+        padding=tuple(padding) if isinstance(padding, list) else padding,
+        dilation=dilation,
+        groups=groups,
+        bias=draw(st.booleans()),
+        padding_mode=mode,
+    )
+    return layer, (groups * c, *sizes)
+
+
+@st.composite
+def transposed(draw, axes):
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
+    each = st.integers(1, 2)
+    groups, c, o = draw(each), draw(each), draw(each)
+    kernel = [draw(st.integers(1, 3 if axes < 3 else 2)) for _ in range(axes)]
+    dilation = [draw(st.integers(1, 3)) for _ in range(axes)]
+    stride = [draw(st.integers(1, 3)) for _ in range(axes)]
+    extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+    padding = [draw(st.integers(0, 2)) for _ in range(axes)]
+    sizes = [draw(st.integers(2, 3)) for _ in range(axes)]
+    parts = zip(sizes, stride, padding, dilation, kernel, extra, strict=True)
+    lengths = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in parts]
+    assume(min(lengths) >= 1 and math.prod(lengths) <= 100)
+    layer = kind(
+        groups * c,
+        groups * o,
+        kernel,
+        stride=stride,
+        padding=padding,
+        output_padding=extra,
+        dilation=dilation,
+        groups=groups,
+        bias=draw(st.booleans()),
+    )
+    return layer, (groups * c, *sizes)
+
+
+@st.composite
+def embeddings(draw):
+    count = draw(st.integers(1, 6))
+    padding = draw(st.none() | st.integers(-count, count - 1))
+    layer = nn.Embedding(count, draw(st.integers(1, 3)), padding_idx=padding)
+    return layer, tuple(draw(st.lists(st.integers(1, 4), min_size=0, max_size=2)))
+
+
+@st.composite
+def layer_norms(draw):
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    lead = draw(st.lists(st.integers(1, 3), min_size=0, max_size=2))
+    if draw(st.booleans()):
+        return nn.RMSNorm(shape, eps=draw(st.sampled_from([None, 0.1]))), (*lead, *shape)
+    return nn.LayerNorm(shape, eps=0.1, bias=draw(st.booleans())), (*lead, *shape)
+
+
+@st.composite
+def channel_norms(draw):
+    axes = draw(st.integers(0, 3))
+    sizes = draw(st.lists(st.integers(2, 3), min_size=axes, max_size=axes))
+    groups = draw(st.integers(1, 2))
+    channels = groups * draw(st.integers(1, 2))
+    instance = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)[max(0, axes - 1)]
+    batch = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes]
+    choices = [batch(channels, eps=0.1)]
+    if axes or channels > groups:  # torch refuses groups of a single number
+        choices.append(nn.GroupNorm(groups, channels, eps=0.1))
+    if axes:
+        tracking = draw(st.booleans())
+        choices.append(instance(channels, affine=True, eps=0.1, track_running_stats=tracking))
+    return draw(st.sampled_from(choices)), (channels, *sizes)
+
+
+@st.composite
+def slopes(draw):
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    return nn.PReLU(draw(st.sampled_from([1, sizes[0]]))), tuple(sizes)
+
+
+LAYERS = {
+    "linear": linears(),
+    "conv1d": convolutions(1),
+    "conv2d": convolutions(2),
+    "conv3d": convolutions(3),
+    "transposed1d": transposed(1),
+    "transposed2d": transposed(2),
+    "transposed3d": transposed(3),
+    "embedding": embeddings(),
+    "layer norm": layer_norms(),
+    "channel norm": channel_norms(),
+    "prelu": slopes(),
+}
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, data):
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    layer, shape = data.draw(LAYERS[name])
+    n = data.draw(st.integers(1, 5))
+    inputs = torch.randn(n, *shape, dtype=torch.float64)
+    if isinstance(layer, nn.Embedding):
+        inputs = torch.randint(layer.num_embeddings, (n, *shape))
+    model = finish(layer, inputs)
+    loss, targets = nn.CrossEntropyLoss(), torch.randint(CLASSES, (n,))
+    if data.draw(st.booleans()):
+        loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
+    subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+    with pytest.MonkeyPatch.context() as patch:
+        by_pairs = data.draw(st.none() | st.booleans())
+        if by_pairs is not None:
+            patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
+            patch.setattr(shared, "indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+        patch.setattr(shared, "MAX_BYTES", data.draw(st.sampled_from([2**28, 2000, 300, 1])))
+        check_rows(model, loss, inputs, targets)
+        check_directions(model, loss, inputs, targets, subset)
+
+
+N = 5
+
+
+def mixture(name):
+    problem = problems.make(name, seed=1)
+    return shaken(problem.model), problem.inputs[:N], problem.targets[:N]
+
+
+every_mixture = pytest.mark.parametrize("name", problems.SHARED)
+LOSS = nn.CrossEntropyLoss()
+
+
+@every_mixture
+@pytest.mark.parametrize("by_pairs", [None, False, True])
+@pytest.mark.parametrize("max_bytes", [2**28, 500])
+@pytest.mark.parametrize("subset", [[3], [4, 0, 2], [0, 1, 2, 3, 4]], ids=["one", "part", "all"])
+def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, subset, monkeypatch):
+    model, inputs, targets = mixture(name)
+    if by_pairs is not None:
+        monkeypatch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
+        monkeypatch.setattr(shared, "indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+    monkeypatch.setattr(shared, "MAX_BYTES", max_bytes)
+    check_directions(model, LOSS, inputs, targets, subset)
+
+
+@every_mixture
+@every_kind
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+@pytest.mark.parametrize("subset", [[4, 0, 2], [0, 1, 2, 3, 4]], ids=["part", "all"])
+def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset):
+    model, inputs, targets = mixture(name)
+    optimizer = METHODS[kind](model, LOSS, damping=0.05, blocks=blocks, momentum=0.7, weight_decay=0.2)
+    previous = flatten(optimizer.direction(inputs, targets, subset=subset))
+    optimizer.step(inputs, targets, subset=subset)
+    decay = 0.2 * torch.ones_like(previous)
+    expected, B, g = reference.dense_direction(
+        model, LOSS, inputs, targets, subset, 0.05, kind, blocks=blocks, decay=decay, shift=0.7 * previous
+    )
+    assert (
+        reference.relative_error(flatten(optimizer.direction(inputs, targets, subset=subset)), expected) <= 1e-10
+    )
+    theta = reference.flat([q.detach() for q in reference.parameters(model).values()])
+    predicted = -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
+    info = optimizer.step(inputs, targets, subset=subset)
+    torch.testing.assert_close(info.predicted, predicted)
+    moved = reference.flat([q.detach() for q in reference.parameters(model).values()])
+    torch.testing.assert_close(moved, theta + expected)
+
+
+@every_mixture
+@every_kind
+@pytest.mark.parametrize("solver", ["cholesky", "cg", "products"])
+def test_steps_verify_and_lower_the_loss_with_every_solver(name, kind, solver):
+    model, inputs, targets = mixture(name)
+    optimizer = METHODS[kind](model, LOSS, damping=1.0, solver=solver, solver_tolerance=1e-12)
+    assert optimizer.verify(inputs, targets) <= 1e-9
+    before = LOSS(model(inputs), targets)
+    info = optimizer.step(inputs, targets)
+    after = LOSS(model(inputs), targets)
+    assert after < before
+    torch.testing.assert_close(info.ratio, ((before - after) / info.predicted).detach(), rtol=1e-9, atol=1e-9)
+
+
+@every_mixture
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen_weights_and_biases_are_left_out(name, frozen):
+    model, inputs, targets = mixture(name)
+    for full, p in model.named_parameters():
+        p.requires_grad_(not full.endswith(frozen))
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [4, 0, 2])
+
+
+class Unused(nn.Module):
+    """One layer's output never reaches the outputs, another is not called at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.aside, self.idle = nn.Conv1d(2, 3, 2), nn.Conv1d(2, 3, 2), nn.Embedding(3, 2)
+        self.head = nn.Linear(9, CLASSES)
+
+    def forward(self, x):
+        self.aside(x)
+        return self.head(torch.tanh(self.a(x)).flatten(1))
+
+
+def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
+    torch.manual_seed(0)
+    model = Unused().double()
+    inputs, targets = torch.randn(N, 2, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+
+
+def test_forms_are_those_the_layers_call_for():
+    torch.manual_seed(0)
+    model, inputs, targets = mixture("sentences")
+    forms = woodbury.rows(model, LOSS, inputs, targets).forms
+    assert isinstance(forms["words"], EmbeddingRows) and isinstance(forms["query"], SharedRows)
+    assert isinstance(forms["before"], ExplicitRows) and isinstance(forms["head"], OuterRows)
+
+
+def part(n, k, s, g, o, i, seed=0):
+    torch.manual_seed(seed)
+    inputs, grads = torch.randn(n, s, g, i), torch.randn(n, k, s, g, o)
+    return shared.Part(inputs, grads, lambda block: block)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_both_routes_agree_for_parts_of_different_length_in_any_memory(data):
+    sizes = st.integers(1, 4)
+    g, o, i = data.draw(sizes), data.draw(sizes), data.draw(sizes)
+
+    def form(seed):
+        shapes = data.draw(st.lists(st.tuples(sizes, sizes, sizes), min_size=1, max_size=3))
+        parts = tuple(part(n, k, s, g, o, i, seed + index) for index, (n, k, s) in enumerate(shapes))
+        return SharedRows(parts, (g * o, i), max_bytes=data.draw(st.sampled_from([None, 1, 100, 1000, 5000])))
+
+    a, b = form(0), form(10)
+    for other in (a, b):
+        rows, rest = a.dense(), other.dense()
+        weight = rows["weight"].double().flatten(1) @ rest["weight"].double().flatten(1).T
+        whole = weight + rows["bias"].double() @ rest["bias"].double().T
+        for route in (a.gram_by_pairs, a.gram_by_gradients):
+            exact = route(other, torch.float64)
+            assert exact.dtype == torch.float64
+            torch.testing.assert_close(exact, weight, rtol=1e-5, atol=1e-5)  # dense is in float32
+            torch.testing.assert_close(route(other, torch.float32).double(), weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.gram(other, None, torch.float64), whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            a.gram_by_pairs(other, torch.float64), a.gram_by_gradients(other, torch.float64)
+        )
+
+
+@pytest.mark.parametrize("max_bytes", [2**14, 2**17])
+def test_patches_of_a_batch_never_exist_at_once(max_bytes):
+    seen = []
+
+    def cut(block):
+        seen.append(block.numel() * block.element_size())
+        return block
+
+    own = part(64, 2, 9, 1, 4, 8)  # 64 samples of 288 bytes in, 576 bytes of columns
+    form = SharedRows((shared.Part(own.inputs, own.grads, cut),), (4, 8), max_bytes=max_bytes)
+    vector = {"weight": torch.randn(4, 8), "bias": torch.randn(4)}
+    for compute in (
+        lambda: form.gram_by_pairs(form, torch.float32),
+        lambda: form.gram_by_gradients(form, torch.float32),
+        lambda: form.matvec(vector),
+        lambda: form.rmatvec(torch.randn(128)),
+    ):
+        seen.clear()
+        compute()
+        assert 0 < max(seen) <= max_bytes // 4
+
+
+def test_the_product_of_summed_grams_is_something_else():
+    """What a Gram of summed inputs and summed columns would give is not the Gram of the rows."""
+    form = SharedRows((part(3, 1, 4, 1, 2, 2),), (2, 2), bias=None)
+    K = form.gram(form, None, torch.float64)
+    v, h = form.parts[0].inputs.sum((1, 2)).double(), form.parts[0].grads.sum((1, 2, 3)).double()
+    assert reference.relative_error((v @ v.T) * (h @ h.T), K) > 0.1
+
+
+def test_the_route_follows_the_shapes():
+    few, many = part(8, 1, 2, 1, 64, 64), part(8, 1, 64, 1, 4, 4)
+    assert shared.pairs_are_cheaper((few,), (few,), (1, 64, 64))
+    assert not shared.pairs_are_cheaper((many,), (many,), (1, 4, 4))
+
+
+class Positions(nn.Module):
+    """An embedding of the position, the same for all samples: its first axis is not the samples."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.place, self.head, self.pool = nn.Embedding(N, 2), nn.Linear(2, CLASSES), pool
+
+    def forward(self, x):
+        return self.head(self.pool(torch.tanh(x.unsqueeze(-1) + self.place(torch.arange(x.shape[1])))))
+
+
+class Standardised(nn.Conv1d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean(), bias)
+
+
+class OverSamples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm([N, 4]), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+class Unbatched(nn.Module):
+    """Takes the samples for channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Conv1d(N, N, 1), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.a(x))
+
+
+def words(**options):
+    return nn.Sequential(nn.Embedding(6, 3, **options), nn.Flatten(), nn.Linear(12, CLASSES))
+
+
+@pytest.mark.parametrize(
+    "model, inputs, message",
+    [
+        (words(max_norm=1.0), "indices", r"layer '0': Embedding with max_norm=1.0"),
+        (words(scale_grad_by_freq=True), "indices", r"Embedding with scale_grad_by_freq=True"),
+        (words(sparse=True), "indices", r"Embedding with sparse=True"),
+        (Positions(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
+        (Positions(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
+        (Positions(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
+        (OverSamples(), "vectors", r"layer 'norm': LayerNorm .* the samples too"),
+        (Unbatched(), "vectors", r"layer 'a': Conv1d got an input of shape \(5, 4\)"),
+        (nn.Sequential(Standardised(4, 2, 1), nn.Flatten()), "signals", r"'0\.weight' of Standardised"),
+        (
+            nn.Sequential(prune.l1_unstructured(nn.Conv1d(4, 2, 1), "weight", 0.3), nn.Flatten()),
+            "signals",
+            r"'0\.weight_orig' of Conv1d",
+        ),
+        (
+            nn.Sequential(parametrizations.weight_norm(nn.Conv1d(4, 2, 1)), nn.Flatten()),
+            "signals",
+            r"'0\.parametrizations\.weight\.original0'",
+        ),
+        (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), "images", r"BatchNorm2d '0' is in training mode.*eval"),
+    ],
+)
+def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, message):
+    made = {
+        "indices": torch.randint(6, (N, 4)),
+        "vectors": torch.randn(N, 4),
+        "square": torch.randn(N, N),
+        "signals": torch.randn(N, 4, 3),
+        "images": torch.randn(N, 2, 3, 3),
+    }[inputs]
+    with pytest.raises(ValueError, match=message):
+        woodbury.rows(model, nn.MSELoss(), made, None)
+
+
+class Again(nn.Module):
+    """Uses the weight of a convolution a second time, past its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Conv1d(3, 3, 3, padding=1), nn.Linear(9, CLASSES)
+
+    def forward(self, x):
+        return self.head(F.conv1d(torch.tanh(self.a(x)), self.a.weight, padding=1).flatten(1))
+
+
+def test_a_convolution_used_past_its_module_is_refused_or_exact_by_the_fallback():
+    torch.manual_seed(0)
+    model = Again().double()
+    inputs, targets = torch.randn(N, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match=r"'a\.weight' is used outside"):
+        woodbury.rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [3, 0], fallback="autograd")
+
+
+class Slope(nn.Module):
+    """The derivative of a network in its inputs: the last layer is used by its derivative alone."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0].flatten(1)
+
+
+SLOPES = {
+    "linear": lambda: Slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
+    "one linear": lambda: Slope(nn.Linear(4, 1)),
+    "convolution": lambda: Slope(nn.Conv1d(2, 3, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 1)),
+    "norm last": lambda: Slope(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.GroupNorm(1, 3)),
+    "transposed": lambda: Slope(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.PReLU(), nn.Conv1d(3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", list(SLOPES))
+def test_derivatives_in_the_inputs_are_refused_or_exact_by_the_fallback(name):
+    torch.manual_seed(0)
+    model = SLOPES[name]().double()
+    inputs = torch.randn(N, 4) if "linear" in name else torch.randn(N, 2, 3)
+    inputs = inputs.double()
+    targets = torch.randn_like(inputs).flatten(1)
+    with pytest.raises(ValueError, match=r"weight' is used outside"):
+        woodbury.rows(model, nn.MSELoss(), inputs, targets)
+    check_directions(model, nn.MSELoss(), inputs, targets, [3, 0], fallback="autograd")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: prune.l1_unstructured(nn.Conv1d(3, 2, 2), "weight", 0.3),
+        lambda: parametrizations.weight_norm(nn.Conv1d(3, 2, 2)),
+        lambda: Standardised(3, 2, 2),
+    ],
+    ids=["pruned", "weight norm", "standardised"],
+)
+def test_convolutions_with_computed_weights_are_exact_by_the_fallback(layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Tanh(), nn.Flatten(), nn.Linear(4, CLASSES)).double()
+    inputs, targets = torch.randn(N, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for kind, method in METHODS.items():
+        p = method(model, LOSS, damping=0.05, fallback="autograd").direction(inputs, targets, subset=[3, 0])
+        expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, kind)
+        assert reference.relative_error(flatten(p), expected) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (
+            nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), nn.Flatten()),
+            r"on one vector per sample only and '1' is a Linear on several positions of a sample",
+        ),
+        (
+            nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1), nn.Flatten()),
+            r"on one vector per sample only and '1' is a Conv1d",
+        ),
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), r"on one vector per sample only and '1' is a LayerNorm"),
+    ],
+)
+def test_kfac_refuses_layers_it_has_no_factors_for(model, message):
+    with pytest.raises(ValueError, match=message):
+        woodbury.KFAC(model, nn.MSELoss()).step(torch.randn(N, 4), None)
+
+
+@every_mixture
+def test_gram_accumulates_in_the_type_asked_for(name):
+    model, inputs, targets = mixture(name)
+    model, inputs = model.float(), inputs.float() if inputs.is_floating_point() else inputs
+    rows = woodbury.rows(model, LOSS, inputs, targets)
+    assert rows.gram().dtype == torch.float32
+    dense, K = rows.dense().double(), rows.gram(dtype=torch.float64)
+    assert K.dtype == torch.float64
+    assert reference.relative_error(K, dense @ dense.T) < 1e-6
