@@ -158,6 +158,9 @@ def visit(browser: Any) -> Iterator[Callable[[Path], Page]]:
         metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         browser.get(path.as_uri())
+        # Charts are drawn once more when the browser has laid the page out: elements found before that go stale.
+        settled = "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50)))"
+        browser.execute_async_script(f"const done = arguments[0]; {settled}")
         return Page(browser)
 
     yield open_page
