@@ -11,7 +11,8 @@ which is exact for one sample, and where h is the same for all samples (a linear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -200,13 +201,13 @@ class KFAC(SecondOrder):
         if not isinstance(form, OuterRows):
             raise ValueError(
                 f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
-                f"{type(self.model.get_submodule(name)).__name__}{_where(form)}; GaussNewton and NaturalGradient "
+                f"{type(self.model.get_submodule(name)).__name__}{_place(form)}; GaussNewton and NaturalGradient "
                 "take it"
             )
         return form
 
 
-def _where(form: RowForm) -> str:
+def _place(form: RowForm) -> str:
     return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
@@ -237,9 +238,8 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         done = info == 0
         # cholesky_inverse raises on a factor that was left unfinished
-        identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-        inverse = torch.cholesky_inverse(torch.where(done, lower, identity))
-        result[side] = torch.where(done, inverse, 0.0)
+        inverse = torch.cholesky_inverse(_where(done, lower, partial(_identity_like, lower)))
+        result[side] = _where(done, inverse, partial(torch.zeros_like, inverse))
         result[f"{side}_shift"] = shift
         ok = ok & done
     return result, ok
@@ -261,9 +261,18 @@ def kronecker_step(gradient: Tensor, inverses: Mapping[str, Tensor]) -> tuple[Te
 def _mixed(old: Tensor | None, new: Tensor, weight: float, good: Tensor) -> Tensor:
     """weight old + (1 - weight) new; old alone (zero where there is none) if the batch was not good."""
     if old is None:
-        return torch.where(good, new, 0.0)
+        return _where(good, new, partial(torch.zeros_like, new))
     old = old.to(new)
-    return torch.where(good, torch.lerp(new, old, weight), old)
+    return _where(good, torch.lerp(new, old, weight), lambda: old)
+
+
+def _where(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+    """value where the condition holds; on the CPU no pass over it is made to see that."""
+    return value if truth(condition) is True else torch.where(condition, value, otherwise())
+
+
+def _identity_like(matrix: Tensor) -> Tensor:
+    return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _same_shapes(old: Mapping[str, Tensor], new: Factors) -> bool:
