@@ -21,6 +21,7 @@ LAYERS = [
         "bench",
         "experiments.storage",
         "experiments.config",
+        "experiments.folders",
         "experiments.presets",
         "experiments.data",
         "experiments.files",
@@ -50,6 +51,7 @@ SIBLINGS = {
     ("optim.kfac", "optim.step"),
     ("optim.kfac", "optim.base"),
     ("optim.first_order", "optim.step"),
+    ("bench.timing", "experiments.models"),  # the networks of the experiments
     ("bench.step", "bench.timing"),
     ("bench.scale", "bench.timing"),
     ("bench.__main__", "bench"),
@@ -58,6 +60,7 @@ SIBLINGS = {
     ("experiments.config", "experiments.storage"),  # files are written whole
     ("experiments.files", "experiments.storage"),
     ("experiments.presets", "experiments.config"),
+    ("experiments.folders", "experiments.config"),
     ("experiments.groups", "experiments.runs"),
     ("experiments.medians", "experiments.runs"),
     ("experiments.medians", "experiments.groups"),  # over the seeds of a group
@@ -73,7 +76,7 @@ SIBLINGS = {
     ("layers.registry", "layers.forms"),
     ("experiments.data", "experiments.files"),
 }
-CORE_MODULES = [name for layer in LAYERS[:4] for name in layer] + ["bench"]
+CORE_MODULES = [name for layer in LAYERS[:4] for name in layer] + ["bench.__main__"]
 
 
 def modules():

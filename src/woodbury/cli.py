@@ -31,8 +31,9 @@ try:
     from woodbury.experiments.config import RunConfig, RunFolderError
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
+    from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
     from woodbury.experiments.presets import PAPER, PRESETS
-    from woodbury.experiments.train import InterruptedRunError, Progress, asked_to_stop, check_same_run, train
+    from woodbury.experiments.train import InterruptedRunError, Progress, asked_to_stop, train
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -82,7 +83,7 @@ DataDir = Annotated[
 OnDevice = Annotated[Device, typer.Option(help="Where to train.")]
 InDtype = Annotated[Dtype, typer.Option(help="Precision of parameters and data.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on where the newest folder of this data set was interrupted.")
+    bool, typer.Option("--resume", help="Go on in the newest folder where these very runs were begun.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -298,12 +299,15 @@ def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | 
     """Train all runs into one folder below `out` and report on them; Ctrl-C reports on what there is."""
     dataset = configs[0].dataset
     data = load_dataset(dataset, data_dir)  # before a folder is made for it
-    folder = (_folder_to_resume(out, configs) if resume else None) or _new_folder(out, dataset)
+    folder = folder_to_resume(out, configs) if resume else None
+    if resume and folder is None:
+        _say(f"nothing to resume in {out}: starting anew")
+    folder = folder or new_folder(out, dataset)
     finished = True
     with asked_to_stop() as stop, _bars(configs) as show:
         for config in configs:
             try:
-                run = _run_folder(folder, config)
+                run = run_folder(folder, config)
                 train(config, run, partial(show, config), data=data, resume=resume, stop=stop)
             except InterruptedRunError:
                 finished = False
@@ -374,47 +378,6 @@ def _print_summary(summaries: list[report.Summary]) -> None:
             _short(summary.damping),
         )
     console.print(table)
-
-
-def _new_folder(out: Path, dataset: str) -> Path:
-    """Create and return the first of `out/dataset-1`, `out/dataset-2`, ... that does not exist."""
-    out.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = out / f"{dataset}-{number}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
-
-
-def _folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
-    """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun."""
-    dataset = configs[0].dataset
-    numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
-    refused: RunFolderError | None = None
-    for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
-        folder = out / f"{dataset}-{number}"
-        begun = {_run_folder(folder, config): config for config in configs}
-        begun = {run: config for run, config in begun.items() if RunConfig.is_in(run)}
-        try:
-            for run, config in begun.items():
-                check_same_run(config, run)
-        except RunFolderError as error:  # another experiment with the same optimizer; an older one may fit
-            refused = refused or error
-            continue
-        if begun:
-            return folder
-    if refused is not None:
-        raise refused
-    _say(f"nothing to resume in {out}: starting anew")
-    return None
-
-
-def _run_folder(folder: Path, config: RunConfig) -> Path:
-    return folder / f"{config.optimizer}-seed{config.seed}"
 
 
 def _usable(device: Device) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from woodbury.experiments.models import mlp
 from woodbury.optim import OPTIMIZERS
 
 Step = Callable[[], object]
@@ -27,10 +27,7 @@ class Network:
     iterations: int  # of CG in a step of Hessian-free
 
     def build(self) -> nn.Sequential:
-        layers: list[nn.Module] = []
-        for fan_in, fan_out in pairwise(self.widths):
-            layers += [nn.Linear(fan_in, fan_out), nn.Sigmoid()]
-        return nn.Sequential(*layers[:-1])
+        return mlp(self.widths, seed=0)
 
     def loss(self) -> nn.Module:
         return nn.BCEWithLogitsLoss() if self.widths[-1] == 1 else nn.CrossEntropyLoss()

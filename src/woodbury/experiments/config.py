@@ -18,7 +18,7 @@ from woodbury.optim import OPTIMIZERS
 
 FORMAT = 2  # of a run folder; raised whenever an older reader would misread it
 NOT_INSTALLED = "not installed"  # in place of a version
-_FILE = "config.json"
+CONFIG_FILE, RECORDS_FILE = "config.json", "records.jsonl"  # in a run folder
 
 # Of each field of a configuration, as JSON gives it; true and false are not of type int.
 _TYPES = {
@@ -67,21 +67,21 @@ class RunConfig:
     def save(self, folder: Path) -> None:
         """Write the configuration as JSON into the run folder."""
         text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        write_whole(folder / _FILE, text.encode())
+        write_whole(folder / CONFIG_FILE, text.encode())
 
     @staticmethod
     def is_in(folder: Path) -> bool:
         """Whether the folder holds a configuration, of whatever version."""
-        return (folder / _FILE).exists()
+        return (folder / CONFIG_FILE).exists()
 
     @classmethod
     def load(cls, folder: Path) -> "RunConfig":
         """Read the configuration of a run folder."""
-        path = folder / _FILE
+        path = folder / CONFIG_FILE
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RunFolderError(f"{folder} is not a run folder: it has no {_FILE}") from None
+            raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise RunFolderError(f"{path} is damaged: {error}") from None
         return cls.from_dict(values, where=str(folder))

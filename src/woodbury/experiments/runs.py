@@ -11,12 +11,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import FORMAT, RunConfig, RunFolderError
+from woodbury.experiments.config import CONFIG_FILE, FORMAT, RECORDS_FILE, RunConfig, RunFolderError
 from woodbury.experiments.storage import rounded
 from woodbury.optim import OPTIMIZERS
 
 COMPACT = "records.json"
-_CONFIG, _RECORDS = "config.json", "records.jsonl"
 # What a record must hold to be of use here.
 _KEYS = {"epoch": ("epoch", "step", "seconds", "train_loss", "test_error"), "step": ("step", "damping")}
 _POINTS = 250  # steps kept of a run in a compact file and in a curve
@@ -80,9 +79,9 @@ def _sources(path: Path) -> list[Path]:
     """The run folders and compact files that a path stands for."""
     if not path.exists():
         raise RunFolderError(f"{path} does not exist")
-    if path.is_file() or (path / _CONFIG).exists():
+    if path.is_file() or (path / CONFIG_FILE).exists():
         return [path]
-    folders = sorted({config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/{_CONFIG}")})
+    folders = sorted({config.parent for depth in ("*", "*/*") for config in path.glob(f"{depth}/{CONFIG_FILE}")})
     if not folders and (path / COMPACT).exists():
         return [path / COMPACT]
     if not folders:
@@ -92,7 +91,7 @@ def _sources(path: Path) -> list[Path]:
 
 def _load_run(folder: Path) -> Run:
     """Read one run folder; a run that was only just started has no records."""
-    path = folder / _RECORDS
+    path = folder / RECORDS_FILE
     try:
         config = RunConfig.load(folder)
         lines = path.read_bytes().split(b"\n") if path.exists() else []

@@ -26,6 +26,12 @@ def write_whole(path: Path, content: bytes | bytearray) -> None:
         raise
 
 
+def remove_unfinished(path: Path) -> None:
+    """Remove what `write_whole` of this path left behind where its process was killed."""
+    for unfinished in path.parent.glob(f".{path.name}.*"):
+        unfinished.unlink(missing_ok=True)
+
+
 def rounded(value: Any) -> Any:
     """The value as JSON can hold it: floats with few digits, None for those that are not finite."""
     if isinstance(value, float):

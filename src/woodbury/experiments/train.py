@@ -27,13 +27,14 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.config import RunConfig, RunFolderError
+from woodbury.experiments.config import CONFIG_FILE, RECORDS_FILE, RunConfig, RunFolderError
 from woodbury.experiments.data import Dataset, load_dataset
+from woodbury.experiments.folders import check_same_run
 from woodbury.experiments.models import mlp
-from woodbury.experiments.storage import write_whole
+from woodbury.experiments.storage import remove_unfinished, write_whole
 from woodbury.optim import OPTIMIZERS, NonFiniteLossError
 
-_RECORDS, _CHECKPOINT, _MODEL = "records.jsonl", "checkpoint.pt", "model.pt"
+_CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 _CHECKPOINT_SECONDS = 20.0  # between checkpoints within an epoch
 _EVALUATED_AT_ONCE = 10_000  # samples
 
@@ -81,7 +82,7 @@ def train(
     if not RunConfig.is_in(folder):
         config.save(folder)
     run = _Run(config, load_dataset(config.dataset) if data is None else data)
-    with _opened_records(folder / _RECORDS) as records:
+    with _opened_records(folder / RECORDS_FILE) as records:
         run.restore(folder / _CHECKPOINT, records)
         run.go(folder, records, progress, stop)
     write_whole(folder / _MODEL, _as_bytes(run.model.state_dict()))
@@ -90,9 +91,8 @@ def train(
 
 def _tidy(folder: Path) -> None:
     """Remove what a kill in the middle of writing a file left behind."""
-    for name in (_CHECKPOINT, _MODEL, "config.json"):
-        for unfinished in folder.glob(f".{name}.*"):
-            unfinished.unlink(missing_ok=True)
+    for name in (_CHECKPOINT, _MODEL, CONFIG_FILE):
+        remove_unfinished(folder / name)
     if is_complete(folder):
         (folder / _CHECKPOINT).unlink(missing_ok=True)
 
@@ -214,7 +214,7 @@ class _Run:
                 raise RunFolderError(f"{path} is damaged ({reason}): delete it to train from the start") from None
             if records.seek(0, os.SEEK_END) < length:
                 raise RunFolderError(
-                    f"{path.parent / _RECORDS} is shorter than its checkpoint says: it was changed"
+                    f"{path.parent / RECORDS_FILE} is shorter than its checkpoint says: it was changed"
                 )
         else:
             length = 0
@@ -261,21 +261,6 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check_same_run(config: RunConfig, folder: Path) -> None:
-    """Raise RunFolderError if the folder holds a run, and not the one asked for."""
-    if not RunConfig.is_in(folder):
-        return
-    differences = RunConfig.load(folder).differences(config)
-    for name, (there, here) in differences.items():
-        if isinstance(there, dict) and isinstance(here, dict):
-            name, there, here = next(
-                (f"{name} {key}", there.get(key), here.get(key))
-                for key in there | here
-                if there.get(key) != here.get(key)
-            )
-        raise RunFolderError(f"cannot resume {folder}: it has {name} {there}, and {here} was asked for")
 
 
 def _placed(inputs: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

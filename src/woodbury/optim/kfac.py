@@ -132,7 +132,8 @@ class KFAC(SecondOrder):
         """
         fresh = {name: kronecker_factors(self._outer(name, form)) for name, form in forms.items()}
         for factors in fresh.values():
-            good = good & torch.isfinite(factors.inputs.sum() + factors.grads.sum())
+            # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
+            good = good & torch.isfinite(factors.inputs.trace() + factors.grads.trace())
         known = truth(good)  # a tensor where asking would wait
         step = self.state.get("factor_steps", 0) + (1 if known is not False else 0)
         weight = min(1 - 1 / max(step, 1), self.decay)

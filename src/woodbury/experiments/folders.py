@@ -1,0 +1,65 @@
+"""Where the runs of a command go: `out/<data set>-<number>/<optimizer>-seed<seed>`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from woodbury.experiments.config import RunConfig, RunFolderError
+
+
+def run_folder(folder: Path, config: RunConfig) -> Path:
+    """The folder of one run of a command."""
+    return folder / f"{config.optimizer}-seed{config.seed}"
+
+
+def new_folder(out: Path, dataset: str) -> Path:
+    """Create and return the first of `out/dataset-1`, `out/dataset-2`, ... that does not exist."""
+    out.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = out / f"{dataset}-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
+    """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun, if any.
+
+    Raises RunFolderError where runs of these names were begun, but everywhere with other settings.
+    """
+    dataset = configs[0].dataset
+    numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
+    refused: RunFolderError | None = None
+    for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
+        folder = out / f"{dataset}-{number}"
+        runs = {run_folder(folder, config): config for config in configs}
+        begun = {run: config for run, config in runs.items() if RunConfig.is_in(run)}
+        try:
+            for run, config in begun.items():
+                check_same_run(config, run)
+        except RunFolderError as error:  # another experiment with the same optimizer; an older one may fit
+            refused = refused or error
+            continue
+        if begun:
+            return folder
+    if refused is not None:
+        raise refused
+    return None
+
+
+def check_same_run(config: RunConfig, folder: Path) -> None:
+    """Raise RunFolderError if the folder holds a run, and not the one asked for."""
+    if not RunConfig.is_in(folder):
+        return
+    differences = RunConfig.load(folder).differences(config)
+    for name, (there, here) in differences.items():
+        if isinstance(there, dict) and isinstance(here, dict):
+            name, there, here = next(
+                (f"{name} {key}", there.get(key), here.get(key))
+                for key in there | here
+                if there.get(key) != here.get(key)
+            )
+        raise RunFolderError(f"cannot resume {folder}: it has {name} {there}, and {here} was asked for")
