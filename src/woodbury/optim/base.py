@@ -23,7 +23,7 @@ from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
-from woodbury.losses import loss_rule
+from woodbury.losses import check_count, loss_rule
 from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
@@ -32,7 +32,17 @@ from woodbury.optim.settings import (
     read_settings,
     with_names,
 )
-from woodbury.optim.step import Batches, NonFiniteLossError, Objective, Piece, Problem, Proposal, StepInfo
+from woodbury.optim.step import (
+    Batches,
+    NonFiniteLossError,
+    Objective,
+    Piece,
+    Problem,
+    Proposal,
+    StepInfo,
+    mean_of,
+    total_count,
+)
 from woodbury.plan import Plan, plan_layers
 
 
@@ -295,7 +305,8 @@ class SecondOrder(torch.optim.Optimizer):
         captured = self._capture(problem.plan, inputs, samples)
         outputs = captured.outputs.detach()
         prepared = self._rule.prepare(self.loss, captured.raw, targets)
-        return Piece(inputs, prepared, self._values(outputs, prepared), captured), outputs
+        count = self._rule.count(self.loss, prepared)
+        return Piece(inputs, prepared, self._values(outputs, prepared), count, captured), outputs
 
     def _objective(self, problem: Problem) -> Objective:
         """f, g and the trial evaluation on the batch, or over all of the problem's loader."""
@@ -303,10 +314,11 @@ class SecondOrder(torch.optim.Optimizer):
         if problem.full is None:
             evaluated = [self._evaluate(problem, *part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
-            loss = torch.cat([piece.values for piece in pieces]).mean()
+            count = total_count(pieces)
+            loss = mean_of([piece.values for piece in pieces], count)
             gradient: Vector | None = None
-            for piece, outputs in evaluated:  # g = (1/N1) sum_{S1} J_i^T r_i
-                residual = self._rule.residual(self.loss, outputs, piece.targets) / problem.batch.samples
+            for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
+                residual = self._rule.residual(self.loss, outputs, piece.targets) / count
                 part = piece.capture.gradient(residual)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             assert gradient is not None
@@ -329,7 +341,7 @@ class SecondOrder(torch.optim.Optimizer):
             )
         total: Tensor | None = None
         gradient: Vector = {}
-        count = 0
+        count: Scalar = 0
         for inputs, targets in full:
             samples = _batch.check_batch(inputs, targets)
             captured = self._capture(problem.plan, inputs, samples)
@@ -339,9 +351,10 @@ class SecondOrder(torch.optim.Optimizer):
             gradient = part if total is None else _vector.combine(gradient, part)
             values = self._values(outputs, prepared).sum()
             total = values if total is None else total + values
-            count += samples
+            count = count + self._rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
+        count = check_count(count, "full=")
         before = total
 
         def evaluate(displacement: Displacement) -> Tensor:
@@ -381,7 +394,7 @@ class SecondOrder(torch.optim.Optimizer):
             if outputs.dim() != 2:
                 outputs = outputs.reshape(piece.values.shape[0], -1)
             differences.append(piece.values - self._values(outputs, piece.targets))
-        return (differences[0] if len(differences) == 1 else torch.cat(differences)).mean()
+        return mean_of(differences, total_count(pieces))
 
     def _vector_if_needed(self, problem: Problem, proposal: Proposal) -> Vector | None:
         """p itself where momentum or weight decay ask for it."""

@@ -17,9 +17,10 @@ from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
+from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Piece, Problem, Proposal
-from woodbury.rows import factor_columns
+from woodbury.rows import loss_factor
 
 
 class HessianFree(SecondOrder):
@@ -116,12 +117,13 @@ class HessianFree(SecondOrder):
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
         parameters = problem.plan.parameters
-        columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        count = check_count(piece.count, "the curvature samples")
         jacobian = products.jacobian_products(piece.capture.outputs, parameters)
 
         def product(x: Tensor) -> Tensor:
             image = jacobian(_vector.unflatten(x, parameters))  # J x, (n, C)
-            weights = torch.einsum("nkc,nkd,nd->nc", columns, columns, image) / len(outputs)
+            weights = factor.matvec(factor.rmatvec(image)) / count  # S S^T J x / M2
             return _vector.flatten(piece.capture.gradient(weights))
 
         return product

@@ -1,7 +1,8 @@
 """SMW-GN, SMW-NG and SMW-NG-BD: exact damped steps solved in the space of samples.
 
 With rows Z of the batch (factor rows of S2, then gradient rows of the samples outside it), U the factor
-rows over sqrt(N2), and g = U^T e + g_rest:
+rows over sqrt(D) (D = N2 for a mean over samples; see `woodbury.rows.curvature_divisor`), and
+g = U^T e + g_rest:
 
     (K + lambda I) a = e + U p0 - U g_rest / lambda          K = U U^T, small
     p = p0 - U^T a - g_rest / lambda                         U p = lambda a - e
@@ -36,10 +37,11 @@ from woodbury.linalg import (
     solve_in_sample_space,
     sum_of_squares,
 )
+from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import check_choice
-from woodbury.optim.step import Piece, Problem, Proposal
-from woodbury.rows import Rows, factor_columns
+from woodbury.optim.step import Piece, Problem, Proposal, mean_of, total_count
+from woodbury.rows import Rows, curvature_divisor, loss_factor
 
 SOLVERS = ("cholesky", "cg", "products")
 _RAISES = 12  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
@@ -47,12 +49,12 @@ _RAISES = 12  # how often, tenfold each time, lambda may be raised within a step
 
 @dataclass
 class Linearization:
-    """The model around theta: Z with U in front, and g = Z^T (e / N1, 1 / N1) + gradient."""
+    """The model around theta: Z with U in front, and g = Z^T (e / M, 1 / M) + gradient."""
 
     rows: Rows  # Z, unscaled
-    curvature_rows: int  # the first so many rows of Z, over sqrt(N2), are U
-    curvature_samples: int  # N2
-    samples: int  # N1
+    curvature_rows: int  # the first so many rows of Z, over sqrt(D), are U
+    divisor: Scalar  # D
+    count: Scalar  # M, what the mean loss of the batch divides by
     e: Tensor  # (curvature rows,), S e = r; zero where g is given by `gradient` alone
     gradient: Vector | None  # the part of g that is not in Z
 
@@ -105,8 +107,7 @@ class _SampleSpace(SecondOrder):
     def _propose(self, problem: Problem) -> Proposal:
         if problem.full is None:
             line, pieces = self._linearize(problem)
-            values = [piece.values for piece in pieces]
-            loss = (values[0] if len(values) == 1 else torch.cat(values)).mean()
+            loss = mean_of([piece.values for piece in pieces], line.count)
             evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
@@ -148,50 +149,59 @@ class _SampleSpace(SecondOrder):
         batch, m = problem.batch, problem.batch.curvature
         piece, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
         targets, gradient = piece.targets, None
+        count = chosen = total_count([piece])
+        if m < batch.samples:
+            chosen = self._rule.count(self.loss, targets[:m])
         if self.curvature == "empirical":
             # Every factor row is a gradient row: S2 and the rest in one go.
             segments = [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)]
             e: Tensor | None = outputs.new_ones(m)
         else:
-            columns, e = factor_columns(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
-            segments = [columns]
+            factor = loss_factor(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
+            segments, e = [factor.columns()], factor.e
             if e is None:
-                gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / batch.samples)
+                gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / count)
             elif m < batch.samples:
                 segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
-        count = sum(columns.shape[0] * columns.shape[1] for columns in segments)
-        rows = Rows(problem.plan, piece.capture.rows(segments), count)
+        height = sum(columns.shape[0] * columns.shape[1] for columns in segments)
+        rows = Rows(problem.plan, piece.capture.rows(segments), height)
         width = m * segments[0].shape[1]
         e = outputs.new_zeros(width) if e is None else e.flatten()
-        return Linearization(rows, width, m, batch.samples, e, gradient), [piece]
+        return Linearization(rows, width, self._divisor(chosen, m), count, e, gradient), [piece]
 
     def _linearize_in_pieces(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
         """The same with S2 and the samples outside it run through the model one after the other."""
         batch = problem.batch
         given = problem.full is not None  # g comes from the loader: S2 is all we need
-        pieces, forms, count, width = [], [], 0, 0
+        evaluated = [self._evaluate(problem, *part) for part in batch.pieces()[: 1 if given else None]]
+        pieces = [piece for piece, _ in evaluated]
+        divisor = self._divisor(pieces[0].count, batch.curvature)
+        count = total_count(pieces)
+        forms, height, width = [], 0, 0
         gradient: Vector | None = None
         e: Tensor | None = None
-        for index, (inputs, targets, samples) in enumerate(batch.pieces()[: 1 if given else None]):
-            piece, outputs = self._evaluate(problem, inputs, targets, samples)
-            pieces.append(piece)
+        for index, (piece, outputs) in enumerate(evaluated):
             if index == 0:
-                columns, e = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
+                factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+                columns, e = factor.columns(), factor.e
                 in_rows, width = e is not None, columns.shape[0] * columns.shape[1]
                 e = outputs.new_zeros(width) if e is None or given else e.flatten()
             else:
                 columns = self._rule.residual(self.loss, outputs, piece.targets).unsqueeze(1)
                 in_rows = in_rows and self.solver != "products"
             if not in_rows and not given:
-                weights = self._rule.residual(self.loss, outputs, piece.targets) / batch.samples
+                weights = self._rule.residual(self.loss, outputs, piece.targets) / count
                 part = piece.capture.gradient(weights)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             if index == 0 or in_rows:
                 forms.append(piece.capture.rows([columns]))
-                count += columns.shape[0] * columns.shape[1]
+                height += columns.shape[0] * columns.shape[1]
         assert e is not None
-        rows = Rows(problem.plan, concatenate_forms(forms), count)
-        return Linearization(rows, width, batch.curvature, batch.samples, e, gradient), pieces
+        rows = Rows(problem.plan, concatenate_forms(forms), height)
+        return Linearization(rows, width, divisor, count, e, gradient), pieces
+
+    def _divisor(self, count: Scalar, samples: int) -> Scalar:
+        return curvature_divisor(self.curvature, check_count(count, "the curvature samples"), samples)
 
     def _solve(self, problem: Problem, line: Linearization, damping: Scalar) -> _Step:
         """p for this damping, with its norm and predicted decrease."""
@@ -206,8 +216,8 @@ class _SampleSpace(SecondOrder):
             coefficients, bend, solution = solve_in_sample_space(
                 gram,
                 line.curvature_rows,
-                line.curvature_samples,
-                line.samples,
+                line.divisor,
+                line.count,
                 line.e,
                 projected,
                 damping,
@@ -258,9 +268,9 @@ class _SampleSpace(SecondOrder):
     ) -> tuple[Tensor, Scalar, Solution]:
         """The same system by CG with products Z (D Z^T x) alone; every row is a factor row here."""
         rows, by_layer = line.rows, self.blocks == "layer"
-        e = line.e * (line.curvature_samples / line.samples)
+        e = line.e * (line.divisor / line.count)
         rhs = (e if projected is None else e + projected).expand(len(rows.forms) if by_layer else 1, -1)
-        shift = line.curvature_samples * damping
+        shift = line.divisor * damping
 
         def product(x: Tensor) -> Tensor:
             vector = rows.rmatvec(x if by_layer else x[0])
@@ -272,7 +282,7 @@ class _SampleSpace(SecondOrder):
         solution = solve_conjugate_gradient(
             product, rhs, self._tolerance(rhs.dtype), max_iterations=10 * line.curvature_rows
         )
-        return solution.x, sum_of_squares(shift * solution.x - e) / line.curvature_samples, solution
+        return solution.x, sum_of_squares(shift * solution.x - e) / line.divisor, solution
 
     def _gram(self, line: Linearization, scales: dict[str, Scalar] | None) -> Tensor:
         """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
