@@ -13,7 +13,7 @@ ROOT = Path(woodbury.__file__).parent
 
 # Lowest first. A module may import from lower layers, and from siblings only where `SIBLINGS` says so.
 LAYERS = [
-    ["_vector", "_scalar", "_batch", "_random"],
+    ["_vector", "_scalar", "_batch", "_random", "_memory"],
     ["layers", "factors", "losses", "linalg"],
     ["plan", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],

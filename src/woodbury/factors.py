@@ -21,6 +21,11 @@ class Factor(ABC):
 
     e: Tensor | None
 
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """k, the number of columns a sample."""
+
     @abstractmethod
     def columns(self) -> Tensor:
         """The columns of each S_i as rows, (n, k, m)."""
@@ -40,6 +45,10 @@ class DenseFactor(Factor):
 
     matrix: Tensor  # (n, k, m), columns as rows
 
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[1]
+
     def columns(self) -> Tensor:
         return self.matrix
 
@@ -55,6 +64,10 @@ class DiagonalFactor(Factor):
     """S = diag(root), for losses that look at each output by itself."""
 
     root: Tensor  # (n, m)
+
+    @property
+    def width(self) -> int:
+        return self.root.shape[1]
 
     def columns(self) -> Tensor:
         return torch.diag_embed(self.root)
@@ -74,6 +87,10 @@ class SoftmaxFactor(Factor):
     others: Tensor  # (n T, C - 1): the class of each column
     common: Tensor  # (n T, C)
     positions: int  # T
+
+    @property
+    def width(self) -> int:
+        return self.positions * self.root.shape[1]
 
     def columns(self) -> Tensor:
         blocks = self.common.unsqueeze(1).repeat(1, self.others.shape[1], 1)

@@ -147,6 +147,20 @@ def solve_in_sample_space(
     return coefficients, sum_of_squares(image) / divisor, solution
 
 
+def solve_in_parameter_space(
+    curvature: Tensor, shift: Tensor | Scalar, rhs: Tensor
+) -> tuple[Tensor, Scalar, Solution]:
+    """p with (B + diag(shift)) p = rhs, p^T B p and the solver's report, for one block.
+
+    curvature B (m, m), shift one number or (m,), rhs (m,).
+    """
+    matrix = curvature.clone()
+    matrix.diagonal().add_(shift)
+    solution = solve_cholesky(matrix.unsqueeze(0), rhs.to(matrix.dtype).unsqueeze(0))
+    p = solution.x[0]
+    return p, scalar(torch.dot(p, curvature.mv(p))), solution
+
+
 def sum_of_squares(values: Tensor) -> Scalar:
     """Sum of squares."""
     flat = values.reshape(-1)

@@ -7,7 +7,7 @@ sample-major (row = i k + a), stored layer by layer; neither U nor any n x n obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,28 @@ class Rows:
             ],
             dim=1,
         ).detach()
+
+    def curvature(
+        self, count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """U^T U over the first `count` rows, (p, p) for the parameters of each block, in the order of its names.
+
+        Cheaper than the Gram matrix where there are more rows than parameters. dtype asks for accumulation in
+        that type.
+        """
+        parameters = self.plan.parameters
+        dense = self.dense()[:count]
+        columns = dict(
+            zip(parameters, dense.split([value.numel() for value in parameters.values()], dim=1), strict=True)
+        )
+        with full_precision():
+            matrices = []
+            for block in blocks:
+                whole = tuple(block) == tuple(parameters)
+                own = dense if whole else torch.cat([columns[name] for name in block], dim=1)
+                own = own if dtype is None else own.to(dtype)
+                matrices.append(own.T @ own)
+        return matrices
 
     @property
     def shape(self) -> tuple[int, int]:

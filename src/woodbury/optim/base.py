@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
@@ -46,11 +48,17 @@ from woodbury.optim.step import (
 from woodbury.plan import Plan, plan_layers
 
 
+def _derivatives(twice: bool) -> AbstractContextManager[None]:
+    """Inside, the model runs on kernels that can be differentiated so often: torch's fused attention only once."""
+    return sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
+
+
 class SecondOrder(torch.optim.Optimizer):
     """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
     curvature: str  # "gauss-newton" or "empirical"
     by_layers = True  # whether it works with rows, which layers give
+    twice_differentiated = False  # whether it takes derivatives of the model's derivatives
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -122,9 +130,10 @@ class SecondOrder(torch.optim.Optimizer):
         try:
             problem = self._pose(inputs, targets, subset, full)
             random = _random.snapshot(self._device())
-            proposal = self._propose(problem)
-            with _random.replayed(random):
-                actual = proposal.evaluate(proposal.displacement)
+            with _derivatives(self.twice_differentiated):
+                proposal = self._propose(problem)
+                with _random.replayed(random):
+                    actual = proposal.evaluate(proposal.displacement)
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(kept)
             raise
@@ -152,7 +161,9 @@ class SecondOrder(torch.optim.Optimizer):
         kept = self._draws()
         random = _random.snapshot(self._device())
         try:
-            return self._propose(self._pose(inputs, targets, subset, full)).displacement.dense()
+            problem = self._pose(inputs, targets, subset, full)
+            with _derivatives(self.twice_differentiated):
+                return self._propose(problem).displacement.dense()
         finally:
             self.state.update(kept)
             _random.restore(random)
@@ -167,10 +178,10 @@ class SecondOrder(torch.optim.Optimizer):
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, None)
-            with _random.replayed(random):
+            with _random.replayed(random), _derivatives(twice=True):
                 proposal = self._propose(problem)
             # in the pieces the step ran, so that dropout masks agree
-            with _random.replayed(random), torch.enable_grad():
+            with _random.replayed(random), _derivatives(twice=True), torch.enable_grad():
                 outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
             return products.relative_residual(
                 outputs,

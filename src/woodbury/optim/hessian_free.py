@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury import _vector, products
+from woodbury import _vector
 from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
@@ -20,6 +20,7 @@ from woodbury.linalg import minimize_quadratic
 from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Piece, Problem, Proposal
+from woodbury.products import FactorProducts
 from woodbury.rows import loss_factor
 
 
@@ -40,6 +41,7 @@ class HessianFree(SecondOrder):
 
     curvature = "gauss-newton"
     by_layers = False
+    twice_differentiated = True
 
     def __init__(
         self,
@@ -119,12 +121,11 @@ class HessianFree(SecondOrder):
         parameters = problem.plan.parameters
         factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
         count = check_count(piece.count, "the curvature samples")
-        jacobian = products.jacobian_products(piece.capture.outputs, parameters)
+        rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 
         def product(x: Tensor) -> Tensor:
-            image = jacobian(_vector.unflatten(x, parameters))  # J x, (n, C)
-            weights = factor.matvec(factor.rmatvec(image)) / count  # S S^T J x / M2
-            return _vector.flatten(piece.capture.gradient(weights))
+            image = rows.matvec(_vector.unflatten(x, parameters)) / count  # S^T J x / M2
+            return _vector.flatten(rows.rmatvec(image))
 
         return product
 
