@@ -43,12 +43,13 @@ def shaken(model):
 
 
 def dense_rows(model, loss, inputs, targets, kind):
-    """S^T J / sqrt(n), with S from the loss rule (checked in test_losses)."""
+    """S^T J / sqrt(count), with S from the loss rule (checked in test_losses), or gradients over sqrt(n)."""
     samples = reference.per_sample(model, loss, inputs, targets)
-    rule, outputs = loss_rule(loss), model(inputs).detach().flatten(1)
-    columns, _ = rule.factor(loss, outputs, rule.prepare(loss, outputs, targets))
+    rule, outputs = loss_rule(loss), model(inputs).detach()
+    columns, _ = rule.factor(loss, outputs.flatten(1), rule.prepare(loss, outputs, targets))
+    count = problems.Problem(model, loss, inputs, targets).count
     blocks = [columns[i] @ J if kind == "gauss-newton" else (r @ J)[None] for i, (J, r, _) in enumerate(samples)]
-    return torch.cat(blocks) / len(samples) ** 0.5
+    return torch.cat(blocks) / (count if kind == "gauss-newton" else len(samples)) ** 0.5
 
 
 def check_rows(model, loss, inputs, targets, **options):

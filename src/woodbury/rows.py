@@ -7,7 +7,7 @@ sample-major (row = i k + a), stored layer by layer; neither U nor any n x n obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from woodbury._batch import check_batch
 from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward, call_model, capture, check_samples_apart
+from woodbury.factors import DenseFactor, Factor
 from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
-from woodbury.losses import LossRule, loss_rule
+from woodbury.losses import LossRule, check_count, loss_rule
 from woodbury.plan import Plan, plan_layers
 
 CURVATURES = ("gauss-newton", "empirical")
@@ -106,24 +107,53 @@ class Rows:
             dim=1,
         ).detach()
 
+    def curvature(
+        self, count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """U^T U over the first `count` rows, (p, p) for the parameters of each block, in the order of its names.
+
+        Cheaper than the Gram matrix where there are more rows than parameters. dtype asks for accumulation in
+        that type.
+        """
+        parameters = self.plan.parameters
+        dense = self.dense()[:count]
+        columns = dict(
+            zip(parameters, dense.split([value.numel() for value in parameters.values()], dim=1), strict=True)
+        )
+        with full_precision():
+            matrices = []
+            for block in blocks:
+                whole = tuple(block) == tuple(parameters)
+                own = dense if whole else torch.cat([columns[name] for name in block], dim=1)
+                own = own if dtype is None else own.to(dtype)
+                matrices.append(own.T @ own)
+        return matrices
+
     @property
     def shape(self) -> tuple[int, int]:
         """(r, p)."""
         return self.count, sum(parameter.numel() for parameter in self.plan.parameters.values())
 
 
-def factor_columns(
-    rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, curvature: str
-) -> tuple[Tensor, Tensor | None]:
-    """S_i^T as columns (n, k, C), and e (n, k) with S_i e_i = r_i where there is one.
+def loss_factor(rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, curvature: str) -> Factor:
+    """S, and e with S_i e_i = r_i where there is one.
 
     "gauss-newton": S_i S_i^T is the Hessian of the loss. "empirical": S_i = r_i and e_i = 1, so that
     U^T U is the empirical Fisher matrix of the paper.
     """
     if curvature == "gauss-newton":
-        return rule.factor(loss, outputs, targets)
+        return rule.compact_factor(loss, outputs, targets)
     residual = rule.residual(loss, outputs, targets)
-    return residual.unsqueeze(1), torch.ones_like(residual[:, :1])
+    return DenseFactor(torch.ones_like(residual[:, :1]), residual.unsqueeze(1))
+
+
+def curvature_divisor(curvature: str, count: Scalar, samples: int) -> Scalar:
+    """D with U = Z / sqrt(D) for the rows Z = S_i^T J_i of n samples and the count M of their mean loss.
+
+    "gauss-newton": U^T U = (1/M) sum J_i^T H_i J_i, so D = M. "empirical": U^T U = (1/n) sum g_i g_i^T with
+    g_i = (n/M) J_i^T r_i, whose mean is the gradient, so D = M^2 / n. Both are n where M is.
+    """
+    return count if curvature == "gauss-newton" else count * count / samples
 
 
 def rows(
@@ -143,7 +173,8 @@ def rows(
         loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss or a registered loss, with mean reduction.
         inputs, targets: a batch of n samples.
         curvature: "gauss-newton" (k rows a sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row a
-            sample, U^T U = (1/n) sum of outer products of per-sample gradients).
+            sample, U^T U = (1/n) sum of outer products of per-sample gradients). Where the loss is a mean over
+            tokens, see `curvature_divisor`.
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows no layer rule covers with torch.func, or by plain autograd.
         max_bytes: what temporaries of the Gram matrix may take, beside the rows and the matrix itself.
@@ -155,6 +186,8 @@ def rows(
     captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
     check_samples_apart(captured)
     outputs = captured.outputs.detach()
-    columns, _ = factor_columns(rule, loss, outputs, rule.prepare(loss, captured.raw, targets), curvature)
+    prepared = rule.prepare(loss, captured.raw, targets)
+    columns = loss_factor(rule, loss, outputs, prepared, curvature).columns()
     n, k, _ = columns.shape
-    return Rows(plan, captured.rows([columns]), n * k, scale=n**-0.5)
+    divisor = curvature_divisor(curvature, check_count(rule.count(loss, prepared)), n)
+    return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)
