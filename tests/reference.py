@@ -48,7 +48,7 @@ def per_sample(model, loss, inputs, targets, forward=None):
 
         def value(y, i=i, point=point):
             replaced = torch.cat([together[:i], y.reshape(point.shape), together[i + 1 :]])
-            return len(inputs) * loss(replaced, targets)
+            return len(targets) * loss(replaced, targets)
 
         slope = torch.autograd.functional.jacobian(value, point.reshape(-1))
         hessian = torch.autograd.functional.hessian(value, point.reshape(-1))
