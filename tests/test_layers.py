@@ -53,7 +53,7 @@ def dense_rows(model, loss, inputs, targets, kind):
 
 
 def check_rows(model, loss, inputs, targets, **options):
-    """Dense, Gram, scaled Gram, cross-Gram and products against a loop over samples."""
+    """Dense, Gram, scaled Gram, cross-Gram, U^T U and products against a loop over samples."""
     names = reference.parameters(model)
     found, expected = {}, {}
     for kind in METHODS:
@@ -66,6 +66,11 @@ def check_rows(model, loss, inputs, targets, **options):
         torch.testing.assert_close(rows.gram(scales=scales), (U * D) @ U.T)
         vector = {name: torch.randn_like(p) for name, p in names.items()}
         torch.testing.assert_close(rows.matvec(vector), U @ flatten(vector))
+        first, blocks = len(U) - len(U) // 2, [list(names), list(names)[1:]]
+        whole, rest = rows.curvature(first, blocks)
+        skipped = next(iter(names.values())).numel()
+        torch.testing.assert_close(whole, U[:first].T @ U[:first])
+        torch.testing.assert_close(rest, whole[skipped:, skipped:])
         c = torch.randn(len(U), dtype=U.dtype)
         torch.testing.assert_close(flatten(rows.rmatvec(c)), U.T @ c)
     cross = found["gauss-newton"].gram(found["empirical"])

@@ -7,8 +7,9 @@ sample-major (row = i k + a), stored layer by layer; neither U nor any n x n obj
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,20 @@ from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward, call_model, capture, check_samples_apart
 from woodbury.factors import DenseFactor, Factor
-from woodbury.layers.forms import RowForm
+from woodbury.layers.forms import RowForm, limit, windows
 from woodbury.linalg import full_precision
 from woodbury.losses import LossRule, check_count, loss_rule
 from woodbury.plan import Plan, plan_layers
 
 CURVATURES = ("gauss-newton", "empirical")
+
+
+class Slab(NamedTuple):
+    """Part of a parameter: parameter[window], so many numbers."""
+
+    name: str
+    window: slice
+    size: int
 
 
 class Rows:
@@ -113,21 +122,62 @@ class Rows:
         """U^T U over the first `count` rows, (p, p) for the parameters of each block, in the order of its names.
 
         Cheaper than the Gram matrix where there are more rows than parameters. dtype asks for accumulation in
-        that type.
+        that type. Rows are written out for as many parameters at a time as `max_bytes` of the plan allow.
         """
-        parameters = self.plan.parameters
-        dense = self.dense()[:count]
-        columns = dict(
-            zip(parameters, dense.split([value.numel() for value in parameters.values()], dim=1), strict=True)
-        )
+        dtype = next(iter(self.plan.parameters.values())).dtype if dtype is None else dtype
+        matrices = []
         with full_precision():
-            matrices = []
             for block in blocks:
-                whole = tuple(block) == tuple(parameters)
-                own = dense if whole else torch.cat([columns[name] for name in block], dim=1)
-                own = own if dtype is None else own.to(dtype)
-                matrices.append(own.T @ own)
+                strips = self._strips(block, dtype)
+                width = sum(slab.size for strip in strips for slab in strip)
+                matrix = torch.empty(width, width, dtype=dtype, device=self._device)
+                row = 0
+                for index, strip in enumerate(strips):
+                    left = self._written(strip, count, dtype)
+                    column, rows = row, slice(row, row + left.shape[1])
+                    for other in strips[index:]:
+                        right = left if other is strip else self._written(other, count, dtype)
+                        columns = slice(column, column + right.shape[1])
+                        torch.mm(left.t(), right, out=matrix[rows, columns])
+                        if other is not strip:
+                            matrix[columns, rows] = matrix[rows, columns].t()
+                        column = columns.stop
+                    row = rows.stop
+                matrices.append(matrix)
         return matrices
+
+    def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
+        """The parameters of a block in pieces whose rows take no more than half of what temporaries may."""
+        budget = limit(self.plan.max_bytes, self._device) // 2 // dtype.itemsize // max(1, self.count)
+        strips: list[list[Slab]] = [[]]
+        room = budget
+        for name in block:
+            shape = self.plan.parameters[name].shape
+            inside = math.prod(shape[1:])
+            for window in windows(shape[0] if shape else 1, budget // max(1, inside)):
+                size = (window.stop - window.start) * inside
+                if size > room and strips[-1]:
+                    strips.append([])
+                    room = budget
+                strips[-1].append(Slab(name, window, size))
+                room -= size
+        return strips
+
+    def _written(self, strip: Sequence[Slab], count: int, dtype: torch.dtype) -> Tensor:
+        """The first `count` rows for some parameters, (count, p)."""
+        columns = []
+        for name, window, size in strip:
+            module, own = self.plan.block_of[name]
+            if module in self.forms:
+                columns.append(self.forms[module].slab(own, window, dtype)[:count].reshape(count, size))
+            else:
+                columns.append(torch.zeros(count, size, dtype=dtype, device=self._device))
+        written = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        return written if self.scale == 1.0 else written * self.scale
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.plan.parameters.values())).device
 
     @property
     def shape(self) -> tuple[int, int]:
