@@ -169,7 +169,10 @@ PROBLEMS = {
         Sentences(), nn.CrossEntropyLoss(), torch.randint(7, (N, 3)), _class_targets(N, 3)
     ),
     "softmax-ignored": lambda: Problem(
-        mlp(5, 6, 3), nn.CrossEntropyLoss(), torch.randn(N, 5), _some_ignored(_class_targets(N, 3))
+        mlp(5, 6, 3),
+        nn.CrossEntropyLoss(ignore_index=-1),
+        torch.randn(N, 5),
+        _some_ignored(_class_targets(N, 3), -1),
     ),
     "tokens": lambda: Problem(Tokens(), nn.CrossEntropyLoss(), torch.randint(6, (N, 3)), torch.randint(4, (N, 3))),
     "tokens-ignored": lambda: Problem(

@@ -195,3 +195,14 @@ def test_pos_weight_of_another_shape_is_refused_by_name():
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
     with pytest.raises(ValueError, match="pos_weight"):
         loss_rule(loss).values(loss, torch.zeros(4, 6), torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("index", [-100, 1])
+def test_ignored_samples_are_found_among_plain_targets(index):
+    loss, outputs = nn.CrossEntropyLoss(ignore_index=index), torch.randn(5, 3).double()
+    targets = torch.tensor([0, index, 2, index, 0])
+    rule = loss_rule(loss)
+    prepared = rule.prepare(loss, outputs, targets)
+    assert rule.count(loss, prepared) == 3
+    torch.testing.assert_close(rule.values(loss, outputs, prepared).sum() / 3, loss(outputs, targets))
+    assert rule.prepare(loss, outputs, torch.tensor([0, 2, 2, 0, 0])).dim() == 1  # none: the ordinary form

@@ -181,7 +181,7 @@ def test_counts_of_a_loader_add_up_over_its_batches(name, kind, blocks):
 def test_a_batch_or_subset_without_targets_is_refused(name, method):
     problem = problems.make(name)
     optimizer = method(problem.model, problem.loss)
-    none = torch.full_like(problem.targets, -100)
+    none = torch.full_like(problem.targets, problem.loss.ignore_index)
     with pytest.raises(ValueError, match=r"every target of the (batch|curvature samples) is ignored"):
         optimizer.step(problem.inputs, none)
     with pytest.raises(ValueError, match="every target of the curvature samples is ignored"):
