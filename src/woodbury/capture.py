@@ -45,13 +45,13 @@ class Call:
     versions: tuple[int, ...]  # of the inputs and the output at the time of the call
     maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map caught inside a layer
 
-    @cached_property
-    def inputs(self) -> Tensor:
-        """The (first) input, detached."""
-        return self.given[0].detach()
+    def __post_init__(self) -> None:
+        self.inputs = self.given[0].detach()  # the first of them
 
     @property
     def inputs_intact(self) -> bool:
+        if len(self.given) == 1:
+            return self.given[0]._version == self.versions[0]
         return all(tensor._version == version for tensor, version in zip(self.given, self.versions, strict=False))
 
     @property
@@ -224,13 +224,12 @@ class Capture:
                 weight = layer.module.weight
                 assert isinstance(weight, Tensor)
                 below = chain[index + 1].call
-                if link.slope is not None:
-                    slope = link.slope(inputs)
+                grads = grads.mm(weight.detach())
+                if link.backward is not None:
+                    grads = link.backward(grads, layout.of_rows(inputs))
                 else:
                     slope = torch.autograd.grad(call.given[0], [below.edge], torch.ones_like(call.inputs))[0]
-                if not layout.is_plain:
-                    slope = slope.index_select(0, layout.sample_of_row(slope.device))
-                grads = grads.mm(weight.detach()).mul_(slope[: grads.shape[0]])
+                    grads = grads.mul_(layout.of_rows(slope[: layout.samples]))
         return {link.layer.name: forms[link.layer.name] for link in reversed(chain)}
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
@@ -348,20 +347,20 @@ _ELEMENTWISE = frozenset(
         *("Mul", "Div", "Add", "Sub"),  # with a constant: they have one parent then
     )
 )
-# phi'(z) from v = phi(z), where that is one operation; autograd gives the others.
-_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
-    "SigmoidBackward0": lambda v: torch.addcmul(v, v, v, value=-1),  # v - v^2
-    "TanhBackward0": lambda v: 1 - v * v,
-    "ReluBackward0": torch.sign,  # v > 0
+# h phi'(z) from h and v = phi(z), where that is one operation; autograd gives the others.
+_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SigmoidBackward0": torch.ops.aten.sigmoid_backward.default,  # h (1 - v) v
+    "TanhBackward0": torch.ops.aten.tanh_backward.default,  # h (1 - v^2)
+    "ReluBackward0": lambda h, v: torch.ops.aten.threshold_backward.default(h, v, 0),  # h where v > 0
 }
 
 
 class Link(NamedTuple):
-    """A layer of a chain, and phi' of the activation between it and the layer below, if it is simple."""
+    """A layer of a chain, and h, v -> h phi' for the activation between it and the layer below, if simple."""
 
     layer: Layer
     call: Call
-    slope: Callable[[Tensor], Tensor] | None
+    backward: Callable[[Tensor, Tensor], Tensor] | None
 
 
 def chain_of(capture: Capture) -> list[Link] | None:
@@ -391,8 +390,8 @@ def chain_of(capture: Capture) -> list[Link] | None:
         if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
             return None
         if chain:
-            slope = _SLOPES.get(between[0]) if len(between) == 1 else None
-            chain[-1] = Link(chain[-1].layer, chain[-1].call, slope)
+            backward = _BACKWARD.get(between[0]) if len(between) == 1 else None
+            chain[-1] = Link(chain[-1].layer, chain[-1].call, backward)
         chain.append(Link(call.layer, call, None))
         node, shape, between = given.grad_fn, given.shape, []
         if node is None and given.requires_grad:

@@ -130,7 +130,8 @@ def solve_in_sample_space(
     and c = 1 / (M lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
     solver's report.
     """
-    m, rest = curvature_rows, gram.shape[-1] - curvature_rows
+    blocks, _, height = gram.shape
+    m, rest = curvature_rows, height - curvature_rows
     e = e.to(gram.dtype) * (divisor / count)
     shift = divisor * damping
     matrix = gram[:, :m, :m].clone()
@@ -139,11 +140,13 @@ def solve_in_sample_space(
     if rest:
         outside = 1 / (count * damping)
         rhs = rhs - gram[:, :m, m:].sum(-1) * outside
-    solution = solve(matrix, rhs.expand(len(gram), m))
-    image = shift * solution.x - e
+    solution = solve(matrix, rhs.expand(blocks, m))
+    image = solution.x * shift - e
     coefficients = solution.x
     if rest:
-        coefficients = torch.cat([coefficients, gram.new_ones(len(gram), rest) * outside], dim=1)
+        coefficients = gram.new_empty(blocks, height)
+        coefficients[:, :m] = solution.x
+        coefficients[:, m:] = outside
     return coefficients, sum_of_squares(image) / divisor, solution
 
 

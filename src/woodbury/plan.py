@@ -58,6 +58,11 @@ class Plan:
         """Parameter name -> its module, and its name there."""
         return {full: (block, own) for block, names in self.owned.items() for own, full in names.items()}
 
+    @cached_property
+    def block_sizes(self) -> list[int]:
+        """The number of parameters in each of `blocks`."""
+        return [sum(self.parameters[name].numel() for name in block) for block in self.blocks]
+
     @property
     def blocks(self) -> list[tuple[str, ...]]:
         """Parameter names block by block, as the block-diagonal methods take them."""

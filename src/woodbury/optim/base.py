@@ -142,9 +142,9 @@ class SecondOrder(torch.optim.Optimizer):
         ratio, accepted = self._judge(problem, proposal, actual, vector)
         proposal.displacement.add_(problem.hyper.lr, accepted)
         self._remember(problem, proposal, ratio, accepted, vector)
-        numbers = (proposal.damping, ratio, proposal.predicted, root(proposal.squared_norm))
-        damping, rho, predicted, norm = tensors(numbers)
-        self.last = StepInfo(proposal.loss, damping, rho, predicted, norm, torch.as_tensor(accepted))
+        numbers = (proposal.loss, proposal.damping, ratio, proposal.predicted, root(proposal.squared_norm))
+        loss, damping, rho, predicted, norm = tensors(numbers)
+        self.last = StepInfo(loss, damping, rho, predicted, norm, torch.as_tensor(accepted))
         return self.last
 
     def direction(
@@ -335,7 +335,7 @@ class SecondOrder(torch.optim.Optimizer):
                 part = piece.capture.gradient(residual)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             assert gradient is not None
-            evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
+            evaluate: Callable[[Displacement], Scalar] = partial(self._decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate = self._full_objective(problem, problem.full)
@@ -346,7 +346,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _full_objective(
         self, problem: Problem, full: Batches
-    ) -> tuple[Tensor, Vector, Callable[[Displacement], Tensor]]:
+    ) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar]]:
         """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
         if isinstance(full, Iterator):
             raise TypeError(
@@ -370,26 +370,26 @@ class SecondOrder(torch.optim.Optimizer):
         count = check_count(count, "full=")
         before = total
 
-        def evaluate(displacement: Displacement) -> Tensor:
+        def evaluate(displacement: Displacement) -> Scalar:
             after = torch.zeros_like(before)
             with displacement.applied(), self._trial_mode():
                 for inputs, targets in full:
                     raw = self.forward(self.model, inputs).detach()
                     prepared = self._rule.prepare(self.loss, raw, targets)
                     after = after + self._values(raw.reshape(raw.shape[0], -1), prepared).sum()
-            return (before - after) / count
+            return scalar(before - after) / count
 
-        return total / count, {name: value / count for name, value in gradient.items()}, evaluate
+        return scalar(total) / count, {name: value / count for name, value in gradient.items()}, evaluate
 
     def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of each sample in float64: rho is a difference of nearly equal losses."""
         return self._rule.values(self.loss, outputs.detach().double(), targets)
 
-    def _check_loss(self, loss: Tensor) -> None:
+    def _check_loss(self, loss: Scalar) -> None:
         """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
-        if loss.device.type == "cpu" and not math.isfinite(loss.item()):
+        if not isinstance(loss, Tensor) and not math.isfinite(loss):
             raise NonFiniteLossError(
-                f"the loss at the current parameters is {loss.item()}: nothing was changed. "
+                f"the loss at the current parameters is {loss}: nothing was changed. "
                 "Check the model's parameters for nan or inf"
             )
 
@@ -397,7 +397,7 @@ class SecondOrder(torch.optim.Optimizer):
         """No gradients in the trial pass, unless the model may want them for itself."""
         return torch.set_grad_enabled(self.forward is not call_model or self.fallback is not None)
 
-    def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Tensor:
+    def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Scalar:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         differences = []
         for index, piece in enumerate(pieces):
@@ -416,19 +416,19 @@ class SecondOrder(torch.optim.Optimizer):
         return None
 
     def _judge(
-        self, problem: Problem, proposal: Proposal, decrease: Tensor, vector: Vector | None
+        self, problem: Problem, proposal: Proposal, decrease: Scalar, vector: Vector | None
     ) -> tuple[Scalar, Truth]:
         """rho and whether theta may move."""
         for name, decay in problem.hyper.weight_decay.items():
             if decay and vector is not None:
                 # f holds decay |theta|^2 / 2: its change at theta + p, without cancellation
                 change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
-                decrease = decrease - decay * change.sum().double()
+                decrease = decrease - decay * scalar(change.sum())
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
         precision = torch.finfo(self.param_groups[0]["params"][0].dtype).eps
-        noise = precision * magnitude(scalar(proposal.loss)) + precision**2
-        actual, predicted = scalar(decrease) + noise, proposal.predicted + noise
+        noise = precision * magnitude(proposal.loss) + precision**2
+        actual, predicted = decrease + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
         sensible = finite & (predicted > 0)

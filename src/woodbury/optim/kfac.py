@@ -110,7 +110,9 @@ class KFAC(SecondOrder):
         count = check_count(piece.count, "the curvature samples")
         with full_precision():
             fresh = {name: kronecker_factors(self._outer(name, form), count) for name, form in forms.items()}
-            memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(objective.loss))
+            memory, inverses, usable = self._updated(
+                problem, fresh, torch.isfinite(torch.as_tensor(objective.loss))
+            )
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(
             displacement=Displacement(problem.plan.parameters, base=vector),

@@ -122,7 +122,7 @@ class _SampleSpace(SecondOrder):
         if problem.full is None:
             line, pieces = self._linearize(problem)
             loss = mean_of([piece.values for piece in pieces], line.count)
-            evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
+            evaluate: Callable[[Displacement], Scalar] = partial(self._decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate = self._full_objective(problem, problem.full)
@@ -225,8 +225,8 @@ class _SampleSpace(SecondOrder):
         return problem.plan.blocks if self.blocks == "layer" else [tuple(problem.plan.parameters)]
 
     def _largest_block(self, problem: Problem) -> int:
-        parameters = problem.plan.parameters
-        return max(sum(parameters[name].numel() for name in block) for block in self._blocks(problem))
+        sizes = problem.plan.block_sizes
+        return max(sizes) if self.blocks == "layer" else sum(sizes)
 
     def _in_parameter_space(self, problem: Problem, rows: int) -> bool:
         """Whether B, block by block, is smaller than the Gram matrix of so many factor rows."""
@@ -241,11 +241,12 @@ class _SampleSpace(SecondOrder):
         wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
         if self._in_parameter_space(problem, rows):
             size = self._largest_block(problem)
-            written_out = rows * sum(parameter.numel() for parameter in problem.plan.parameters.values())
+            written_out = rows * sum(problem.plan.block_sizes)
         else:
             size, written_out = rows + batch.samples - batch.curvature, 0
         # written out and collected; the matrix, with damping, and its factor
-        system = (2 * written_out + 3 * len(self._blocks(problem)) * size**2) * wide
+        blocks = len(problem.plan.block_sizes) if self.blocks == "layer" else 1
+        system = (2 * written_out + 3 * blocks * size**2) * wide
         if columns + system < _WORTH_ASKING:
             return
         available = available_bytes(raw.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth
+from woodbury._scalar import Scalar, Truth, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Capture
 from woodbury.displacement import Displacement
@@ -52,12 +52,10 @@ class Piece:
     capture: Capture
 
 
-def mean_of(values: Sequence[Tensor], count: Scalar) -> Tensor:
+def mean_of(values: Sequence[Tensor], count: Scalar) -> Scalar:
     """sum of values / count."""
     joined = values[0] if len(values) == 1 else torch.cat(list(values))
-    if not isinstance(count, Tensor) and count == len(joined):
-        return joined.mean()  # one operation
-    return joined.sum() / count
+    return scalar(joined.sum()) / count
 
 
 def total_count(pieces: Sequence[Piece]) -> Scalar:
@@ -69,9 +67,9 @@ def total_count(pieces: Sequence[Piece]) -> Scalar:
 class Objective:
     """f and its gradient g at theta, for methods that work with g itself."""
 
-    loss: Tensor  # f(theta), float64
+    loss: Scalar  # f(theta), float64
     gradient: Vector  # of the loss alone
-    evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
+    evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
     pieces: list[Piece]  # the batch, S2 first; S2 alone if f is that of a loader
     outputs: Tensor  # (N2, C) of S2, detached
 
@@ -85,10 +83,10 @@ class Proposal:
     squared_norm: Scalar  # |p|^2
     damping: Scalar  # the lambda it was computed with
     usable: Truth  # whether the small system could be solved
-    loss: Tensor  # f(theta), float64
+    loss: Scalar  # f(theta), float64
     pieces: list[Piece]  # the batch as it went through the model at theta
     center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
-    evaluate: Callable[[Displacement], Tensor]  # f(theta) - f(theta + p), float64, loss alone
+    evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
 
 
