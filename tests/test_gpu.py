@@ -137,3 +137,111 @@ def test_state_moves_between_devices(kind, settings):
         on_gpu.load_state_dict(on_cpu.state_dict())
     a = flatten(on_cpu.direction(cpu.inputs, cpu.targets))
     torch.testing.assert_close(flatten(on_gpu.direction(gpu.inputs, gpu.targets)).cpu(), a)
+
+
+# -- steps recorded into a CUDA graph ---------------------------------------------------------------------------
+
+
+def recorded(name, kind, **settings):
+    """The same optimizer twice, with and without capture."""
+    made = []
+    for capture in (False, True):
+        problem = problems.make(name)
+        problem.model.to("cuda")
+        problem.loss.to("cuda")
+        problem.inputs, problem.targets = problem.inputs.cuda(), problem.targets.cuda()
+        made.append((problem, OPTIMIZERS[kind](problem.model, problem.loss, seed=0, capture=capture, **settings)))
+    return made
+
+
+@every_optimizer
+@problems.every_problem
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.5, "weight_decay": 0.01}], ids=["plain", "dense"])
+def test_recorded_steps_are_the_ordinary_ones(name, kind, settings):
+    (plain, ordinary), (same, replaying) = recorded(name, kind, curvature_samples=4, lr=0.5, **settings)
+    for step in range(8):
+        if step == 5:  # a scheduler's work
+            ordinary.param_groups[0]["lr"] = replaying.param_groups[0]["lr"] = 0.25
+        a = ordinary.step(plain.inputs, plain.targets).as_dict()
+        b = replaying.step(same.inputs, same.targets).as_dict()
+        assert a == b
+    assert replaying._recorder.recording is not None
+    for p, q in zip(plain.model.parameters(), same.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_recorded_step_does_not_wait_for_the_device():
+    ((_, _), (problem, optimizer)) = recorded("softmax", "smw-ng", curvature_samples=4)
+    for _ in range(4):
+        optimizer.step(problem.inputs, problem.targets)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(problem.inputs, problem.targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_infos_of_replayed_steps_keep_their_numbers():
+    ((_, _), (problem, optimizer)) = recorded("softmax", "smw-gn")
+    infos = [optimizer.step(problem.inputs, problem.targets) for _ in range(8)]
+    losses = [float(info.loss) for info in infos]
+    assert len(set(losses)) == 8 and losses[-1] < losses[0]
+
+
+def test_another_shape_takes_an_ordinary_step_and_says_so_once():
+    ((plain, ordinary), (problem, optimizer)) = recorded("softmax", "smw-ng")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(12):
+            size = 4 if step % 3 == 2 else 7
+            a = ordinary.step(plain.inputs[:size], plain.targets[:size]).as_dict()
+            b = optimizer.step(problem.inputs[:size], problem.targets[:size]).as_dict()
+            assert a == b
+    assert len([one for one in caught if "another shape" in str(one.message)]) == 1
+
+
+def test_models_that_draw_random_numbers_are_not_recorded():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).cuda()
+    inputs, targets = torch.randn(6, 4, device="cuda"), torch.randint(3, (6,), device="cuda")
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), capture=True)
+    with pytest.warns(UserWarning, match="draws random numbers"):
+        for _ in range(4):
+            optimizer.step(inputs, targets)
+    assert optimizer._recorder.recording is None
+
+
+def test_a_loaded_state_reaches_the_recorded_step():
+    ((plain, ordinary), (problem, optimizer)) = recorded("softmax", "smw-gn", momentum=0.5)
+    for _ in range(4):
+        ordinary.step(plain.inputs, plain.targets)
+        optimizer.step(problem.inputs, problem.targets)
+    state = ordinary.state_dict()
+    for one in (ordinary, optimizer):
+        other = {**state, "state": {**state["state"], "damping": torch.tensor(3.0, dtype=torch.float64)}}
+        one.load_state_dict(other)
+    for _ in range(3):
+        a = ordinary.step(plain.inputs, plain.targets).as_dict()
+        assert a == optimizer.step(problem.inputs, problem.targets).as_dict()
+    assert float(optimizer.last.damping) > 2
+
+
+def test_freezing_a_layer_records_anew():
+    ((plain, ordinary), (problem, optimizer)) = recorded("softmax", "smw-ng")
+    for step in range(10):
+        if step == 5:
+            for one in (plain, problem):
+                one.model[0].requires_grad_(False)
+        a = ordinary.step(plain.inputs, plain.targets).as_dict()
+        assert a == optimizer.step(problem.inputs, problem.targets).as_dict()
+
+
+def test_a_rejected_step_in_a_recording_keeps_the_parameters():
+    ((_, _), (problem, optimizer)) = recorded("softmax", "smw-ng")
+    for _ in range(5):
+        optimizer.step(problem.inputs, problem.targets)
+    before = [p.detach().clone() for p in problem.model.parameters()]
+    bad = problem.inputs.clone()
+    bad[0, 0] = torch.nan
+    assert not optimizer.step(bad, problem.targets).accepted
+    assert all(torch.equal(p, q) for p, q in zip(before, problem.model.parameters(), strict=True))
+    assert optimizer.step(problem.inputs, problem.targets).accepted

@@ -44,6 +44,8 @@ SIBLINGS = {
     ("displacement", "rows"),
     ("optim.step", "optim.settings"),
     ("optim.base", "optim.settings"),
+    ("optim.base", "optim.captured"),
+    ("optim.smw", "optim.captured"),
     ("optim.base", "optim.step"),
     ("optim.smw", "optim.base"),
     ("optim.smw", "optim.settings"),

@@ -108,7 +108,8 @@ class Displacement:
             for local in form.parameters:
                 name = layer.parameters[local]
                 rate, change = rates[name], contracted
-                if isinstance(rate, Tensor):  # alpha= takes plain numbers only
+                # alpha= takes plain numbers only; where a rate may be either, both must round alike
+                if isinstance(rate, Tensor) or contracted.device.type != "cpu":
                     rate, change = 1.0, rate * contracted
                 if local == form.weight:
                     self.parameters[name].addmm_(change.t(), inputs, alpha=-rate)

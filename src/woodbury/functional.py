@@ -74,7 +74,7 @@ def written_rows(
     for name, compute in ways.items():
         if way not in (None, name):
             continue
-        random = _random.snapshot(columns.device)
+        random = _random.snapshot(columns.device) if way is None else None
         try:
             outputs, rows = compute()
         except torch.OutOfMemoryError:
@@ -84,7 +84,8 @@ def written_rows(
         else:
             if way is not None or agree(outputs, made.outputs[window]):
                 return rows, name
-        _random.restore(random)
+        if random is not None:
+            _random.restore(random)
     return rows_on_graph(made.outputs, parameters, columns, start), "graph"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -78,12 +78,13 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@lru_cache(maxsize=64)
+# Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
+@cache
 def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(count, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     columns = torch.tensor([k for n, k in pieces for _ in range(n)])
     return torch.repeat_interleave(columns).to(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from woodbury.capture import Capture, Forward, call_model, capture, check_sample
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
 from woodbury.losses import check_count, loss_rule
+from woodbury.optim import captured
+from woodbury.optim.captured import Recorder
 from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
@@ -99,6 +101,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._planned: tuple[Plan, list[int]] | None = None
         self._checked: Plan | None = None  # the plan whose model was seen to keep samples apart
         self._chain: bool | None = None  # whether the model is a chain; None until seen
+        self._recorder: Recorder | None = None
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
@@ -129,21 +132,22 @@ class SecondOrder(torch.optim.Optimizer):
         """
         kept = self._draws()
         try:
-            problem = self._pose(inputs, targets, subset, full)
-            random = _random.snapshot(self._device())
-            with _derivatives(self.twice_differentiated):
-                proposal = self._propose(problem)
-                with _random.replayed(random):
-                    actual = proposal.evaluate(proposal.displacement)
+            replayed = None
+            if self._recorder is not None and subset is None and full is None:
+                replayed = self._recorded_step(self._recorder, inputs, targets)
+            if replayed is None:
+                problem = self._pose(inputs, targets, subset, full)
+                random = _random.snapshot(self._device())
+                *numbers, accepted = self._take(problem, random)
+                loss, damping, rho, predicted, norm = tensors(numbers)
+                if self._recorder is not None and not _random.is_at(random):
+                    self._recorder.refuse("the model draws random numbers")
+            else:
+                loss, damping, rho, predicted, norm, moved = replayed.unbind()
+                accepted = moved.bool()
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(kept)
             raise
-        vector = self._vector_if_needed(problem, proposal)
-        ratio, accepted = self._judge(problem, proposal, actual, vector)
-        proposal.displacement.add_(problem.hyper.lr, accepted)
-        self._remember(problem, proposal, ratio, accepted, vector)
-        numbers = (proposal.loss, proposal.damping, ratio, proposal.predicted, root(proposal.squared_norm))
-        loss, damping, rho, predicted, norm = tensors(numbers)
         self.last = StepInfo(loss, damping, rho, predicted, norm, torch.as_tensor(accepted))
         return self.last
 
@@ -212,6 +216,72 @@ class SecondOrder(torch.optim.Optimizer):
 
     # -- parts -------------------------------------------------------------------------------------------
 
+    def _take(
+        self, problem: Problem, random: _random.Snapshot | None
+    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Truth]:
+        """Propose, judge and move: loss, damping, ratio, predicted decrease, |p| and whether theta moved.
+
+        random is where the generators stood before the first pass, for the trial pass to repeat.
+        """
+        with _derivatives(self.twice_differentiated):
+            proposal = self._propose(problem)
+            with nullcontext() if random is None else _random.replayed(random):
+                actual = proposal.evaluate(proposal.displacement)
+        vector = self._vector_if_needed(problem, proposal)
+        ratio, accepted = self._judge(problem, proposal, actual, vector)
+        proposal.displacement.add_(problem.hyper.lr, accepted)
+        self._remember(problem, proposal, ratio, accepted, vector)
+        norm = root(proposal.squared_norm)
+        return proposal.loss, proposal.damping, ratio, proposal.predicted, norm, accepted
+
+    def _recorded_step(self, recorder: Recorder, inputs: Any, targets: Tensor | None) -> Tensor | None:
+        """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
+        device = self._device()
+        if device.type != "cuda":
+            return None
+        self._check_surroundings()
+        samples = _batch.check_batch(inputs, targets)
+        plan = self._plan()
+        settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
+        memory = [parameter.data_ptr() for parameter in plan.parameters.values()]
+        key = ((id(plan), str(settings), str(self.damping), tuple(memory)), captured.shape_of(inputs, targets))
+        if not recorder.is_due(key):
+            return None
+        count = self._curvature_count(samples)
+        order = None
+        if count < samples:
+            order, self.state["generator"] = _random.permutation(samples, self.state["generator"])
+            order = order.to(device, non_blocking=True)
+        rates = [group["lr"] for group in self.param_groups]
+        if recorder.recording is None:
+
+            def run(
+                inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
+            ) -> tuple[Tensor, dict[str, Any]]:
+                self.state.update(state)
+                batch = Batch(inputs, targets, samples, count)
+                numbers = self._take(self._problem(plan, batch, None, rates), None)
+                held = torch.stack([torch.as_tensor(number).double() for number in numbers])
+                return held, {name: self.state[name] for name in state}
+
+            before = self._moving_state()
+            try:
+                recorder.recording = captured.record(inputs, targets, rates, before, device, run)
+            except RuntimeError as error:
+                self.state.update(before)
+                torch.cuda.synchronize()
+                recorder.refuse(f"a step of this model cannot be recorded ({error})")
+                return None
+        recording = recorder.recording
+        for name, value in self._moving_state().items():
+            captured.overwrite(recording.state[name], value)
+        self.state.update(recording.state)
+        return recording.replay(inputs, targets, order, rates)
+
+    def _moving_state(self) -> dict[str, Any]:
+        """The state that every step replaces: tensors on the device."""
+        return {key: self.state[key] for key in ("damping", "momentum") if key in self.state}
+
     def _plan(self) -> Plan:
         """The layers to train, made anew whenever something about the model has changed."""
         groups = [len(group["params"]) for group in self.param_groups]
@@ -249,12 +319,18 @@ class SecondOrder(torch.optim.Optimizer):
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
         plan = self._plan()
-        chain = self._is_chain(plan, inputs, samples)
+        self._is_chain(plan, inputs, samples)
         batch = self._choose(inputs, targets, samples, subset)
-        hyper = read_settings(self.param_groups, plan.parameters)
         self.state["damping"] = placed(self.state["damping"], self._device())
+        return self._problem(plan, batch, full)
+
+    def _problem(
+        self, plan: Plan, batch: Batch, full: Batches | None, rates: Sequence[float | Tensor] | None = None
+    ) -> Problem:
+        """The problem of this batch with the settings as they are now, or with other learning rates by group."""
+        hyper = read_settings(self.param_groups, plan.parameters, rates)
         damping = self.state["damping"] + self.damping.floor
-        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), chain)
+        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), bool(self._chain))
 
     def _check_surroundings(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -460,6 +536,7 @@ class SecondOrder(torch.optim.Optimizer):
             "_planned": None,
             "_checked": None,
             "_chain": None,
+            "_recorder": None if self._recorder is None else Recorder(),
         }
 
     def __repr__(self) -> str:

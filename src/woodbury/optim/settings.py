@@ -18,15 +18,20 @@ class Hyperparameters:
     weight_decay: dict[str, float]
 
 
-def read_settings(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> Hyperparameters:
-    """The settings of each parameter as its group has them now."""
+def read_settings(
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    rates: Sequence[float | Tensor] | None = None,
+) -> Hyperparameters:
+    """The settings of each parameter as its group has them now; rates, one a group, stand in for its lr."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     settings = Hyperparameters({}, {}, {})
-    for group in groups:
+    for index, group in enumerate(groups):
+        rate = group["lr"] if rates is None else rates[index]
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is not None:
-                settings.lr[name] = group["lr"]
+                settings.lr[name] = rate
                 settings.momentum[name] = group["momentum"]
                 settings.weight_decay[name] = group["weight_decay"]
     return settings

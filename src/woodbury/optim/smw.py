@@ -42,6 +42,7 @@ from woodbury.linalg import (
 )
 from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
+from woodbury.optim.captured import Recorder
 from woodbury.optim.settings import check_choice
 from woodbury.optim.step import Piece, Problem, Proposal, mean_of, total_count
 from woodbury.products import FactorProducts
@@ -90,6 +91,7 @@ class _SampleSpace(SecondOrder):
         forward: Forward | None = None,
         fallback: str | None = None,
         max_bytes: int | None = None,
+        capture: bool = False,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
     ) -> None:
@@ -117,6 +119,9 @@ class _SampleSpace(SecondOrder):
             seed=seed,
             params=params,
         )
+        if capture and solver != "cholesky":
+            raise ValueError(f"capture=True needs solver='cholesky': {solver!r} looks at numbers as it goes")
+        self._recorder = Recorder() if capture else None
 
     def _propose(self, problem: Problem) -> Proposal:
         if problem.full is None:
@@ -472,6 +477,9 @@ class GaussNewton(_SampleSpace):
             the model does not allow that. Exact too, and slower.
         max_bytes: memory for temporaries of the rows and of the Gram matrix (default 256 MiB, on a GPU 1 GiB):
             less is slower, not fatal.
+        capture: on a CUDA device, record the step into a CUDA graph after two ordinary steps and replay it for
+            batches of the same shape: the same numbers in a fraction of the time where steps are small. Batches
+            of another shape, and models that draw random numbers, take ordinary steps.
         seed: of the draws of S2; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
