@@ -268,10 +268,10 @@ class SecondOrder(torch.optim.Optimizer):
             try:
                 recorder.recording = captured.record(inputs, targets, rates, before, device, run)
             except RuntimeError as error:
-                self.state.update(before)
-                torch.cuda.synchronize()
                 recorder.refuse(f"a step of this model cannot be recorded ({error})")
                 return None
+            finally:  # recording computes nothing: what it left behind holds no numbers
+                self.state.update(before)
         recording = recorder.recording
         for name, value in self._moving_state().items():
             captured.overwrite(recording.state[name], value)
