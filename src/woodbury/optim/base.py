@@ -247,6 +247,7 @@ class SecondOrder(torch.optim.Optimizer):
         key = ((id(plan), str(settings), str(self.damping), tuple(memory)), captured.shape_of(inputs, targets))
         if not recorder.is_due(key):
             return None
+        kept = self._draws()
         count = self._curvature_count(samples)
         order = None
         if count < samples:
@@ -268,6 +269,7 @@ class SecondOrder(torch.optim.Optimizer):
             try:
                 recorder.recording = captured.record(inputs, targets, rates, before, device, run)
             except RuntimeError as error:
+                self.state.update(kept)
                 recorder.refuse(f"a step of this model cannot be recorded ({error})")
                 return None
             finally:  # recording computes nothing: what it left behind holds no numbers
