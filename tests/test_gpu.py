@@ -164,10 +164,11 @@ def test_recorded_steps_are_the_ordinary_ones(name, kind, settings):
             ordinary.param_groups[0]["lr"] = replaying.param_groups[0]["lr"] = 0.25
         a = ordinary.step(plain.inputs, plain.targets).as_dict()
         b = replaying.step(same.inputs, same.targets).as_dict()
-        assert a == b
+        # sums over positions are added up in an order that changes from run to run
+        assert a == (pytest.approx(b, rel=1e-9) if name in problems.SHARED else b)
     assert replaying._recorder.recording is not None
     for p, q in zip(plain.model.parameters(), same.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+        torch.testing.assert_close(p, q, rtol=1e-9 if name in problems.SHARED else 0, atol=1e-12)
 
 
 def test_a_recorded_step_does_not_wait_for_the_device():

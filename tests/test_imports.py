@@ -61,6 +61,8 @@ SIBLINGS = {
     ("bench.__main__", "bench"),
     ("bench.__main__", "bench.step"),
     ("bench.__main__", "bench.scale"),
+    ("bench.__main__", "bench.gpu"),
+    ("bench.gpu", "bench.timing"),
     ("experiments.config", "experiments.storage"),  # files are written whole
     ("experiments.files", "experiments.storage"),
     ("experiments.presets", "experiments.config"),

@@ -31,7 +31,11 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
     and x holds no meaning.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
+    if matrix.is_cuda and len(matrix) > 1:  # cholesky_solve allocates in its own way there, which no graph records
+        half = torch.linalg.solve_triangular(factor, rhs.unsqueeze(-1), upper=False)
+        x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+    else:
+        x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
     return Solution(x, (info == 0).all(), 1)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import woodbury.bench as package
+from woodbury.bench.gpu import PARTS, bench_gpu
 from woodbury.bench.scale import bench_scale
 from woodbury.bench.step import bench_step
 
@@ -19,11 +20,20 @@ def main(arguments: list[str] | None = None) -> int:
     step = commands.add_parser("step", help="step cost against torch.optim.SGD on the paper's networks")
     step.add_argument("--repeats", type=int, default=200, help="timed steps of each optimizer (default 200)")
     scale = commands.add_parser("scale", help="growth of the step cost with N2, classes and width")
-    for command in (step, scale):
+    gpu = commands.add_parser("gpu", help="steps on a CUDA device: eager, recorded, and up to 10^9 parameters")
+    gpu.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default all)")
+    for command in (step, scale, gpu):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     chosen = parser.parse_args(arguments)
     if chosen.command == "step" and chosen.repeats < 1:
         parser.error("--repeats must be at least 1")
+    if chosen.command == "gpu":
+        unknown = [part for part in chosen.parts if part not in PARTS]
+        if unknown:
+            parser.error(f"no part {unknown[0]!r}: one of {', '.join(PARTS)}")
+        figures = bench_gpu(tuple(chosen.parts or PARTS))
+        print(json.dumps(figures, indent=None if chosen.json else 2))
+        return 0
     if os.environ.get("OMP_NUM_THREADS") != "1":
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         given = sys.argv[1:] if arguments is None else arguments

@@ -39,9 +39,9 @@ class Network:
         return inputs, torch.randint(self.widths[-1], (self.samples,))
 
 
-def sgd_step(network: Network, inputs: Tensor, targets: Tensor) -> Step:
+def sgd_step(network: Network, inputs: Tensor, targets: Tensor, device: str = "cpu") -> Step:
     """The plain loop everybody writes: zero_grad, loss, backward, step."""
-    model, loss = network.build(), network.loss()
+    model, loss = network.build().to(device), network.loss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:

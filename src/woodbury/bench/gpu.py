@@ -1,0 +1,190 @@
+"""Steps on a CUDA device, in float32 without TF32, against an eager `torch.optim.SGD` step on the same batch.
+
+small      784-500-10, N1/N2 = 60/30: eager and recorded into a CUDA graph (capture=True)
+large      604 million parameters, N1/N2 = 4096/1024
+largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
+long       10000 steps of the small network: does a step get slower, does memory grow?
+precision  time and error of p with the small system in float64, and with bfloat16 autocast
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _vector
+from woodbury.bench.timing import Network, Step, sgd_step
+from woodbury.optim import OPTIMIZERS
+
+SMALL = Network((784, 500, 10), 60, 30, iterations=15)
+LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024, iterations=15)
+LARGEST = Network((16384, 16384, 16384, 16384, 12288, 10), 1000, 1000, iterations=15)
+DEVICE = "cuda"
+
+
+def bench_gpu(parts: tuple[str, ...]) -> dict[str, Any]:
+    """{part: figures} for the parts asked for, with the device and the versions."""
+    if not torch.cuda.is_available():
+        raise SystemExit("bench gpu needs a CUDA device and there is none here")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for part in parts:
+        result[part] = PARTS[part]()
+        torch.cuda.empty_cache()
+    return result
+
+
+def small() -> dict[str, Any]:
+    """Microseconds of each kind of step, and over eager SGD."""
+    steps = {"sgd": _sgd(SMALL)}
+    for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
+        steps[name] = _step(name, SMALL)
+        steps[f"{name} recorded"] = _step(name, SMALL, capture=True)
+    seconds = _interleaved(steps, rounds=30, block=50)
+    return {name: {"us": _figure(1e6 * value), **_over(value, seconds)} for name, value in seconds.items()}
+
+
+def large() -> dict[str, Any]:
+    return _big(LARGE)
+
+
+def largest() -> dict[str, Any]:
+    return _big(LARGEST)
+
+
+def _big(network: Network) -> dict[str, Any]:
+    """Seconds of a step of SGD and of NG, peak memory of the latter, and how far p is from solving its system."""
+    rounds: dict[str, list[float]] = {"sgd": [], "smw-ng": []}
+    inputs, targets = _batch(network)
+    model = network.build().to(DEVICE)
+    loss = network.loss()
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = OPTIMIZERS["smw-ng"](model, loss, lr=1e-3, curvature_samples=network.curvature_samples)
+
+    def sgd() -> None:
+        plain.zero_grad()
+        loss(model(inputs), targets).backward()
+        plain.step()
+
+    for index in range(6):
+        for name, step in (("sgd", sgd), ("smw-ng", lambda: optimizer.step(inputs, targets))):
+            plain.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            elapsed = _seconds(step)
+            if index:
+                rounds[name].append(elapsed)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    seconds = {name: median(times) for name, times in rounds.items()}
+    residual = float(optimizer.verify(inputs, targets))
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "samples": network.samples,
+        "curvature_samples": network.curvature_samples,
+        "seconds": {name: _figure(value) for name, value in seconds.items()},
+        "ratio": round(seconds["smw-ng"] / seconds["sgd"], 3),
+        "peak_gib": _figure(peak),
+        "residual": residual,
+    }
+
+
+def long(steps: int = 10_000) -> dict[str, Any]:
+    """Microseconds of the first and the last thousand of many steps, and the bytes gained in between."""
+    result: dict[str, Any] = {}
+    for kind, capture in (("eager", False), ("recorded", True)):
+        step = _step("smw-ng", SMALL, capture=capture)
+        for _ in range(100):
+            step()
+        before = torch.cuda.memory_allocated()
+        thousands = [_seconds(lambda: [step() for _ in range(1000)]) / 1000 for _ in range(steps // 1000)]
+        result[kind] = {
+            "us_first_1000": _figure(1e6 * thousands[0]),
+            "us_last_1000": _figure(1e6 * thousands[-1]),
+            "bytes_gained": torch.cuda.memory_allocated() - before,
+        }
+    return result
+
+
+def precision() -> dict[str, Any]:
+    """For smw-gn with a small damping: time of a step and relative error of p against float64 throughout."""
+    network = Network((784, 500, 10), 512, 256, iterations=15)
+    inputs, targets = _batch(network)
+    exact = _direction(network, inputs.double(), targets, torch.float64, {})
+    kinds: dict[str, dict[str, Any]] = {"float32": {}, "gram float64": {"gram_dtype": torch.float64}}
+    steps, errors = {"sgd": _sgd(network)}, {}
+    for name, settings in kinds.items():
+        p = _direction(network, inputs, targets, torch.float32, settings)
+        errors[name] = float((p.double() - exact).norm() / exact.norm())
+        steps[name] = _step("smw-gn", network, **settings)
+    seconds = _interleaved(steps, rounds=5, block=5)
+    return {
+        name: {"us": _figure(1e6 * seconds[name]), "error": _figure(errors[name]), **_over(seconds[name], seconds)}
+        for name in kinds
+    }
+
+
+def _direction(
+    network: Network, inputs: Tensor, targets: Tensor, dtype: torch.dtype, settings: dict[str, Any]
+) -> Tensor:
+    model = network.build().to(DEVICE, dtype)
+    optimizer = OPTIMIZERS["smw-gn"](model, network.loss(), damping=1e-4, **settings)
+    chosen = torch.arange(network.curvature_samples)
+    return _vector.flatten(optimizer.direction(inputs, targets, subset=chosen))
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "small": small,
+    "large": large,
+    "largest": largest,
+    "long": long,
+    "precision": precision,
+}
+
+
+def _batch(network: Network) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    inputs, targets = network.batch()
+    return inputs.to(DEVICE), targets.to(DEVICE)
+
+
+def _sgd(network: Network) -> Step:
+    return sgd_step(network, *_batch(network), device=DEVICE)
+
+
+def _step(name: str, network: Network, **settings: Any) -> Step:
+    inputs, targets = _batch(network)
+    optimizer = OPTIMIZERS[name](
+        network.build().to(DEVICE), network.loss(), lr=0.1, curvature_samples=network.curvature_samples, **settings
+    )
+    return lambda: optimizer.step(inputs, targets)
+
+
+def _interleaved(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
+    """Median seconds of a step, timed in blocks that take turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 1):
+        for name, step in steps.items():
+            elapsed = _seconds(lambda step=step: [step() for _ in range(block)]) / block
+            if index:  # the first round warms up
+                times[name].append(elapsed)
+    return {name: median(values) for name, values in times.items()}
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _over(value: float, seconds: dict[str, float]) -> dict[str, float]:
+    return {"over_sgd": round(value / seconds["sgd"], 3)}
+
+
+def _figure(value: float) -> float:
+    return float(f"{value:.4g}")
