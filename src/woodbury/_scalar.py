@@ -6,7 +6,9 @@ float costs a fraction of a 0-dim tensor, and a small step consists of many such
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ Truth = bool | Tensor
 
 
 def scalar(value: Tensor) -> Scalar:
-    """A 0-dim tensor as a number of its device, in double precision."""
-    return value.item() if value.device.type == "cpu" else value.double()
+    """A 0-dim tensor as a number of its device; what is computed from it and a double is a double."""
+    return value.item() if value.device.type == "cpu" else value
 
 
 def truth(value: Tensor) -> Truth:
@@ -32,11 +34,36 @@ def placed(value: Scalar, device: torch.device) -> Scalar:
     return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
+@cache
+def constant(value: float, device: torch.device) -> Tensor:
+    """A number kept on a device: writing a new one there costs as much as any operation on it.
+
+    In single precision where that is exact, so that it does not change the type of what it meets.
+    """
+    exact = math.isinf(value) or float(torch.tensor(value, dtype=torch.float32)) == value
+    return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device=device)
+
+
 def where(condition: Truth, a: Scalar, b: Scalar) -> Scalar:
     """a where the condition holds, else b."""
     if isinstance(condition, Tensor):
+        a, b = (x if isinstance(x, Tensor) else constant(x, condition.device) for x in (a, b))
         return torch.where(condition, a, b)
     return a if condition else b
+
+
+def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Scalar:
+    """a / b where the condition holds."""
+    if isinstance(condition, Tensor):
+        return where(condition, a / b, otherwise)
+    return a / b if condition else otherwise
+
+
+def subtract_scaled(a: Tensor, b: Tensor, scale: Scalar) -> Tensor:
+    """a - scale b, as one operation."""
+    if isinstance(scale, Tensor):
+        return torch.addcmul(a, b, scale, value=-1)
+    return torch.sub(a, b, alpha=scale)
 
 
 def magnitude(value: Scalar) -> Scalar:
@@ -46,12 +73,13 @@ def magnitude(value: Scalar) -> Scalar:
 
 def root(value: Scalar) -> Scalar:
     """Square root; rounding may have left a square a little below zero."""
-    result: Scalar = where(value < 0, 0.0 * value, value) ** 0.5
-    return result
+    if isinstance(value, Tensor):
+        return value.clamp_min(0).sqrt()
+    return max(value, 0.0) ** 0.5 if value == value else value
 
 
 def tensors(values: Sequence[Scalar]) -> Sequence[Tensor]:
     """The numbers as 0-dim tensors."""
     if all(isinstance(value, Tensor) for value in values):
-        return values  # type: ignore[return-value]
+        return [value.double() for value in values if isinstance(value, Tensor)]
     return torch.tensor(values, dtype=torch.float64).unbind()

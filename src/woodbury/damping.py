@@ -58,8 +58,8 @@ class LevenbergMarquardt:
             raise ValueError(f"LevenbergMarquardt: floor must not be negative, got {self.floor}")
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
-        kept = where(ratio > 1 - self.threshold, value * self.drop, value)
-        return where(ratio >= self.threshold, kept, value * self.boost)  # nan is not >= anything
+        factor = where(ratio > 1 - self.threshold, self.drop, 1.0)
+        return value * where(ratio >= self.threshold, factor, self.boost)  # nan is not >= anything
 
 
 @dataclass(frozen=True)

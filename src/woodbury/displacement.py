@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from woodbury._scalar import Scalar, Truth
+from woodbury._scalar import Scalar, Truth, constant
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, replaced_forward
 from woodbury.layers.forms import OuterRows
@@ -96,15 +96,14 @@ class Displacement:
             return
         for name, change in self._vector.items():
             if isinstance(accepted, Tensor):
-                change = torch.where(accepted, change, 0.0)
+                change = torch.where(accepted, change, constant(0.0, change.device))
             self.parameters[name].add_(rates[name] * change)
         for layer, form, contracted in self._factors:
             inputs = form.inputs
             if isinstance(accepted, Tensor):
-                contracted, inputs = (
-                    torch.where(accepted, contracted, 0.0),
-                    torch.where(accepted, inputs, 0.0),
-                )
+                nothing = constant(0.0, inputs.device)
+                contracted = torch.where(accepted, contracted, nothing)
+                inputs = torch.where(accepted, inputs, nothing)
             for local in form.parameters:
                 name = layer.parameters[local]
                 rate, change = rates[name], contracted

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scalar, scalar
+from woodbury._scalar import Scalar, scalar, subtract_scaled
 
 
 class Solution(NamedTuple):
@@ -117,35 +117,40 @@ def solve_in_sample_space(
     curvature_rows: int,
     divisor: Scalar,
     count: Scalar,
-    e: Tensor,
+    e: Tensor | None,
     projected_base: Tensor | None,
     damping: Scalar,
     solve: Callable[[Tensor, Tensor], Solution],
 ) -> tuple[Tensor, Scalar, Solution]:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
-    gram (b, r, r), e (m,) with m = curvature_rows, projected_base Z p0 (b, m) on the factor rows, or None.
+    gram (b, r, r), or its first m = curvature_rows rows (b, m, r) if no more are at hand; e (m,), None for ones;
+    projected_base Z p0 (b, m) on the factor rows, or None.
     With D the divisor, M the count (N2 and N1 for a mean over samples), Z's factor rows sqrt(D) U and
     c = a / sqrt(D), the system of `woodbury.optim.smw` times D is
 
         (Z Z^T + D lambda I) c = (D / M) e + Z p0 - Z g_rest / lambda
-        sqrt(D) U p = D lambda c - (D / M) e
+        -sqrt(D) U p = (D / M) e - D lambda c
 
     and c = 1 / (M lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
     solver's report.
     """
     blocks, _, height = gram.shape
     m, rest = curvature_rows, height - curvature_rows
-    e = e.to(gram.dtype) * (divisor / count)
+    share = divisor / count
+    if e is None and not isinstance(share, Tensor):
+        e = gram.new_full((m,), share)
+    else:
+        e = (gram.new_ones(m) if e is None else e.to(gram.dtype)) * share
     shift = divisor * damping
     matrix = gram[:, :m, :m].clone()
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
     rhs = e if projected_base is None else e + projected_base
     if rest:
         outside = 1 / (count * damping)
-        rhs = rhs - gram[:, :m, m:].sum(-1) * outside
+        rhs = subtract_scaled(rhs, gram[:, :m, m:].sum(-1), outside)
     solution = solve(matrix, rhs.expand(blocks, m))
-    image = solution.x * shift - e
+    image = e - solution.x * shift  # rounded twice: exactly zero where nothing is to be gained
     coefficients = solution.x
     if rest:
         coefficients = gram.new_empty(blocks, height)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, scalar
+from woodbury._scalar import Scalar, constant, scalar
 from woodbury.factors import DenseFactor, DiagonalFactor, Factor, SoftmaxFactor, by_position, by_sample
 
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
@@ -351,7 +351,7 @@ class Softmax(_Structured):
             return probabilities * targets.sum(1, keepdim=True) - targets
         labels, ignored = _labels(targets)
         smoothing = _smoothing(loss)
-        share = torch.full((), smoothing - 1, dtype=outputs.dtype, device=outputs.device).expand(labels.shape)
+        share = constant(smoothing - 1.0, outputs.device).to(outputs.dtype).expand(labels.shape)
         residual = probabilities.scatter_add(1, labels, share)
         if smoothing:
             residual -= smoothing / outputs.shape[1]

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from woodbury import _vector
 from woodbury.bench.timing import Network, Step, sgd_step
@@ -100,7 +100,7 @@ def long(steps: int = 10_000) -> dict[str, Any]:
         for _ in range(100):
             step()
         before = torch.cuda.memory_allocated()
-        thousands = [_seconds(lambda: [step() for _ in range(1000)]) / 1000 for _ in range(steps // 1000)]
+        thousands = [_seconds(step, 1000) for _ in range(steps // 1000)]
         result[kind] = {
             "us_first_1000": _figure(1e6 * thousands[0]),
             "us_last_1000": _figure(1e6 * thousands[-1]),
@@ -168,18 +168,20 @@ def _interleaved(steps: dict[str, Step], rounds: int, block: int) -> dict[str, f
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds + 1):
         for name, step in steps.items():
-            elapsed = _seconds(lambda step=step: [step() for _ in range(block)]) / block
+            elapsed = _seconds(step, block)
             if index:  # the first round warms up
                 times[name].append(elapsed)
     return {name: median(values) for name, values in times.items()}
 
 
-def _seconds(step: Callable[[], object]) -> float:
+def _seconds(step: Callable[[], object], times: int = 1) -> float:
+    """Seconds of one of several steps in a row, the last one finished."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    for _ in range(times):
+        step()
     torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / times
 
 
 def _over(value: float, seconds: dict[str, float]) -> dict[str, float]:

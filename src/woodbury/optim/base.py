@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, magnitude, placed, root, scalar, tensors, where
+from woodbury._scalar import Scalar, Truth, magnitude, placed, ratio_where, root, scalar, tensors
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
 from woodbury.damping import Damping, as_damping
@@ -510,7 +510,7 @@ class SecondOrder(torch.optim.Optimizer):
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
         sensible = finite & (predicted > 0)
-        ratio = where(sensible, actual / where(sensible, predicted, 1.0), -math.inf)
+        ratio = ratio_where(sensible, actual, predicted, -math.inf)
         return ratio, finite if self.accept is None else finite & (ratio >= self.accept)
 
     def _remember(

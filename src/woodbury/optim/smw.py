@@ -61,8 +61,13 @@ class Linearization:
     curvature_rows: int  # the first so many rows of Z, over sqrt(D), are U
     divisor: Scalar  # D
     count: Scalar  # M, what the mean loss of the batch divides by
-    e: Tensor  # (curvature rows,), S e = r; zero where g is given by `gradient` alone
+    e: Tensor | None  # (curvature rows,), S e = r, None for ones; zero where g is given by `gradient` alone
     gradient: Vector | None  # the part of g that is not in Z
+
+    def factor_weights(self, like: Tensor) -> Tensor:
+        """e, written out."""
+        return like.new_ones(self.curvature_rows) if self.e is None else self.e
+
     curvature: list[Tensor] | None = None  # B by block, once formed
 
 
@@ -175,7 +180,7 @@ class _SampleSpace(SecondOrder):
         if self.curvature == "empirical":
             # Every factor row is a gradient row: S2 and the rest in one go.
             segments = [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)]
-            e: Tensor | None = outputs.new_ones(m)
+            e: Tensor | None = None
         else:
             factor = loss_factor(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
             segments, e = [factor.columns()], factor.e
@@ -186,7 +191,9 @@ class _SampleSpace(SecondOrder):
         height = sum(columns.shape[0] * columns.shape[1] for columns in segments)
         rows = Rows(problem.plan, piece.capture.rows(segments), height)
         width = m * segments[0].shape[1]
-        e = outputs.new_zeros(width) if e is None else e.flatten()
+        if gradient is not None:
+            e = outputs.new_zeros(width)
+        e = None if e is None else e.flatten()
         return Linearization(rows, width, self._divisor(chosen, m), count, e, gradient), [piece]
 
     def _linearize_in_pieces(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
@@ -312,7 +319,8 @@ class _SampleSpace(SecondOrder):
             raised = raised * 10
             step = self._solve(problem, line, raised)
             if step.usable:
-                _warn_raised_damping(damping, raised, self.gram_dtype or line.e.dtype)
+                dtype = next(iter(problem.plan.parameters.values())).dtype
+                _warn_raised_damping(damping, raised, self.gram_dtype or dtype)
                 return step, raised
         return failed, damping
 
@@ -322,7 +330,8 @@ class _SampleSpace(SecondOrder):
         """The system in sample space by CG with products Z (D Z^T x) alone."""
         scales = _scales(problem, damping)
         base = _base(problem, line, scales, damping)
-        e = line.e * (line.divisor / line.count)
+        like = next(iter(problem.plan.parameters.values())).detach()
+        e = line.factor_weights(like) * (line.divisor / line.count)
         shift = line.divisor * damping
 
         def transposed(x: Tensor) -> Vector:
@@ -350,7 +359,9 @@ class _SampleSpace(SecondOrder):
         if line.curvature is None:  # a raised damping comes back with the same B
             matrices = rows.curvature(line.curvature_rows, blocks, self.gram_dtype)
             line.curvature = [matrix.div_(line.divisor) for matrix in matrices]
-        weights = torch.cat([line.e, line.e.new_ones(rows.count - line.curvature_rows)]) / line.count
+        like = next(iter(problem.plan.parameters.values())).detach()
+        inside = line.factor_weights(like)
+        weights = torch.cat([inside, inside.new_ones(rows.count - line.curvature_rows)]) / line.count
         force: Vector = {}
         for name, value in rows.rmatvec(weights).items():
             force[name] = -value if line.gradient is None else -value - line.gradient[name]
@@ -360,7 +371,7 @@ class _SampleSpace(SecondOrder):
                 force[name] = force[name] + damping * problem.previous[name]
         vector: Vector = {}
         bend: Scalar = 0.0
-        ok = torch.ones((), dtype=torch.bool, device=line.e.device)
+        ok = torch.ones((), dtype=torch.bool, device=like.device)
         for block, matrix in zip(blocks, line.curvature, strict=True):
             own = {name: force[name] for name in block}
             shift: Tensor | Scalar = damping
@@ -369,7 +380,7 @@ class _SampleSpace(SecondOrder):
                     torch.cat([matrix.new_full((own[name].numel(),), decays[name]) for name in block]) + damping
                 )
             p, curved, solution = solve_in_parameter_space(matrix, shift, _vector.flatten(own))
-            vector |= _vector.unflatten(p.to(line.e.dtype), own)
+            vector |= _vector.unflatten(p.to(like.dtype), own)
             bend, ok = bend + curved, ok & solution.ok
         displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
         return _step_along(problem, displacement, damping, bend, ok)
