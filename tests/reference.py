@@ -13,7 +13,16 @@ def flat(tensors):
 
 def one(inputs, i):
     """Sample i as a batch of one."""
-    return inputs[i : i + 1]
+    return chosen(inputs, [i])
+
+
+def chosen(inputs, subset):
+    """Some samples of a batch: a tensor, or a dictionary or tuple of tensors."""
+    if isinstance(inputs, dict):
+        return {name: value[subset] for name, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(value[subset] for value in inputs)
+    return inputs[subset]
 
 
 def per_sample(model, loss, inputs, targets, forward=None):
@@ -21,7 +30,7 @@ def per_sample(model, loss, inputs, targets, forward=None):
     params = list(parameters(model).values())
     run = forward or (lambda m, x: m(x))
     result = []
-    for i in range(len(inputs)):
+    for i in range(len(targets)):
         outputs = run(model, one(inputs, i))
         numbers = outputs.reshape(-1)
         jacobian = torch.stack(
@@ -69,7 +78,7 @@ def dense_direction(
     model, loss, inputs, targets, subset, damping, kind, blocks="full", decay=None, shift=None, forward=None
 ):
     """argmin_p g.p + p B p / 2 + W (theta.p + p.p/2) + damping |p - shift|^2 / 2, all dense."""
-    samples = per_sample(model, loss, inputs[subset], targets[subset], forward)
+    samples = per_sample(model, loss, chosen(inputs, subset), targets[subset], forward)
     B = curvature_matrix(samples, kind)
     if blocks == "layer":
         B = B * block_mask(model).to(B)

@@ -15,7 +15,7 @@ ROOT = Path(woodbury.__file__).parent
 LAYERS = [
     ["_vector", "_scalar", "_batch", "_random"],
     ["layers", "losses", "linalg"],
-    ["plan", "capture", "rows", "displacement", "products", "damping"],
+    ["plan", "functional", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
     [
         "bench",
@@ -35,6 +35,7 @@ LAYERS = [
 ]
 SIBLINGS = {
     ("capture", "plan"),  # what to capture
+    ("capture", "functional"),  # rows past the rules
     ("rows", "plan"),
     ("rows", "capture"),  # U is made of what was captured
     ("displacement", "plan"),
@@ -64,6 +65,15 @@ SIBLINGS = {
     ("experiments.groups", "experiments.runs"),
     ("experiments.medians", "experiments.runs"),
     ("experiments.medians", "experiments.groups"),  # over the seeds of a group
+    ("layers.shared", "layers.forms"),
+    ("layers.embeddings", "layers.forms"),
+    ("layers.embeddings", "layers.shared"),
+    ("layers.sums", "layers.forms"),
+    ("layers.sums", "layers.shared"),
+    ("layers.sums", "layers.embeddings"),
+    ("layers.attention", "layers.registry"),
+    ("layers.attention", "layers.sums"),
+    ("layers.rules", "layers.embeddings"),
     ("layers.rules", "layers.forms"),
     ("layers.rules", "layers.registry"),
     ("layers.rules", "layers.shared"),

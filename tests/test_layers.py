@@ -51,13 +51,13 @@ def dense_rows(model, loss, inputs, targets, kind):
     return torch.cat(blocks) / len(samples) ** 0.5
 
 
-def check_rows(model, loss, inputs, targets):
+def check_rows(model, loss, inputs, targets, **options):
     """Dense, Gram, scaled Gram, cross-Gram and products against a loop over samples."""
     names = reference.parameters(model)
     found, expected = {}, {}
     for kind in METHODS:
         U = expected[kind] = dense_rows(model, loss, inputs, targets, kind)
-        rows = found[kind] = woodbury.rows(model, loss, inputs, targets, curvature=kind)
+        rows = found[kind] = woodbury.rows(model, loss, inputs, targets, curvature=kind, **options)
         torch.testing.assert_close(rows.dense(), U)
         torch.testing.assert_close(rows.gram(), U @ U.T)
         scales = {name: torch.rand((), dtype=U.dtype) for name in names}
@@ -71,11 +71,11 @@ def check_rows(model, loss, inputs, targets):
     torch.testing.assert_close(cross, expected["gauss-newton"] @ expected["empirical"].T)
 
 
-def check_directions(model, loss, inputs, targets, subset, fallback=None):
+def check_directions(model, loss, inputs, targets, subset, **options):
     """p of both methods, full and by layer, with the curvature of a subset."""
     for kind, method in METHODS.items():
         for blocks in ("full", "layer"):
-            optimizer = method(model, loss, damping=0.05, blocks=blocks, fallback=fallback)
+            optimizer = method(model, loss, damping=0.05, blocks=blocks, **options)
             p = flatten(optimizer.direction(inputs, targets, subset=subset))
             expected, _, _ = reference.dense_direction(
                 model, loss, inputs, targets, subset, 0.05, kind, blocks=blocks
@@ -224,10 +224,10 @@ def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, data):
         by_pairs = data.draw(st.none() | st.booleans())
         if by_pairs is not None:
             patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-            patch.setattr(shared, "indices_are_cheaper_by_pairs", lambda *args: by_pairs)
-        patch.setattr(shared, "MAX_BYTES", data.draw(st.sampled_from([2**28, 2000, 300, 1])))
-        check_rows(model, loss, inputs, targets)
-        check_directions(model, loss, inputs, targets, subset)
+            patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+        max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
+        check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
+        check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
 
 
 N = 5
@@ -244,15 +244,14 @@ LOSS = nn.CrossEntropyLoss()
 
 @every_mixture
 @pytest.mark.parametrize("by_pairs", [None, False, True])
-@pytest.mark.parametrize("max_bytes", [2**28, 500])
+@pytest.mark.parametrize("max_bytes", [None, 500])
 @pytest.mark.parametrize("subset", [[3], [4, 0, 2], [0, 1, 2, 3, 4]], ids=["one", "part", "all"])
 def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, subset, monkeypatch):
     model, inputs, targets = mixture(name)
     if by_pairs is not None:
         monkeypatch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-        monkeypatch.setattr(shared, "indices_are_cheaper_by_pairs", lambda *args: by_pairs)
-    monkeypatch.setattr(shared, "MAX_BYTES", max_bytes)
-    check_directions(model, LOSS, inputs, targets, subset)
+        monkeypatch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+    check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
 @every_mixture

@@ -147,15 +147,6 @@ class Scale(nn.Module):
         return self.gain * x
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(x)))
-
-
 class ByFunction(nn.Module):
     """Uses the parameters of a layer without calling it, alone or beside the call."""
 
@@ -226,16 +217,6 @@ class ByTransform(nn.Module):
         return torch.func.jvp(self.layer, (x,), (torch.ones_like(x),))[1]
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))
-
-
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -252,11 +233,9 @@ MSE = nn.MSELoss()
             r"'1\.gain' of Scale.*register_layer.*fallback='autograd'",
         ),
         (Doubled(4, 3), r"'weight' of Doubled"),
-        (Twice(), r"'layer' is called more than once"),
         (ByFunction(call=False), r"'layer\.weight' is used outside"),
         (ByFunction(call=True), r"'layer\.weight' is used outside"),
         (Overwriting(), r"input of layer 'b' was changed in place"),
-        (Tied(), r"'a\.weight' is shared with 'b\.weight'"),
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), r"BatchNorm1d '1' is in training mode.*eval"),
         (nn.Linear(4, 3).requires_grad_(False), "no trainable parameter"),
         (Folded(), r"layer 'inner' has an input of shape \(10, 2\) in a batch of 5 samples"),

@@ -55,29 +55,32 @@ def _check_finite(tensor: Tensor, what: str) -> None:
     raise ValueError(f"{what} hold nan or inf in {len(bad)} sample(s), first at index {int(bad[0])}")
 
 
+def has_samples(leaf: Any, samples: int) -> bool:
+    """Whether a leaf of a batch is a tensor whose first axis is the sample axis."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
+
+
 def take(tree: Any, index: Tensor, samples: int) -> Any:
     """The samples at `index` of every tensor in the tree whose first axis has `samples` entries."""
 
     def choose(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples:
-            return leaf.index_select(0, index)
-        return leaf
+        return leaf.index_select(0, index) if has_samples(leaf, samples) else leaf
+
+    return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
+
+
+def part(tree: Any, window: slice, samples: int) -> Any:
+    """The samples of a window, as views."""
+
+    def choose(leaf: Any) -> Any:
+        return leaf[window] if has_samples(leaf, samples) else leaf
 
     return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
 
 
 def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
     """The first `at` samples and the rest, as views."""
-
-    def cut(window: slice) -> Any:
-        def choose(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples:
-                return leaf[window]
-            return leaf
-
-        return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
-
-    return cut(slice(0, at)), cut(slice(at, None))
+    return part(tree, slice(0, at), samples), part(tree, slice(at, None), samples)
 
 
 @dataclass(frozen=True)

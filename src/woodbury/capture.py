@@ -5,9 +5,10 @@ Nothing is hung on tensors or modules: `capture` returns a value, and its keys a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,12 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from woodbury import _batch, _random
+from woodbury.functional import Forward, Pass, agree, written_rows
+from woodbury.layers.attention import attention_rows, linear_maps
+from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.registry import as_form
-from woodbury.layers.rules import linear_rows
+from woodbury.layers.rules import linear_rows, sequence_rows
+from woodbury.layers.shared import SharedRows
+from woodbury.layers.sums import Place, Use, sum_uses, whole
 from woodbury.plan import Layer, Plan
-
-Forward = Callable[[nn.Module, Any], Tensor]
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -31,21 +36,64 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 
 @dataclass
 class Call:
-    """One call of a layer during a captured forward pass."""
+    """One use of parameters during a captured forward pass: a call of a layer, or of a linear map inside one."""
 
-    given: Tensor  # the input, attached to the graph
-    inputs: Tensor  # the input, detached
+    layer: Layer
+    given: tuple[Tensor, ...]  # the tensors it was called with, attached to the graph
     outputs: Tensor
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
-    versions: tuple[int, int]  # of input and output at the time of the call
+    versions: tuple[int, ...]  # of the inputs and the output at the time of the call
+    maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map caught inside a layer
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """The (first) input, detached."""
+        return self.given[0].detach()
 
     @property
     def inputs_intact(self) -> bool:
-        return self.given._version == self.versions[0]
+        return all(tensor._version == version for tensor, version in zip(self.given, self.versions, strict=False))
 
     @property
     def outputs_intact(self) -> bool:
-        return self.outputs._version == self.versions[1]
+        return self.outputs._version == self.versions[-1]
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of what it uses."""
+        if self.maps is None:
+            return list(self.layer.parameters.values())
+        return [place.name for place in self.maps if place is not None]
+
+    def form(self, window: slice | None, grads: Tensor) -> RowForm:
+        """The rows for gradients (n, k, ...) in the outputs, of some samples."""
+        inputs = [tensor.detach() for tensor in self.given]
+        if window is not None:
+            samples = len(self.outputs)
+            inputs = [_batch.part(tensor, window, samples) for tensor in inputs]
+            grads = grads[window]
+        if self.maps is not None:
+            shape = torch.Size((self.outputs.shape[-1], inputs[0].shape[-1]))
+            weight, bias = self.maps
+            return sequence_rows(inputs[0], grads, shape, weight and "weight", bias and "bias")
+        layer = self.layer
+        try:
+            form = as_form(layer.rule(layer.module, inputs[0] if len(inputs) == 1 else tuple(inputs), grads))
+        except ValueError as error:
+            raise ValueError(f"layer {layer.name!r}: {error}") from None
+        missing = set(layer.parameters) - set(form.parameters)
+        if missing:
+            raise ValueError(
+                f"the rule for {type(layer.module).__name__} gives no rows for parameter "
+                f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
+            )
+        return form.restrict(layer.parameters)
+
+    def places(self, plan: Plan) -> dict[str, Place]:
+        """The form's own names -> where in which parameter (by its name in the model) the rows belong."""
+        if self.maps is not None:
+            return {own: place for own, place in zip(("weight", "bias"), self.maps, strict=True) if place}
+        return {own: whole(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()}
 
 
 @dataclass
@@ -53,81 +101,103 @@ class Capture:
     """A forward pass with what it left behind at each layer."""
 
     plan: Plan
+    model: nn.Module
+    forward: Forward
+    inputs: Any
     raw: Tensor  # the outputs in the model's own shape
     outputs: Tensor  # (n, C), attached to the graph
-    calls: dict[str, Call]  # by layer name
+    calls: list[Call]  # in the order they were made
 
     @cached_property
     def chain(self) -> list[Link] | None:
         return chain_of(self)
 
+    def call_of(self, layer: Layer) -> Call | None:
+        """The call of a layer that was called once."""
+        return next((call for call in self.calls if call.layer.name == layer.name), None)
+
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-        """Back-propagate columns and return the rows of every layer that was called.
+        """Back-propagate columns and return the rows of every module whose parameters were used.
 
         segments are columns (m, k, C) for consecutive samples, from the first on. Row (i, a) is the
-        derivative of columns[i, a] . outputs[i] in the layer's parameters.
+        derivative of columns[i, a] . outputs[i] in the module's parameters.
         """
         self.check_inputs()
         if self.chain is not None:
             return self._rows_along(self.chain, segments)
-        misused = misused_parameters(self)
-        if misused and self.plan.fallback is None:
-            layer, name = next(iter(misused.items()))
+        unseen = unseen_parameters(self)
+        if unseen and self.plan.fallback is None:
+            name, layer = next(iter(unseen.items()))
             raise ValueError(
                 f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees "
                 "it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
-                "module itself, and once, or pass fallback='autograd'"
+                "module itself, or pass fallback='autograd'"
             )
         start, pieces = 0, []
         for columns in segments:
-            pieces.append(self._rows_by_autograd(columns, start, misused))
+            pieces.append(self._rows_by_autograd(columns, start, unseen))
             start += len(columns)
         return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
 
     def check_inputs(self) -> None:
         """Raise if a layer's input is no longer what the layer saw."""
-        for name, call in self.calls.items():
+        for call in self.calls:
             if not call.inputs_intact:
                 raise ValueError(
-                    f"the input of layer {name!r} was changed in place after the layer had used it: "
+                    f"the input of layer {call.layer.name!r} was changed in place after the layer had used it: "
                     "write into new memory instead (out of place, or .clone())"
                 )
 
-    def _rows_by_autograd(self, columns: Tensor, start: int, misused: Collection[str]) -> dict[str, RowForm]:
-        """Rows for any model: one backward pass, batched over the columns; written out for misused layers."""
-        window = slice(start, start + len(columns))
-        part = len(columns) < len(self.outputs)
-        if part:
+    def _rows_by_autograd(self, columns: Tensor, start: int, unseen: Collection[str]) -> dict[str, RowForm]:
+        """Rows for any model: one backward pass, batched over the columns; written out where no rule sees all."""
+        plan = self.plan
+        window, own_columns = None, columns
+        if len(columns) < len(self.outputs):
+            window = slice(start, start + len(columns))
             padded = columns.new_zeros(len(self.outputs), *columns.shape[1:])
             padded[window] = columns
             columns = padded
-        called = [layer for layer in self.plan.layers if layer.name in self.calls and layer.name not in misused]
-        grads = self._grads([self.calls[layer.name].edge for layer in called], columns)
+        written = {plan.block_of[name][0] for name in (*plan.rest, *unseen)}
+        calls = [
+            call for call in self.calls if any(plan.block_of[name][0] not in written for name in call.parameters)
+        ]
+        uses: dict[str, list[Use]] = {}
+        for call, grad in zip(calls, self._grads([call.edge for call in calls], columns), strict=True):
+            if grad is not None:
+                for block, use in self._by_block(call, call.form(window, grad)).items():
+                    uses.setdefault(block, []).append(use)
         forms: dict[str, RowForm] = {}
-        for layer, grad in zip(called, grads, strict=True):
-            if grad is None:
-                continue
-            inputs = self.calls[layer.name].inputs
-            if part:
-                inputs, grad = inputs[window], grad[window]
-            try:
-                form = as_form(layer.rule(layer.module, inputs, grad))
-            except ValueError as error:
-                raise ValueError(f"layer {layer.name!r}: {error}") from None
-            missing = set(layer.parameters) - set(form.parameters)
-            if missing:
-                raise ValueError(
-                    f"the rule for {type(layer.module).__name__} gives no rows for parameter "
-                    f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
-                )
-            forms[layer.name] = form.restrict(layer.parameters)
-        for layer in self.plan.layers:
-            if layer.name in misused:
-                own = {local: self.plan.parameters[name] for local, name in layer.parameters.items()}
-                forms[layer.name] = self._explicit_rows(own, columns, window)
-        for name in self.plan.rest:
-            forms[name] = self._explicit_rows({name: self.plan.parameters[name]}, columns, window)
+        for block, own in plan.owned.items():
+            if block in uses and block not in written:
+                shapes = {local: plan.parameters[full].shape for local, full in own.items()}
+                forms[block] = sum_uses(uses[block], shapes, plan.max_bytes)
+        names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
+        if names:
+            parameters = {name: plan.parameters[name] for name in names}
+            made = Pass(self.model, self.forward, self.inputs, self.outputs)
+            rows, plan.findings.way = written_rows(
+                made, parameters, own_columns, start, plan.findings.way, plan.max_bytes
+            )
+            for block in plan.owned:
+                if block in written:
+                    forms[block] = ExplicitRows(
+                        {local: rows[full].flatten(0, 1) for local, full in plan.owned[block].items()}
+                    )
         return forms
+
+    def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
+        """The rows of a call, split by the modules its parameters belong to."""
+        if isinstance(form, SharedRows | EmbeddingRows) and self.plan.max_bytes is not None:
+            form = replace(form, max_bytes=self.plan.max_bytes)
+        uses: dict[str, dict[str, Place]] = {}
+        for own, place in call.places(self.plan).items():
+            block, local = self.plan.block_of[place.name]
+            uses.setdefault(block, {})[own] = place._replace(name=local)
+        if isinstance(form, OuterRows) and set(uses) != {call.layer.name}:
+            form = replace(form, affine=False)  # its module moves by more, or other, parameters than its own
+        if len(uses) == 1:
+            return {block: Use(form, places) for block, places in uses.items()}
+        return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
     def _rows_along(self, chain: Sequence[Link], segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Rows of a plain chain z_1 -> v_2 = phi(z_1) -> z_2 ..., last layer first in `chain`.
@@ -140,7 +210,7 @@ class Capture:
         grads = flat[0] if len(flat) == 1 else torch.cat(flat)  # h (r, C)
         forms: dict[str, RowForm] = {}
         for index, link in enumerate(chain):
-            layer, call = link.layer, self.calls[link.layer.name]
+            layer, call = link.layer, link.call
             inputs = call.inputs
             if layout.samples < inputs.shape[0]:
                 inputs = inputs[: layout.samples]
@@ -150,11 +220,11 @@ class Capture:
             if index + 1 < len(chain):
                 weight = layer.module.weight
                 assert isinstance(weight, Tensor)
-                below = self.calls[chain[index + 1].layer.name]
+                below = chain[index + 1].call
                 if link.slope is not None:
                     slope = link.slope(inputs)
                 else:
-                    slope = torch.autograd.grad(call.given, [below.edge], torch.ones_like(call.given))[0]
+                    slope = torch.autograd.grad(call.given[0], [below.edge], torch.ones_like(call.inputs))[0]
                 if not layout.is_plain:
                     slope = slope.index_select(0, layout.sample_of_row(slope.device))
                 grads = grads.mm(weight.detach()).mul_(slope[: grads.shape[0]])
@@ -185,31 +255,6 @@ class Capture:
         )
         return [None if grad is None else grad.transpose(0, 1) for grad in grads]
 
-    def _explicit_rows(
-        self, parameters: Mapping[str, nn.Parameter], columns: Tensor, window: slice
-    ) -> ExplicitRows:
-        """Rows (m k, *shape) written out by a backward pass per sample: exact for any model."""
-        n, k, width = columns.shape
-        rows = []
-        for i in range(window.start, window.stop):
-            seeds = torch.zeros(k, n, width, dtype=columns.dtype, device=columns.device)
-            seeds[:, i] = columns[i]
-            grads: Sequence[Tensor | None] = torch.autograd.grad(
-                self.outputs,
-                list(parameters.values()),
-                seeds,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-            rows.append(grads)
-        return ExplicitRows(
-            {
-                name: torch.cat([p.new_zeros(k, *p.shape) if grad is None else grad for grad in column]).detach()
-                for (name, p), column in zip(parameters.items(), zip(*rows, strict=True), strict=True)
-            }
-        )
-
 
 @contextmanager
 def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
@@ -223,41 +268,55 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Ite
             vars(module).pop("forward", None)
 
 
-def _check_call(name: str, given: Tensor, outputs: Tensor, samples: int) -> None:
-    """Raise unless the layer saw one sample per entry of its first axis, in plain autograd."""
+def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | None:
+    """Why a call cannot be captured: it must see one sample per entry of its first axis, in plain autograd."""
     if torch._C._functorch.is_functorch_wrapped_tensor(outputs):
-        raise ValueError(
+        return (
             f"layer {name!r} is called inside a torch.func transform, where its rows cannot be captured: "
-            "use torch.autograd.grad(..., create_graph=True) instead"
+            "use torch.autograd.grad(..., create_graph=True) instead, or pass fallback='autograd'"
         )
     for what, tensor in (("input", given), ("output", outputs)):
         if tensor.dim() == 0 or tensor.shape[0] != samples:
-            raise ValueError(
+            return (
                 f"layer {name!r} has an {what} of shape {tuple(tensor.shape)} in a batch of {samples} samples: "
-                "the first axis must be the sample axis"
+                "the first axis must be the sample axis. Bring it there (what is the same for all samples: "
+                ".expand(n, ...)), or pass fallback='autograd'"
             )
+    return None
 
 
 def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
-    calls: dict[str, Call] = {}
+    calls: list[Call] = []
 
-    def recording(layer: Layer) -> Callable[..., Tensor]:
+    def keep(layer: Layer, given: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
+        """Note a call; one that cannot be captured is left to the fallback, if there is one."""
+        if layer.name in plan.findings.unfit:
+            return
+        obstacle = _obstacle(layer.name, given[0], outputs, samples)
+        if obstacle is None:
+            versions = (*(tensor._version for tensor in given), outputs._version)
+            calls.append(Call(layer, given, outputs, get_gradient_edge(outputs), versions, maps))
+        elif plan.fallback is None:
+            raise ValueError(obstacle)
+        else:
+            plan.findings.unfit.add(layer.name)
+
+    def recording(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)
-            if layer.name in calls:
-                raise ValueError(
-                    f"layer {layer.name!r} is called more than once in a forward pass: its rows would be wrong"
-                )
-            given = args[0] if args else next(iter(kwargs.values()))
-            _check_call(layer.name, given, outputs, samples)
-            versions = (given._version, outputs._version)
-            calls[layer.name] = Call(given, given.detach(), outputs, get_gradient_edge(outputs), versions)
+            given = args if len(args) == 1 and not kwargs else (*args, *kwargs.values())
+            keep(layer, tuple(tensor for tensor in given if isinstance(tensor, Tensor)), outputs)
             return outputs
 
-        return layer_forward
+        def attention_forward(*args: Any, **kwargs: Any) -> Any:
+            names = {id(parameter): name for name, parameter in plan.parameters.items()}
+            with linear_maps(samples, names, lambda given, outputs, maps: keep(layer, (given,), outputs, maps)):
+                return plain(layer.module, *args, **kwargs)
+
+        return attention_forward if layer.rule is attention_rows else layer_forward
 
     with replaced_forward({layer.module: recording(layer) for layer in plan.layers}), torch.enable_grad():
         outputs = forward(model, inputs)
@@ -274,7 +333,7 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
     if outputs.dim() != 2:
         with torch.enable_grad():
             flat = outputs.reshape(samples, -1)
-    return Capture(plan, outputs.detach(), flat, calls)
+    return Capture(plan, model, forward, inputs, outputs.detach(), flat, calls)
 
 
 # Nodes of the autograd graph that act on each number by itself.
@@ -298,6 +357,7 @@ class Link(NamedTuple):
     """A layer of a chain, and phi' of the activation between it and the layer below, if it is simple."""
 
     layer: Layer
+    call: Call
     slope: Callable[[Tensor], Tensor] | None
 
 
@@ -307,40 +367,44 @@ def chain_of(capture: Capture) -> list[Link] | None:
     Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
     plan's Linear layers and one-input elementwise nodes. None for any other model.
     """
-    owners = {call.edge.node: name for name, call in capture.calls.items()}
-    layers = {layer.name: layer for layer in capture.plan.layers}
+    plan = capture.plan
+    if plan.rest or plan.tied:
+        return None
+    owners = {call.edge.node: call for call in capture.calls}
     chain: list[Link] = []
     between: list[str] = []  # names of the nodes since the last layer
     node, shape = capture.outputs.grad_fn, capture.outputs.shape
     while node is not None:
-        name = owners.get(node)
-        if name is None:
+        call = owners.get(node)
+        if call is None:
             parents = [parent for parent, _ in node.next_functions if parent is not None]
             between.append(node.name())
             if not chain or len(parents) != 1 or between[-1] not in _ELEMENTWISE:
                 return None
             node = parents[0]
             continue
-        layer, call = layers[name], capture.calls[name]
+        given = call.given[0]
         # an elementwise node may still broadcast, which the shape gives away
-        if layer.rule is not linear_rows or call.inputs.dim() != 2 or call.outputs.shape != shape:
+        if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
             return None
         if chain:
-            chain[-1] = Link(chain[-1].layer, _SLOPES.get(between[0]) if len(between) == 1 else None)
-        chain.append(Link(layer, None))
-        node, shape, between = call.given.grad_fn, call.given.shape, []
-        if node is None and call.given.requires_grad:
+            slope = _SLOPES.get(between[0]) if len(between) == 1 else None
+            chain[-1] = Link(chain[-1].layer, chain[-1].call, slope)
+        chain.append(Link(call.layer, call, None))
+        node, shape, between = given.grad_fn, given.shape, []
+        if node is None and given.requires_grad:
             return None
-    return chain if len(chain) == len(capture.calls) and not capture.plan.rest else None
+    once = len({link.layer.name for link in chain}) == len(chain) == len(capture.calls)
+    return chain if once else None
 
 
-def misused_parameters(capture: Capture) -> dict[str, str]:
-    """Layer -> parameter wherever one reaches the outputs other than through its layer's one call.
+def unseen_parameters(capture: Capture) -> dict[str, str]:
+    """Parameter -> its module wherever one reaches the outputs other than through the calls that were captured.
 
-    Walks the autograd graph: a parameter covered by a rule must have one use, and none if its module was not
-    called (`F.linear(x, layer.weight)` calls no module) or what it gave is not on the way to the outputs (only
-    its derivative is, say). A view of a parameter counts by its own uses: the
-    derivative of a network in its inputs goes through the transposed weight a second time.
+    Walks the autograd graph: a parameter covered by rules must have as many uses as there are captured calls on
+    the way to the outputs that use it (`F.linear(x, layer.weight)` calls no module; of a layer perhaps only the
+    derivative is on the way). A view of a parameter counts by its own uses: the derivative of a network in its
+    inputs goes through the transposed weight a second time.
     """
     consumers: dict[Any, list[Any]] = {}
     accumulators: dict[int, Any] = {}
@@ -366,37 +430,57 @@ def misused_parameters(capture: Capture) -> dict[str, str]:
             total += uses(consumer) if len(parents) == 1 and consumer.name() in _VIEWS else 1
         return total
 
+    captured = Counter(name for call in capture.calls if call.edge.node in seen for name in call.parameters)
     found: dict[str, str] = {}
-    for layer in capture.plan.layers:
-        call = capture.calls.get(layer.name)
-        allowed = int(call is not None and call.edge.node in seen)
-        for name in layer.parameters.values():
-            node = accumulators.get(id(capture.plan.parameters[name]))
-            if node is not None and uses(node) > allowed:
-                found.setdefault(layer.name, name)
+    for name, parameter in capture.plan.parameters.items():
+        node = accumulators.get(id(parameter))
+        if name not in capture.plan.rest and node is not None and uses(node) > captured[name]:
+            found[name] = capture.plan.block_of[name][0]
     return found
 
 
 _VIEWS = frozenset(
-    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "Alias", "Expand", "Unsqueeze", "ToCopy")
+    f"{name}Backward0"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "Alias", "Expand", "Unsqueeze", "ToCopy"),
+        *("Slice", "Split", "SplitWithSizes", "Select", "Unbind", "Narrow"),
+    )
 )
 
 
 def check_samples_apart(capture: Capture) -> None:
     """Raise if the outputs of the first or the last sample depend on another sample's activations."""
-    layers = [layer for layer in capture.plan.layers if layer.name in capture.calls]
     samples = len(capture.outputs)
-    if samples < 2 or not layers:
+    if samples < 2:
         return
     capture.check_inputs()
-    edges = [capture.calls[layer.name].edge for layer in layers]
+    if not capture.calls:
+        _check_first_alone(capture)
+        return
     for sample, others in ((0, slice(1, None)), (samples - 1, slice(0, samples - 1))):
         seed = torch.zeros_like(capture.outputs)
         seed[sample] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
+        edges = [call.edge for call in capture.calls]
         grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
-        for layer, grad in zip(layers, grads, strict=True):
+        for call, grad in zip(capture.calls, grads, strict=True):
             if grad is not None and bool((grad[others].abs() > 0).any()):  # nan is another's concern
                 raise ValueError(
-                    f"the outputs of one sample depend on what layer {layer.name!r} gives for another: rows per "
-                    "sample do not exist where the model mixes the samples of a batch"
+                    f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: rows "
+                    "per sample do not exist where the model mixes the samples of a batch"
                 )
+
+
+def _check_first_alone(capture: Capture) -> None:
+    """The same where no layer was captured: the first sample must give the same outputs on its own."""
+    samples = len(capture.outputs)
+    random = _random.snapshot(capture.outputs.device)
+    try:
+        alone = capture.forward(capture.model, _batch.part(capture.inputs, slice(0, 1), samples))
+        drawn = not torch.equal(_random.snapshot(capture.outputs.device).cpu, random.cpu)
+    finally:
+        _random.restore(random)
+    if not drawn and not agree(alone.detach().reshape(1, -1), capture.outputs[:1].detach()):
+        raise ValueError(
+            f"the outputs of the first sample of {samples} change when it is run on its own: rows per sample do "
+            "not exist where the model mixes the samples of a batch"
+        )

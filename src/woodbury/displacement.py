@@ -53,7 +53,7 @@ class Displacement:
                 if isinstance(form, OuterRows) and form.affine:
                     self._factors.append((layers[name], form, form.contract(own)))
                 else:
-                    names = layers[name].parameters if name in layers else {name: name}
+                    names = rows.plan.owned[name]
                     self._vector |= {names[local]: -value for local, value in form.rmatvec(own).items()}
 
     def _form(self, base: Vector | None, scales: Mapping[str, Scalar] | None) -> Vector:
@@ -88,7 +88,7 @@ class Displacement:
         before: list[tuple[nn.Parameter, Tensor]] = []
         forwards = {}
         for layer, form, contracted in self._factors:
-            call = None if capture is None else capture.calls.get(layer.name)
+            call = None if capture is None else capture.call_of(layer)
             forwards[layer.module] = _displaced_linear(layer.module, form, contracted, call, piece)
         try:
             for name, change in self._vector.items():

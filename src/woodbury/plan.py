@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,12 +14,20 @@ from woodbury.layers.registry import Rule, layer_rule
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with trainable parameters of its own and the rule that covers them."""
+    """A module with trainable parameters and the rule that covers them."""
 
     name: str
     module: nn.Module
     rule: Rule
     parameters: dict[str, str]  # the module's own name -> name in the model
+
+
+@dataclass
+class Findings:
+    """What running a model has told about it."""
+
+    unfit: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
+    way: str | None = None  # to rows past the rules: a key of `functional.WAYS`
 
 
 def _mixes_samples(norm: nn.Module) -> bool:
@@ -27,14 +36,32 @@ def _mixes_samples(norm: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """The trainable part of a model, split into layers; `rest` is what no rule covers."""
+    """The trainable part of a model, split into layers; `rest` is what no rule covers.
+
+    Each parameter belongs to one module, the first that holds it: the blocks of the block-diagonal methods. A
+    layer may use parameters of other modules too (tied weights).
+    """
 
     layers: tuple[Layer, ...]
-    rest: tuple[str, ...]
+    owned: dict[str, dict[str, str]]  # module -> its own name of each parameter -> name in the model
+    rest: frozenset[str]
     parameters: dict[str, nn.Parameter]
     fallback: str | None  # "autograd": rows past the rules are computed by autograd instead of refused
+    max_bytes: int | None  # for temporaries of the rows; None: a default
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
+    tied: bool  # whether some parameter is used by several layers
+    findings: Findings = field(default_factory=Findings, compare=False)
+
+    @cached_property
+    def block_of(self) -> dict[str, tuple[str, str]]:
+        """Parameter name -> its module, and its name there."""
+        return {full: (block, own) for block, names in self.owned.items() for own, full in names.items()}
+
+    @property
+    def blocks(self) -> list[tuple[str, ...]]:
+        """Parameter names block by block, as the block-diagonal methods take them."""
+        return [tuple(names.values()) for names in self.owned.values()]
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether planning again would give the same, as far as can be told without walking the model."""
@@ -47,17 +74,15 @@ class Plan:
                     return False
             if "forward" in vars(layer.module):
                 return False
+        for name in self.rest:
+            block, local = self.block_of[name]
+            if model.get_submodule(block)._parameters.get(local) is not self.parameters[name]:
+                return False
         return (
             all(parameter.requires_grad for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
             and not any(_mixes_samples(norm) for norm in self.norms)
         )
-
-    @property
-    def blocks(self) -> list[tuple[str, ...]]:
-        """Parameter names block by block, as the block-diagonal methods take them."""
-        blocks = [tuple(layer.parameters.values()) for layer in self.layers]
-        return [*blocks, *((name,) for name in self.rest)]
 
 
 def _uncovered(own: Mapping[str, str]) -> str:
@@ -65,7 +90,11 @@ def _uncovered(own: Mapping[str, str]) -> str:
 
 
 def plan_layers(
-    model: nn.Module, trainable: Mapping[str, nn.Parameter], fallback: str | None, by_layers: bool = True
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    fallback: str | None,
+    by_layers: bool = True,
+    max_bytes: int | None = None,
 ) -> Plan:
     """Assign every trainable parameter to a layer rule, or refuse by name what none covers.
 
@@ -81,9 +110,11 @@ def plan_layers(
         raise ValueError(f"no trainable parameter: {why}")
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
-    rest: list[str] = []
+    owned: dict[str, dict[str, str]] = {}
+    rest: set[str] = set()
     norms: list[nn.Module] = []
-    seen: dict[int, str] = {}
+    met: set[str] = set()
+    tied = False
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             norms.append(module)
@@ -93,33 +124,28 @@ def plan_layers(
                     "its outputs mix the samples of a batch, so rows per sample do not exist. Call .eval() on "
                     "it, or use GroupNorm or LayerNorm instead"
                 )
-        if not by_layers:
+        used = {
+            local: names[id(parameter)]
+            for local, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in names
+        }
+        if not used:
             continue
-        own = {}
-        for local, parameter in module._parameters.items():
-            if parameter is None or id(parameter) not in names:
-                continue
-            full = f"{path}.{local}" if path else local
-            if id(parameter) in seen:
-                raise ValueError(
-                    f"parameter {seen[id(parameter)]!r} is shared with {full!r}: tied parameters are not supported"
-                )
-            seen[id(parameter)] = full
-            own[local] = names[id(parameter)]
-        if not own:
-            continue
-        rule = layer_rule(module, own)
+        own = {local: full for local, full in used.items() if full not in met}
+        if own:
+            owned[path] = own
+        tied = tied or len(own) < len(used)
+        met.update(own.values())
+        rule = layer_rule(module, used) if by_layers else None
         if rule is not None:
-            layers.append(Layer(path, module, rule, own))
-        elif fallback == "autograd":
-            rest.extend(own.values())
+            layers.append(Layer(path, module, rule, used))
+        elif fallback == "autograd" or not by_layers:
+            rest.update(used.values())
         else:
             raise ValueError(
-                f"no layer rule covers parameter {_uncovered(own)!r} of {type(module).__name__} "
+                f"no layer rule covers parameter {_uncovered(used)!r} of {type(module).__name__} "
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
                 "fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
             )
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
-    return Plan(
-        tuple(layers), tuple(rest if by_layers else parameters), parameters, fallback, frozen, tuple(norms)
-    )
+    return Plan(tuple(layers), owned, frozenset(rest), parameters, fallback, max_bytes, frozen, tuple(norms), tied)

@@ -33,8 +33,7 @@ class Rows:
         self.forms = dict(forms)
         self.count = count
         self.scale = scale
-        self._names = {layer.name: layer.parameters for layer in plan.layers}
-        self._names |= {name: {name: name} for name in plan.rest}
+        self._names = plan.owned
 
     def gram(
         self,
@@ -98,7 +97,7 @@ class Rows:
         columns: Vector = {}
         for name, form in self.forms.items():
             for local, value in form.dense().items():
-                columns[self._names[name][local]] = value.flatten(1) * self.scale
+                columns[self._names[name][local]] = value.reshape(self.count, -1) * self.scale
         return torch.cat(
             [
                 columns[name] if name in columns else parameter.new_zeros(self.count, parameter.numel())
@@ -135,6 +134,7 @@ def rows(
     curvature: str = "gauss-newton",
     forward: Forward | None = None,
     fallback: str | None = None,
+    max_bytes: int | None = None,
 ) -> Rows:
     """The rows U of a batch, for use without an optimizer (neural tangent kernels, Laplace, influence).
 
@@ -145,12 +145,13 @@ def rows(
         curvature: "gauss-newton" (k rows a sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row a
             sample, U^T U = (1/n) sum of outer products of per-sample gradients).
         forward: f(model, inputs) in place of model(inputs).
-        fallback: "autograd" computes rows no layer rule covers by one backward pass each.
+        fallback: "autograd" computes rows no layer rule covers with torch.func, or by plain autograd.
+        max_bytes: what temporaries of the Gram matrix may take, beside the rows and the matrix itself.
     """
     if curvature not in CURVATURES:
         raise ValueError(f"curvature must be one of {CURVATURES}, got {curvature!r}")
     rule = loss_rule(loss)
-    plan = plan_layers(model, dict(model.named_parameters()), fallback)
+    plan = plan_layers(model, dict(model.named_parameters()), fallback, max_bytes=max_bytes)
     captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
     check_samples_apart(captured)
     outputs = captured.outputs.detach()

@@ -1,11 +1,14 @@
 """Layer rules: how the rows of a layer follow from its input and its back-propagated factor columns."""
 
-from woodbury.layers import convolutions as _convolutions  # noqa: F401  (these three fill the registry)
+from woodbury.layers import attention as _attention  # noqa: F401  (these four fill the registry)
+from woodbury.layers import convolutions as _convolutions  # noqa: F401
 from woodbury.layers import norms as _norms  # noqa: F401
 from woodbury.layers import rules as _rules  # noqa: F401
+from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm
 from woodbury.layers.registry import layer_rule, register_layer
-from woodbury.layers.shared import EmbeddingRows, SharedRows
+from woodbury.layers.shared import SharedRows
+from woodbury.layers.sums import SumRows
 
 __all__ = [
     "EmbeddingRows",
@@ -14,6 +17,7 @@ __all__ = [
     "OuterRows",
     "RowForm",
     "SharedRows",
+    "SumRows",
     "layer_rule",
     "register_layer",
 ]

@@ -7,7 +7,7 @@ i input feature, o output feature.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -17,6 +17,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from woodbury._scalar import Scalar
+
+
+def limit(max_bytes: int | None, device: torch.device) -> int:
+    """The bytes temporaries may take beside rows and K: as asked for, or a default for the device."""
+    if max_bytes is not None:
+        return max_bytes
+    return 2**28 if device.type == "cpu" else 2**30  # a GPU is kept busy by larger pieces only
+
+
+def windows(count: int, length: int) -> Iterator[slice]:
+    """0..count in pieces of `length`, at least 1."""
+    length = max(1, length)
+    return (slice(start, min(start + length, count)) for start in range(0, count, length))
 
 
 @dataclass(frozen=True)
@@ -93,6 +106,12 @@ class RowForm(Protocol):
 
     def dense(self) -> dict[str, Tensor]:
         """The rows themselves: name -> (r, *parameter shape)."""
+
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        """The rows of parameter[window], written out: (r, length, *rest of the parameter's shape)."""
+
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros (r, *sizes), of the type of the rows or of the one asked for."""
 
     @staticmethod
     def concatenate(forms: Sequence[Any]) -> RowForm:
@@ -177,6 +196,16 @@ class OuterRows:
             rows[self.bias] = self.grads
         return rows
 
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        grads = self.grads[:, window].to(dtype)
+        if name == self.bias:
+            return grads
+        inputs = self.inputs[self.layout.sample_of_row(self.inputs.device)].to(dtype)
+        return grads.unsqueeze(2) * inputs.unsqueeze(1)
+
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.grads.new_zeros(len(self.grads), *sizes, dtype=dtype)
+
     @staticmethod
     def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
         first = forms[0]
@@ -204,14 +233,13 @@ class ExplicitRows:
     def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, ExplicitRows)
         products = [
-            _product(rows.flatten(1), other.rows[name].flatten(1), dtype)
-            * (1.0 if scales is None else scales[name])
+            _product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])
             for name, rows in self.rows.items()
         ]
         return torch.stack(products).sum(0)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        products = [rows.flatten(1) @ vector[name].flatten() for name, rows in self.rows.items()]
+        products = [_flat(rows) @ vector[name].flatten() for name, rows in self.rows.items()]
         return torch.stack(products).sum(0)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
@@ -221,6 +249,13 @@ class ExplicitRows:
 
     def dense(self) -> dict[str, Tensor]:
         return dict(self.rows)
+
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        return self.rows[name][:, window].to(dtype)
+
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        rows = next(iter(self.rows.values()))
+        return rows.new_zeros(len(rows), *sizes, dtype=dtype)
 
     @staticmethod
     def concatenate(forms: Sequence[ExplicitRows]) -> ExplicitRows:
@@ -232,9 +267,15 @@ def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowF
     forms: dict[str, RowForm] = {}
     for name in pieces[0]:
         own = [piece[name] for piece in pieces]
-        assert len({type(form) for form in own}) == 1
+        if len({type(form) for form in own}) > 1:  # pieces of different sizes may look different to a rule
+            own = [ExplicitRows(form.dense()) for form in own]
         forms[name] = own[0].concatenate(own)
     return forms
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """(r, *shape) -> (r, p), also for a parameter that is a single number."""
+    return rows.reshape(rows.shape[0], -1)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:

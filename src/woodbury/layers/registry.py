@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from inspect import isfunction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from woodbury.layers.forms import ExplicitRows, RowForm
 
 # (layer, input (n, ...), output gradients (n, k, ...)) -> rows
-Rule = Callable[[nn.Module, Tensor, Tensor], "RowForm | Mapping[str, Tensor]"]
+Rule = Callable[[nn.Module, Any, Tensor], "RowForm | Mapping[str, Tensor]"]
 
 
 class _Entry(NamedTuple):
@@ -25,10 +25,10 @@ _RULES: dict[type[nn.Module], _Entry] = {}
 def register_layer(kind: type[nn.Module], parameters: Collection[str] | None = None) -> Callable[[Rule], Rule]:
     """Function decorator that makes a function the rule for layers of class `kind`.
 
-    The function gets the layer, its input (n, ...) and the gradients of k scalars per sample in its
-    output, (n, k, *output shape). It returns the gradients of those scalars in the layer's own
-    parameters, as a dictionary name -> (n, k, *parameter shape), or as one of the forms in
-    `woodbury.layers`.
+    The function gets the layer, its input (n, ...) (a tuple if it was called with several tensors) and the
+    gradients of k scalars per sample in its output, (n, k, *output shape). It returns the gradients of those
+    scalars in the layer's own parameters, as a dictionary name -> (n, k, *parameter shape), or as one of the
+    forms in `woodbury.layers`.
 
     parameters, if given, names all the rule knows about: it then does not apply to a layer that has others
     (one made to compute its weight from parameters of its own, say).

@@ -1,12 +1,14 @@
-"""The built-in rules for Linear, Embedding and PReLU: one decorated function each."""
+"""The built-in rules for Linear, Bilinear, Embedding and PReLU: one decorated function each."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import Layout, OuterRows
 from woodbury.layers.registry import register_layer
-from woodbury.layers.shared import EmbeddingRows, Part, SharedRows, summed_products
+from woodbury.layers.shared import Part, SharedRows, summed_products
 
 OWN = ("weight", "bias")  # what torch's own layers call their parameters
 
@@ -23,14 +25,37 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
             f"Linear got an input of shape {tuple(inputs.shape)}; the rule covers (n, ..., features), "
             "samples first"
         )
-    part = Part(inputs, grads.flatten(2, -2).unsqueeze(3), _positions)
     assert isinstance(layer.weight, Tensor)
-    return SharedRows((part,), tuple(layer.weight.shape), bias=bias)
+    return sequence_rows(inputs, grads, layer.weight.shape, "weight", bias)
+
+
+def sequence_rows(
+    inputs: Tensor, grads: Tensor, shape: torch.Size, weight: str | None, bias: str | None
+) -> SharedRows:
+    """z = W v + b at every position: v (n, ..., i), h (n, k, ..., o)."""
+    part = Part(inputs, grads.flatten(2, -2).unsqueeze(3), _positions)
+    return SharedRows((part,), tuple(shape), weight=weight, bias=bias)
 
 
 def _positions(inputs: Tensor) -> Tensor:
     """(n, ..., i) -> (n, s, 1, i)."""
     return inputs.flatten(1, -2).unsqueeze(2)
+
+
+@register_layer(nn.Bilinear, parameters=OWN)
+def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor) -> SharedRows:
+    """z_o = x^T W_o y + b_o: a Linear layer on the products x_i y_j, formed for a block of samples at a time."""
+    assert isinstance(layer, nn.Bilinear)
+    n, width = grads.shape[0], layer.in1_features
+    pairs = torch.cat(inputs, dim=-1).reshape(n, -1, width + layer.in2_features)
+
+    def multiply(block: Tensor) -> Tensor:
+        left, right = block[..., :width], block[..., width:]
+        return (left.unsqueeze(3) * right.unsqueeze(2)).flatten(2).unsqueeze(2)
+
+    columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
+    bias = None if layer.bias is None else "bias"
+    return SharedRows((Part(pairs, columns, multiply),), tuple(layer.weight.shape), bias=bias)
 
 
 @register_layer(nn.Embedding, parameters=OWN)

@@ -19,24 +19,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from woodbury._scalar import Scalar
+from woodbury.layers.forms import OuterRows, limit, windows
 
-MAX_BYTES = 2**28  # temporaries of a form, beside its inputs, its columns and K; one sample at a time at least
-_ELEMENTWISE = 8  # a product of two numbers out of cache costs about as much as so many inside a matrix product
+ELEMENTWISE = 8  # a product of two numbers out of cache costs about as much as so many inside a matrix product
+
+
+class Sliced(Protocol):
+    """Anything that gives some samples of itself."""
+
+    def __getitem__(self, window: slice) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Part:
     """Consecutive samples of a form with the same number of columns and positions."""
 
-    inputs: Tensor  # (n, ...)
+    inputs: Sliced  # (n, ...)
     grads: Tensor  # h (n, k, s, g, o)
-    unfold: Callable[[Tensor], Tensor]  # a block of inputs -> v (n, s, g, i); or indices (n, s)
+    unfold: Callable[[Tensor], Tensor]  # a block of inputs -> v (n, s, g, i)
 
     @property
     def samples(self) -> int:
@@ -54,33 +61,48 @@ class Part:
     def rows(self) -> int:
         return self.samples * self.columns
 
+    def features(self, window: slice) -> Tensor:
+        """v of some samples, (n, s, g, i)."""
+        return self.unfold(self.inputs[window])
+
     def read(self, window: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """v and h of some samples; integers stay what they are."""
-        inputs = self.unfold(self.inputs[window])
-        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-        return inputs, self.grads[window].to(dtype)
+        features = self.features(window)
+        features = features.to(dtype) if features.is_floating_point() else features
+        return features, self.grads[window].to(dtype)
+
+    @staticmethod
+    def join(parts: Sequence[Part]) -> Part:
+        """The same samples with the positions of all parts, one after the other."""
+        return Part(_Joined(parts), torch.cat([part.grads for part in parts], dim=2), _as_they_are)
 
 
-def _windows(count: int, length: int) -> Iterator[slice]:
-    """0..count in pieces of `length`, at least 1."""
-    length = max(1, length)
-    return (slice(start, min(start + length, count)) for start in range(0, count, length))
+@dataclass(frozen=True)
+class _Joined:
+    parts: Sequence[Part]
+
+    def __getitem__(self, window: slice) -> Tensor:
+        return torch.cat([part.features(window) for part in self.parts], dim=1)
 
 
-def _spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
+def _as_they_are(inputs: Tensor) -> Tensor:
+    return inputs
+
+
+def spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
     """Each part with its rows."""
-    spans, row = [], 0
+    result, row = [], 0
     for part in parts:
-        spans.append((part, slice(row, row + part.rows)))
+        result.append((part, slice(row, row + part.rows)))
         row += part.rows
-    return spans
+    return result
 
 
-def _row_count(parts: Sequence[Part]) -> int:
+def row_count(parts: Sequence[Part]) -> int:
     return sum(part.rows for part in parts)
 
 
-def _row_window(part: Part, samples: slice) -> slice:
+def row_window(part: Part, samples: slice) -> slice:
     return slice(samples.start * part.columns, samples.stop * part.columns)
 
 
@@ -91,11 +113,11 @@ def gram_by_pairs(
     lefts: Sequence[Part], rights: Sequence[Part], inner: Inner, features: int, dtype: torch.dtype, max_bytes: int
 ) -> Tensor:
     """K (r, r') as the double sum over positions, with inner(v_is, v_jt) given; features: numbers in one v."""
-    gram = lefts[0].grads.new_empty(_row_count(lefts), _row_count(rights), dtype=dtype)
+    gram = lefts[0].grads.new_empty(row_count(lefts), row_count(rights), dtype=dtype)
     budget = max_bytes // dtype.itemsize
     same = lefts is rights
-    for p, (left, rows) in enumerate(_spans(lefts)):
-        for q, (right, columns) in enumerate(_spans(rights)):
+    for p, (left, rows) in enumerate(spans(lefts)):
+        for q, (right, columns) in enumerate(spans(rights)):
             if same and q < p:
                 gram[rows, columns] = gram[columns, rows].t()
             else:
@@ -120,17 +142,17 @@ def _fill_by_pairs(
     else:
         left_step = right_step = 1
         position_step = count
-    for a in _windows(left.samples, left_step):
+    for a in windows(left.samples, left_step):
         x, h = left.read(a, dtype)
-        for b in _windows(right.samples, right_step):
+        for b in windows(right.samples, right_step):
             if same and b.start < a.start:
-                gram[_row_window(left, a), _row_window(right, b)] = gram[
-                    _row_window(right, b), _row_window(left, a)
+                gram[row_window(left, a), row_window(right, b)] = gram[
+                    row_window(right, b), row_window(left, a)
                 ].t()
                 continue
             y, e = (x, h) if same and a == b else right.read(b, dtype)
             total: Tensor | None = None
-            for s in _windows(left.positions, position_step):
+            for s in windows(left.positions, position_step):
                 for group in range(h.shape[3]):
                     outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
                     factor = inner(x[:, s], y, group).to(
@@ -140,7 +162,7 @@ def _fill_by_pairs(
                     term = outer.sum((2, 5))
                     total = term if total is None else total.add_(term)
             assert total is not None
-            gram[_row_window(left, a), _row_window(right, b)] = total.flatten(2).flatten(0, 1)
+            gram[row_window(left, a), row_window(right, b)] = total.flatten(2).flatten(0, 1)
 
 
 def _held(part: Part, features: int) -> int:
@@ -161,8 +183,8 @@ def gram_by_gradients(
 ) -> Tensor:
     """K (r, r') from rows written out for one chunk of the parameters, shaped `sizes`, at a time."""
     same = lefts is rights
-    count = _row_count(lefts) + (0 if same else _row_count(rights))
-    gram = lefts[0].grads.new_zeros(_row_count(lefts), _row_count(rights), dtype=dtype)
+    count = row_count(lefts) + (0 if same else row_count(rights))
+    gram = lefts[0].grads.new_zeros(row_count(lefts), row_count(rights), dtype=dtype)
     for chunk in chunks(sizes, max_bytes // dtype.itemsize // 2 // count):
         a = _written_out(lefts, chunk, gradients, dtype)
         b = a if same else _written_out(rights, chunk, gradients, dtype)
@@ -175,8 +197,8 @@ def _written_out(
     parts: Sequence[Part], chunk: tuple[slice, ...], gradients: Gradients, dtype: torch.dtype
 ) -> Tensor:
     sizes = [window.stop - window.start for window in chunk]
-    rows = parts[0].grads.new_empty(_row_count(parts), *sizes, dtype=dtype)
-    for part, span in _spans(parts):
+    rows = parts[0].grads.new_empty(row_count(parts), *sizes, dtype=dtype)
+    for part, span in spans(parts):
         gradients(part, chunk, rows[span])
     return rows.flatten(1)
 
@@ -189,16 +211,15 @@ def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     inside = math.prod(sizes[1:])
     length = max(1, limit // max(1, inside))
     inner = limit if limit < inside else inside
-    for window in _windows(sizes[0], length):
+    for window in windows(sizes[0], length):
         for rest in chunks(sizes[1:], inner):
             yield (window, *rest)
 
 
 def summed_products(grads: Tensor, inputs: Tensor, max_bytes: int | None = None) -> Tensor:
     """sum_s h_s v_s feature by feature: h (n, k, s, f) and v (n, s, f) -> (n, k, f)."""
-    limit = MAX_BYTES if max_bytes is None else max_bytes
-    step = limit // grads.element_size() // max(1, grads[0].numel())
-    parts = [(grads[w] * inputs[w].unsqueeze(1)).sum(2) for w in _windows(grads.shape[0], step)]
+    step = limit(max_bytes, grads.device) // grads.element_size() // max(1, grads[0].numel())
+    parts = [(grads[w] * inputs[w].unsqueeze(1)).sum(2) for w in windows(grads.shape[0], step)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -211,7 +232,7 @@ class SharedRows:
     weight: str | None = "weight"
     bias: str | None = "bias"
     swapped: bool = False  # as ConvTranspose stores W
-    max_bytes: int | None = None  # None: MAX_BYTES
+    max_bytes: int | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -225,7 +246,7 @@ class SharedRows:
 
     @property
     def _limit(self) -> int:
-        return MAX_BYTES if self.max_bytes is None else self.max_bytes
+        return limit(self.max_bytes, self.parts[0].grads.device)
 
     def restrict(self, names: Collection[str]) -> SharedRows:
         weight = self.weight if self.weight in names else None
@@ -272,7 +293,7 @@ class SharedRows:
         for window in self._sample_windows(part, out.dtype):
             v, h = part.read(window, out.dtype)
             product = torch.einsum("nksgo,nsgi->nkgoi", h[..., groups, outputs], v[..., groups, inputs])
-            out[_row_window(part, window)] = product.flatten(0, 1)
+            out[row_window(part, window)] = product.flatten(0, 1)
 
     def _sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
         groups, width, features = self.sizes
@@ -280,7 +301,7 @@ class SharedRows:
         # v twice (padded, unfolded), h and its copy, a change of z, a block of G
         numbers = part.positions * groups * (2 * features + (2 * columns + 1) * width)
         numbers += columns * min(groups * width * features, self._limit // dtype.itemsize // 8)
-        return _windows(part.samples, self._limit // dtype.itemsize // 2 // max(1, numbers))
+        return windows(part.samples, self._limit // dtype.itemsize // 2 // max(1, numbers))
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         weight = None if self.weight is None else self._from_weight(vector[self.weight])
@@ -303,12 +324,12 @@ class SharedRows:
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         first = self.parts[0].grads
         weight, bias = first.new_zeros(self.sizes), first.new_zeros(self.sizes[:2])
-        for part, span in _spans(self.parts):
+        for part, span in spans(self.parts):
             c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
             for window in self._sample_windows(part, first.dtype):
                 contracted = torch.einsum("nk,nksgo->nsgo", c[window], part.grads[window])
                 if self.weight is not None:
-                    inputs = part.unfold(part.inputs[window]).to(first.dtype)
+                    inputs = part.features(window).to(first.dtype)
                     weight += torch.einsum("nsgo,nsgi->goi", contracted, inputs)
                 if self.bias is not None:
                     bias += contracted.sum((0, 1))
@@ -330,6 +351,32 @@ class SharedRows:
             rows[self.bias] = self._summed(self.parts[0].grads.dtype)
         return rows
 
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        if name == self.bias:
+            return self._summed(dtype)[:, window]
+        groups, width, features = self.sizes
+        if self.swapped:  # the first axis is (g, c), and i = (c, *kernel)
+            own, kernel = self.shape[0] // groups, math.prod(self.shape[2:])
+            boxes = [
+                (group, slice(0, width), slice(start * kernel, stop * kernel))
+                for group, start, stop in _within_groups(window, own)
+            ]
+        else:  # (g, o)
+            boxes = [
+                (group, slice(start, stop), slice(0, features))
+                for group, start, stop in _within_groups(window, width)
+            ]
+        written = []
+        for group, outputs, inputs in boxes:
+            chunk = (slice(group, group + 1), outputs, inputs)
+            rows = _written_out(self.parts, chunk, self._gradients, dtype)
+            rows = rows.unflatten(1, (outputs.stop - outputs.start, inputs.stop - inputs.start))
+            if self.swapped:
+                rows = rows.unflatten(2, (-1, kernel)).transpose(1, 2)
+            written.append(rows)
+        joined = written[0] if len(written) == 1 else torch.cat(written, dim=1)
+        return joined.reshape(len(joined), window.stop - window.start, *self.shape[1:])
+
     def _to_weight(self, values: Tensor) -> Tensor:
         """(..., g, o, i) -> (..., *shape)."""
         lead = values.shape[:-3]
@@ -346,9 +393,33 @@ class SharedRows:
             weight = weight.reshape(groups, -1, width, *self.shape[2:]).transpose(1, 2)
         return weight.reshape(self.sizes)
 
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
+
     @staticmethod
     def concatenate(forms: Sequence[SharedRows]) -> SharedRows:
         return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
+
+    @staticmethod
+    def join(forms: Sequence[SharedRows]) -> SharedRows:
+        """The sum of the rows: those of one layer with the positions of all."""
+        parts = zip(*(form.parts for form in forms), strict=True)
+        return replace(forms[0], parts=tuple(Part.join(own) for own in parts))
+
+
+def as_shared(form: OuterRows) -> SharedRows:
+    """Rows h v^T as those of a layer with a single position, freshly made by a rule."""
+    ((n, k),) = form.layout.pieces
+    part = Part(form.inputs[:, None, None], form.grads.unflatten(0, (n, k))[:, :, None, None], _as_they_are)
+    shape = (form.grads.shape[1], form.inputs.shape[1])
+    return SharedRows((part,), shape, weight=form.weight, bias=form.bias)
+
+
+def _within_groups(window: slice, size: int) -> Iterator[tuple[int, int, int]]:
+    """A window of an axis (g, size), flattened, as (group, start, stop) within each group."""
+    for group in range(window.start // size, (window.stop - 1) // size + 1):
+        first = group * size
+        yield group, max(window.start - first, 0), min(window.stop - first, size)
 
 
 def pairs_are_cheaper(lefts: Sequence[Part], rights: Sequence[Part], sizes: tuple[int, int, int]) -> bool:
@@ -356,142 +427,9 @@ def pairs_are_cheaper(lefts: Sequence[Part], rights: Sequence[Part], sizes: tupl
     groups, width, features = sizes
     pairs = groups * sum(
         a.samples * a.positions * b.samples * b.positions
-        * (features + a.columns * b.columns * (width + _ELEMENTWISE))
+        * (features + a.columns * b.columns * (width + ELEMENTWISE))
         for a in lefts
         for b in rights
     )  # fmt: skip
     written = sum(part.rows * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
-    return pairs < groups * width * features * (written + _row_count(lefts) * _row_count(rights))
-
-
-@dataclass
-class EmbeddingRows:
-    """Rows of z_s = W[x_s] for indices x: K_ij = sum over equal x_is = x_jt of h_is . h_jt.
-
-    No one-hot row is formed: by gradients, only the indices at hand are counted and only a block is written out.
-    """
-
-    parts: tuple[Part, ...]  # inputs (n, s) indices, grads (n, k, s, 1, o)
-    shape: tuple[int, int]  # of W: (indices, o)
-    padding: int | None = None  # an index that contributes nothing
-    weight: str = "weight"
-    max_bytes: int | None = None  # None: MAX_BYTES
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return (self.weight,)
-
-    @property
-    def _limit(self) -> int:
-        return MAX_BYTES if self.max_bytes is None else self.max_bytes
-
-    def restrict(self, names: Collection[str]) -> EmbeddingRows:
-        assert self.weight in names
-        return self
-
-    def gram(self, other: object, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
-        assert isinstance(other, EmbeddingRows)
-        dtype = self.parts[0].grads.dtype if dtype is None else dtype
-        by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
-        gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
-        return gram if scales is None else gram.mul_(scales[self.weight])
-
-    def gram_by_pairs(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
-        """K from pairs of positions."""
-
-        def inner(x: Tensor, y: Tensor, group: int) -> Tensor:
-            equal = x[:, :, None, None] == y
-            return equal if self.padding is None else equal & (y != self.padding)
-
-        return gram_by_pairs(self.parts, other.parts, inner, 1, dtype, self._limit)
-
-    def gram_by_gradients(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
-        """K from the gradients in the rows of W at hand."""
-        parts = self.parts if other.parts is self.parts else (*self.parts, *other.parts)
-        count, ranked = _ranks(parts, self.shape[0], self.padding)
-        own = ranked[: len(self.parts)]
-        others = own if other.parts is self.parts else ranked[len(self.parts) :]
-
-        def gradients(part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
-            """Write sum_s h_s [x_s = w] for some indices w and features into out (r, w, o)."""
-            indices, features = chunk
-            width = indices.stop - indices.start
-            each = part.columns * (width + 1 + 3 * part.positions) * out.shape[-1]
-            for window in _windows(part.samples, self._limit // dtype.itemsize // 8 // max(1, each)):
-                x, h = part.read(window, dtype)
-                x = x - indices.start
-                x = torch.where((x >= 0) & (x < width), x, width)  # what lies outside goes to a last place
-                h = h[:, :, :, 0, features]
-                sums = h.new_zeros(*h.shape[:2], width + 1, h.shape[3])
-                sums.scatter_add_(2, x[:, None, :, None].expand(h.shape), h)
-                out[_row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums[:, :, :width])
-
-        sizes = (count, self.shape[1])
-        return gram_by_gradients(own, others, sizes, gradients, dtype, self._limit)
-
-    def _blocks(self, part: Part) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Windows of samples, their indices (n, s), and h (n, k, s, o) silenced at the padding index."""
-        each = 3 * part.grads.element_size() * max(1, part.grads[0].numel())
-        for window in _windows(part.samples, self._limit // each):
-            indices, grads = part.inputs[window], part.grads[window, :, :, 0]
-            if self.padding is not None:
-                grads = grads * (indices != self.padding)[:, None, :, None]
-            yield window, indices, grads
-
-    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        weight = vector[self.weight]
-        products = [
-            torch.einsum("nkso,nso->nk", h, weight[x]).flatten()
-            for part in self.parts
-            for _, x, h in self._blocks(part)
-        ]
-        return torch.cat(products)
-
-    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
-        first = self.parts[0].grads
-        weight = first.new_zeros(self.shape)
-        for part, span in _spans(self.parts):
-            c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
-            for window, x, h in self._blocks(part):
-                contracted = torch.einsum("nk,nkso->nso", c[window], h)
-                weight.index_add_(0, x.flatten(), contracted.flatten(0, 1))
-        return {self.weight: weight}
-
-    def dense(self) -> dict[str, Tensor]:
-        rows = []
-        for part in self.parts:
-            for _, x, h in self._blocks(part):
-                row = h.new_zeros(*h.shape[:2], *self.shape)
-                rows.append(row.scatter_add_(2, x[:, None, :, None].expand(h.shape), h).flatten(0, 1))
-        return {self.weight: torch.cat(rows)}
-
-    @staticmethod
-    def concatenate(forms: Sequence[EmbeddingRows]) -> EmbeddingRows:
-        return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
-
-
-def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], shape: tuple[int, int]) -> bool:
-    """Whether pairs of positions cost less than the gradients in the rows of W at hand."""
-    pairs = sum(
-        a.rows * a.positions * b.rows * b.positions * (shape[1] + _ELEMENTWISE) for a in lefts for b in rights
-    )
-    positions = sum(part.samples * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
-    return pairs < _row_count(lefts) * _row_count(rights) * min(shape[0], positions) * shape[1]
-
-
-def _ranks(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
-    """The parts with indices renumbered 0, 1, ... over those at hand, padding as -1; and how many there are."""
-    flat = torch.cat([part.inputs.flatten() for part in parts])
-    ordered, order = flat.sort()
-    steps = torch.zeros_like(ordered)
-    steps[1:] = ordered[1:] != ordered[:-1]
-    ranks = torch.empty_like(flat).index_copy_(0, order, steps.cumsum(0))
-    # On a device a bound must do: the number itself would have to be waited for.
-    count = int(ranks.max()) + 1 if flat.device.type == "cpu" else min(indices, flat.numel())
-    if padding is not None:
-        ranks = torch.where(flat == padding, -1, ranks)
-    split = ranks.split([part.inputs.numel() for part in parts])
-    renumbered = [
-        replace(part, inputs=own.reshape(part.inputs.shape)) for part, own in zip(parts, split, strict=True)
-    ]
-    return count, tuple(renumbered)
+    return pairs < groups * width * features * (written + row_count(lefts) * row_count(rights))

@@ -41,6 +41,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     curvature: str  # "gauss-newton" or "empirical"
     by_layers = True  # whether it works with rows, which layers give
+    max_bytes: int | None = None  # for temporaries of the rows
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -200,7 +201,8 @@ class SecondOrder(torch.optim.Optimizer):
         chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
-        self._planned = (plan_layers(self.model, named, self.fallback, self.by_layers), groups)
+        plan = plan_layers(self.model, named, self.fallback, self.by_layers, self.max_bytes)
+        self._planned = (plan, groups)
         self._chain = None
         return self._planned[0]
 

@@ -77,15 +77,19 @@ class _SampleSpace(SecondOrder):
         gram_dtype: torch.dtype | None = None,
         forward: Forward | None = None,
         fallback: str | None = None,
+        max_bytes: int | None = None,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
     ) -> None:
         check_choice("solver", solver, SOLVERS)
+        if max_bytes is not None and not max_bytes > 0:
+            raise ValueError(f"max_bytes must be positive or None, got {max_bytes}")
         if gram_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         self.solver = solver
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
+        self.max_bytes = max_bytes
         super().__init__(
             model,
             loss,
@@ -356,7 +360,10 @@ class GaussNewton(_SampleSpace):
         gram_dtype: accumulate and solve the small system in this type (torch.float64 buys 2 to 4 digits
             of a float32 step at small damping).
         forward: f(model, inputs) in place of model(inputs).
-        fallback: "autograd" computes rows that no layer rule covers by a backward pass each.
+        fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd where
+            the model does not allow that. Exact too, and slower.
+        max_bytes: memory for temporaries of the rows and of the Gram matrix (default 256 MiB, on a GPU 1 GiB):
+            less is slower, not fatal.
         seed: of the draws of S2; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.

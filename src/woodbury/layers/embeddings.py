@@ -1,0 +1,179 @@
+"""The form of an embedding: rows of z_s = W[x_s], without a one-hot row anywhere.
+
+The Gram matrix has the two routes of `shared`, with v_s the unit vector of index x_s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from woodbury._scalar import Scalar
+from woodbury.layers.forms import limit, windows
+from woodbury.layers.shared import (
+    ELEMENTWISE,
+    Part,
+    gram_by_gradients,
+    gram_by_pairs,
+    row_count,
+    row_window,
+    spans,
+)
+
+
+@dataclass
+class EmbeddingRows:
+    """Rows of z_s = W[x_s] for indices x: K_ij = sum over equal x_is = x_jt of h_is . h_jt.
+
+    No one-hot row is formed: by gradients, only the indices at hand are counted and only a block is written out.
+    """
+
+    parts: tuple[Part, ...]  # inputs (n, s) indices, grads (n, k, s, 1, o)
+    shape: tuple[int, int]  # of W: (indices, o)
+    padding: int | None = None  # an index that contributes nothing
+    weight: str = "weight"
+    max_bytes: int | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    @property
+    def _limit(self) -> int:
+        return limit(self.max_bytes, self.parts[0].grads.device)
+
+    def restrict(self, names: Collection[str]) -> EmbeddingRows:
+        assert self.weight in names
+        return self
+
+    def gram(self, other: object, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+        assert isinstance(other, EmbeddingRows)
+        dtype = self.parts[0].grads.dtype if dtype is None else dtype
+        by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
+        gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
+        return gram if scales is None else gram.mul_(scales[self.weight])
+
+    def gram_by_pairs(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
+        """K from pairs of positions."""
+
+        def inner(x: Tensor, y: Tensor, group: int) -> Tensor:
+            equal = x[:, :, None, None] == y
+            return equal if self.padding is None else equal & (y != self.padding)
+
+        return gram_by_pairs(self.parts, other.parts, inner, 1, dtype, self._limit)
+
+    def gram_by_gradients(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
+        """K from the gradients in the rows of W at hand."""
+        parts = self.parts if other.parts is self.parts else (*self.parts, *other.parts)
+        count, ranked = _ranks(parts, self.shape[0], self.padding)
+        own = ranked[: len(self.parts)]
+        others = own if other.parts is self.parts else ranked[len(self.parts) :]
+
+        def gradients(part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
+            """Write sum_s h_s [x_s = w] for some indices w and features into out (r, w, o)."""
+            indices, features = chunk
+            each = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
+            for window in windows(part.samples, self._limit // dtype.itemsize // 8 // max(1, each)):
+                x, h = part.read(window, dtype)
+                sums = _by_index(x, h[:, :, :, 0, features], indices)
+                out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
+
+        sizes = (count, self.shape[1])
+        return gram_by_gradients(own, others, sizes, gradients, dtype, self._limit)
+
+    def _blocks(self, part: Part) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Windows of samples, their indices (n, s), and h (n, k, s, o) silenced at the padding index."""
+        each = 3 * part.grads.element_size() * max(1, part.grads[0].numel())
+        for window in windows(part.samples, self._limit // each):
+            indices, grads = part.inputs[window], part.grads[window, :, :, 0]
+            if self.padding is not None:
+                grads = grads * (indices != self.padding)[:, None, :, None]
+            yield window, indices, grads
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        weight = vector[self.weight]
+        products = [
+            torch.einsum("nkso,nso->nk", h, weight[x]).flatten()
+            for part in self.parts
+            for _, x, h in self._blocks(part)
+        ]
+        return torch.cat(products)
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        first = self.parts[0].grads
+        weight = first.new_zeros(self.shape)
+        for part, span in spans(self.parts):
+            c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
+            for window, x, h in self._blocks(part):
+                contracted = torch.einsum("nk,nkso->nso", c[window], h)
+                weight.index_add_(0, x.flatten(), contracted.flatten(0, 1))
+        return {self.weight: weight}
+
+    def dense(self) -> dict[str, Tensor]:
+        whole = slice(0, self.shape[0])
+        return {self.weight: self.slab(self.weight, whole, self.parts[0].grads.dtype)}
+
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        rows = [
+            _by_index(x, h.to(dtype), window).flatten(0, 1)
+            for part in self.parts
+            for _, x, h in self._blocks(part)
+        ]
+        return torch.cat(rows)
+
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
+
+    @staticmethod
+    def concatenate(forms: Sequence[EmbeddingRows]) -> EmbeddingRows:
+        return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
+
+    @staticmethod
+    def join(forms: Sequence[EmbeddingRows]) -> EmbeddingRows:
+        """The sum of the rows: those of one embedding with the positions of all."""
+        parts = []
+        for own in zip(*(form.parts for form in forms), strict=True):
+            indices = torch.cat([part.inputs[:] for part in own], dim=1)
+            parts.append(Part(indices, torch.cat([part.grads for part in own], dim=2), own[0].unfold))
+        return replace(forms[0], parts=tuple(parts))
+
+
+def _by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
+    """sum_s h_s [x_s = w] for the indices w of a window: x (n, s), h (n, k, s, o) -> (n, k, w, o)."""
+    length = window.stop - window.start
+    inside = (indices >= window.start) & (indices < window.stop)
+    place = torch.where(inside, indices - window.start, length)  # a last one for what lies outside
+    sums = columns.new_zeros(*columns.shape[:2], length + 1, columns.shape[3])
+    sums.scatter_add_(2, place[:, None, :, None].expand(columns.shape), columns)
+    return sums[:, :, :length]
+
+
+def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], shape: tuple[int, int]) -> bool:
+    """Whether pairs of positions cost less than the gradients in the rows of W at hand."""
+    pairs = sum(
+        a.rows * a.positions * b.rows * b.positions * (shape[1] + ELEMENTWISE) for a in lefts for b in rights
+    )
+    positions = sum(part.samples * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
+    return pairs < row_count(lefts) * row_count(rights) * min(shape[0], positions) * shape[1]
+
+
+def _ranks(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
+    """The parts with indices renumbered 0, 1, ... over those at hand, padding as -1; and how many there are."""
+    given = [part.inputs[:] for part in parts]
+    flat = torch.cat([own.flatten() for own in given])
+    ordered, order = flat.sort()
+    steps = torch.zeros_like(ordered)
+    steps[1:] = ordered[1:] != ordered[:-1]
+    ranks = torch.empty_like(flat).index_copy_(0, order, steps.cumsum(0))
+    # On a device a bound must do: the number itself would have to be waited for.
+    count = int(ranks.max()) + 1 if flat.device.type == "cpu" else min(indices, flat.numel())
+    if padding is not None:
+        ranks = torch.where(flat == padding, -1, ranks)
+    split = ranks.split([own.numel() for own in given])
+    renumbered = [
+        replace(part, inputs=own.reshape(old.shape)) for part, own, old in zip(parts, split, given, strict=True)
+    ]
+    return count, tuple(renumbered)

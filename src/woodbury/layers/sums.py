@@ -1,0 +1,188 @@
+"""Sums of forms: parameters that a model uses several times, in one layer or in several.
+
+The row of such a parameter is the sum of the rows of its uses, so K has terms for every pair of uses. Uses of one
+kind become one form with the positions of all (`shared`); others, or uses of parts of a parameter, stay a
+`SumRows`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from woodbury._scalar import Scalar
+from woodbury.layers.embeddings import EmbeddingRows
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, limit, windows
+from woodbury.layers.shared import SharedRows, as_shared
+
+
+class Place(NamedTuple):
+    """Where the rows of a use belong: parameter[start : start + length] along its first axis."""
+
+    name: str
+    start: int
+    length: int
+
+    @property
+    def window(self) -> slice:
+        return slice(self.start, self.start + self.length)
+
+
+def whole(name: str, shape: Sequence[int] | None) -> Place:
+    """All of a parameter."""
+    return Place(name, 0, shape[0] if shape else 1)
+
+
+class Use(NamedTuple):
+    """Rows of one use of parameters: the form's own names -> where they belong."""
+
+    form: RowForm
+    places: dict[str, Place]
+
+
+def sum_uses(uses: Sequence[Use], shapes: Mapping[str, torch.Size], max_bytes: int | None) -> RowForm:
+    """The rows of a module's parameters, of these shapes, from all their uses."""
+    merged = _merged(uses)
+    form, places = merged[0]
+    if len(merged) == 1 and all(place == whole(own, shapes.get(own)) for own, place in places.items()):
+        return form
+    return SumRows(tuple(merged), dict(shapes), max_bytes)
+
+
+def _merged(uses: Sequence[Use]) -> list[Use]:
+    """Uses of the same kind at the same places, joined into one."""
+    if len(uses) == 1:
+        return list(uses)
+    groups: dict[object, list[RowForm]] = {}
+    places: dict[object, dict[str, Place]] = {}
+    for use in uses:
+        form = as_shared(use.form) if isinstance(use.form, OuterRows) else use.form
+        key = (type(form), tuple(use.places.items()), _kind(form))
+        groups.setdefault(key, []).append(form)
+        places[key] = use.places
+    return [Use(_join(forms), places[key]) for key, forms in groups.items()]
+
+
+def _kind(form: RowForm) -> object:
+    """What must agree for forms of a class to be joined."""
+    if isinstance(form, SharedRows):
+        return form.sizes, form.swapped
+    if isinstance(form, EmbeddingRows):
+        return form.padding
+    return None if isinstance(form, ExplicitRows) else id(form)
+
+
+def _join(forms: Sequence[Any]) -> RowForm:
+    """The sum of forms of one kind."""
+    first: RowForm = forms[0]
+    if len(forms) == 1:
+        return first
+    if isinstance(first, SharedRows | EmbeddingRows):
+        return first.join(forms)
+    assert isinstance(first, ExplicitRows)
+    written = [form.dense() for form in forms]
+    return ExplicitRows({name: torch.stack([rows[name] for rows in written]).sum(0) for name in first.rows})
+
+
+@dataclass
+class SumRows:
+    """Rows that are sums over uses, each of (part of) the parameters."""
+
+    uses: tuple[Use, ...]
+    shapes: dict[str, torch.Size]
+    max_bytes: int | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
+
+    def restrict(self, names: Collection[str]) -> SumRows:
+        uses = []
+        for form, places in self.uses:
+            kept = {own: place for own, place in places.items() if place.name in names}
+            if kept:
+                uses.append(Use(form.restrict(kept), kept))
+        return replace(self, uses=tuple(uses), shapes={n: shape for n, shape in self.shapes.items() if n in names})
+
+    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+        """Use by use where they do not overlap, else from rows written out for a block of the parameters."""
+        assert isinstance(other, SumRows)
+        total = None
+        if self._apart:
+            for (form, places), (theirs, _) in zip(self.uses, other.uses, strict=True):
+                own = None if scales is None else {name: scales[place.name] for name, place in places.items()}
+                term = form.gram(theirs, own, dtype)
+                total = term if total is None else total.add_(term)
+            assert total is not None
+            return total
+        for name, shape in self.shapes.items():
+            term = self._gram_of(other, name, shape, dtype)
+            if scales is not None:
+                term = term.mul_(scales[name])
+            total = term if total is None else total.add_(term)
+        assert total is not None
+        return total
+
+    @property
+    def _apart(self) -> bool:
+        """Whether no two uses touch the same part of a parameter."""
+        places = sorted(place for use in self.uses for place in use.places.values())
+        return all(a.name != b.name or a.start + a.length <= b.start for a, b in pairwise(places))
+
+    def _gram_of(self, other: SumRows, name: str, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        """The term of one parameter: sum over blocks of it of G G'^T, G its rows written out."""
+        left, right = self.new_rows(0, dtype=dtype), other.new_rows(0)
+        gram = left.new_zeros(len(left), len(right))
+        count = len(left) + (0 if other is self else len(right))
+        each = count * math.prod(shape[1:]) * left.element_size()
+        for window in windows(shape[0], limit(self.max_bytes, left.device) // 2 // max(1, each)):
+            a = self.slab(name, window, left.dtype).flatten(1)
+            b = a if other is self else other.slab(name, window, left.dtype).flatten(1)
+            gram.addmm_(a, b.t())
+        return gram
+
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.uses[0].form.new_rows(*sizes, dtype=dtype)
+
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        total = self.new_rows(window.stop - window.start, *self.shapes[name][1:], dtype=dtype)
+        for form, places in self.uses:
+            for own, place in places.items():
+                start, stop = max(window.start, place.start), min(window.stop, place.start + place.length)
+                if place.name == name and start < stop:
+                    rows = form.slab(own, slice(start - place.start, stop - place.start), dtype)
+                    total[:, start - window.start : stop - window.start] += rows
+        return total
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        images = [
+            form.matvec({own: vector[place.name][place.window] for own, place in places.items()})
+            for form, places in self.uses
+        ]
+        return torch.stack(images).sum(0)
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        like = self.new_rows(0)
+        total = {name: like.new_zeros(shape) for name, shape in self.shapes.items()}
+        for form, places in self.uses:
+            for own, value in form.rmatvec(coefficients).items():
+                total[places[own].name][places[own].window] += value
+        return total
+
+    def dense(self) -> dict[str, Tensor]:
+        dtype = self.new_rows(0).dtype
+        return {name: self.slab(name, slice(0, shape[0]), dtype) for name, shape in self.shapes.items()}
+
+    @staticmethod
+    def concatenate(forms: Sequence[SumRows]) -> SumRows:
+        uses = [
+            Use(own[0].form.concatenate([use.form for use in own]), own[0].places)
+            for own in zip(*(form.uses for form in forms), strict=True)
+        ]
+        return replace(forms[0], uses=tuple(uses))

@@ -1,0 +1,454 @@
+"""Parameters used in unusual ways: several times, by several modules, computed, past every rule."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import reference
+import woodbury
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
+from woodbury._vector import flatten
+from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
+
+N = 5
+
+
+def attention(**options):
+    return nn.MultiheadAttention(4, 2, dropout=0.0, **options)
+
+
+class Attending(nn.Module):
+    """Attention of each kind torch has, mean over positions, a head."""
+
+    def __init__(self, kind="self", bias=True, mask=None, calls=1):
+        super().__init__()
+        self.kind, self.mask, self.calls = kind, mask, calls
+        options = {"bias": bias, "batch_first": kind != "positions first"}
+        if kind == "separate":
+            options |= {"kdim": 3, "vdim": 2}
+        self.attend = attention(**options)
+        self.key, self.value = nn.Linear(4, options.get("kdim", 4)), nn.Linear(4, options.get("vdim", 4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        padding = None
+        if self.mask == "causal":
+            padding = {"attn_mask": nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x)}
+        elif self.mask == "padding":
+            hidden = torch.zeros(x.shape[:2], dtype=torch.bool)
+            hidden[:, -1] = True
+            padding = {"key_padding_mask": hidden}
+        for _ in range(self.calls):
+            keys, values = self.key(x), self.value(x)
+            if self.kind == "positions first":
+                x = x.transpose(0, 1)
+            arguments = {
+                "self": (x, x, x),
+                "positions first": (x, x, x),
+                "memory": (x, keys, keys),
+                "cross": (x, keys, values),
+                "separate": (x, keys, values),
+            }[self.kind]
+            x = self.attend(*arguments, need_weights=self.mask is None, **(padding or {}))[0]
+            if self.kind == "positions first":
+                x = x.transpose(0, 1)
+        return self.head(torch.tanh(x).mean(1))
+
+
+class Pairs(nn.Module):
+    """A bilinear layer, over positions if the inputs have them."""
+
+    def __init__(self, a, b, o, bias):
+        super().__init__()
+        self.a, self.pair = a, nn.Bilinear(a, b, o, bias=bias)
+        self.head = nn.Linear(o, CLASSES)
+
+    def forward(self, x):
+        h = torch.tanh(self.pair(x[..., : self.a], x[..., self.a :]))
+        return self.head(h.flatten(1, -2).mean(1) if h.dim() > 2 else h)
+
+
+@st.composite
+def pairs(draw):
+    a, b, o = (draw(st.integers(1, 3)) for _ in range(3))
+    lead = draw(st.lists(st.integers(1, 3), max_size=2))
+    return Pairs(a, b, o, draw(st.booleans())), (*lead, a + b)
+
+
+@st.composite
+def attending(draw):
+    model = Attending(
+        draw(st.sampled_from(["self", "positions first", "memory", "cross", "separate"])),
+        draw(st.booleans()),
+        draw(st.sampled_from([None, "causal", "padding"])),
+        draw(st.integers(1, 2)),
+    )
+    return model, (draw(st.integers(2, 4)), 4)
+
+
+class Repeated(nn.Module):
+    """A layer applied several times, each time to what it gave before."""
+
+    def __init__(self, layer, calls):
+        super().__init__()
+        self.layer, self.calls, self.head = layer, calls, nn.LazyLinear(CLASSES)
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            x = torch.tanh(self.layer(x))
+        return self.head(x.flatten(1))
+
+
+@st.composite
+def repeated(draw):
+    width, length = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+    layer, shape = draw(
+        st.sampled_from(
+            [
+                (nn.Linear(width, width, bias=draw(st.booleans())), (width,)),
+                (nn.Linear(width, width), (length, width)),
+                (
+                    nn.Conv1d(2 * width, 2 * width, 3, padding=1, groups=draw(st.integers(1, 2))),
+                    (2 * width, length),
+                ),
+                (nn.ConvTranspose1d(width, width, 3, padding=1), (width, length)),
+                (nn.LayerNorm(width), (length, width)),
+                (nn.GroupNorm(1, width), (width, length)),
+                (nn.PReLU(), (width,)),
+            ]
+        )
+    )
+    return Repeated(layer, draw(st.integers(2, 3))), shape
+
+
+class Words(nn.Module):
+    """Embeddings used twice, and tied to the head or not."""
+
+    def __init__(self, count, width, padding, tied, bias, twice):
+        super().__init__()
+        self.words = nn.Embedding(count, width, padding_idx=padding)
+        self.inner = nn.Linear(width, width)
+        self.head = nn.Linear(width, count, bias=bias)
+        self.last = nn.Linear(count, CLASSES)
+        self.twice = twice
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x):
+        h = torch.tanh(self.inner(self.words(x)))
+        if self.twice:
+            h = h * self.words(x.flip(1))
+        return self.last(torch.tanh(self.head(h)).mean(1))
+
+
+@st.composite
+def words(draw):
+    count = draw(st.integers(2, 5))
+    model = Words(
+        count,
+        draw(st.integers(1, 3)),
+        draw(st.none() | st.integers(0, count - 1)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+    return model, (draw(st.integers(1, 4)),)
+
+
+class Tied(nn.Module):
+    """Two Linear layers with one weight and a bias each, and two with everything in common."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(width, width) for _ in range(4))
+        self.b.weight, self.d.weight, self.d.bias = self.a.weight, self.c.weight, self.c.bias
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x):
+        for layer in (self.a, self.b, self.c, self.d):
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+@st.composite
+def tied(draw):
+    width = draw(st.integers(1, 4))
+    return Tied(width), (width,)
+
+
+MODELS = {"attention": attending(), "bilinear": pairs(), "repeated": repeated(), "words": words(), "tied": tied()}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_rows_and_directions_equal_dense_autograd(name, data):
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    model, shape = data.draw(MODELS[name])
+    n = data.draw(st.integers(1, 4))
+    inputs = torch.randn(n, *shape, dtype=torch.float64)
+    if isinstance(model, Words):
+        inputs = torch.randint(model.words.num_embeddings, (n, *shape))
+    model = model.double()
+    model(inputs)
+    shaken(model)
+    loss, targets = LOSS, torch.randint(CLASSES, (n,))
+    if data.draw(st.booleans()):
+        loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
+    subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+    max_bytes = data.draw(st.sampled_from([None, 2000, 1]))
+    check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
+    check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+
+
+def test_forms_of_shared_parameters():
+    torch.manual_seed(0)
+    model = Words(5, 3, None, tied=True, bias=True, twice=True).double()
+    forms = woodbury.rows(model, LOSS, torch.randint(5, (N, 3)), torch.randint(CLASSES, (N,))).forms
+    assert isinstance(forms["words"], SumRows) and isinstance(forms["head"], SharedRows)
+    assert isinstance(forms["words"].uses[0].form, EmbeddingRows) and len(forms["words"].uses) == 2
+    model = Repeated(nn.Linear(3, 3), 2).double()
+    inputs, targets = torch.randn(N, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    model(inputs)
+    forms = woodbury.rows(model, LOSS, inputs, targets).forms
+    assert isinstance(forms["layer"], SharedRows) and isinstance(forms["head"], OuterRows)
+
+
+# Past the rules: every one of these needs fallback="autograd".
+
+
+class Bare(nn.Module):
+    """Parameters of the model itself, one of them a single number, and a position table used by all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(4))
+        self.places = nn.Parameter(torch.randn(3, 4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.gain * x + self.shift + self.places).mean(1))
+
+
+class Positions(nn.Module):
+    """An embedding of positions that has no sample axis, as language models write it."""
+
+    def __init__(self, lead):
+        super().__init__()
+        self.place, self.inner, self.head = nn.Embedding(3, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.lead = lead
+
+    def forward(self, x):
+        place = torch.arange(x.shape[1])
+        place = self.place(place.unsqueeze(0) if self.lead else place)
+        return self.head(torch.tanh(self.inner(x) + place).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.head = kind(4, 3, batch_first=True), nn.Linear(3, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Computed(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.inner, self.head = make(nn.Linear(4, 4)), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x)).mean(1))
+
+
+class Extended(nn.Module):
+    """Attention with learnt extra keys and values, for which there is no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = attention(add_bias_kv=True, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.attend(x, x, x)[0].mean(1))
+
+
+class Functional(nn.Module):
+    """A table used as an embedding by its module and as a head by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Linear(4, CLASSES, bias=False), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.inner(self.table(x) @ self.table.weight)).mean(1), self.table.weight)
+
+
+FALLBACKS = {
+    "bare": Bare,
+    "positions (t,)": lambda: Positions(False),
+    "positions (1, t)": lambda: Positions(True),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "weight norm": lambda: Computed(parametrizations.weight_norm),
+    "orthogonal": lambda: Computed(parametrizations.orthogonal),
+    "attention with extra keys": Extended,
+    "function": Functional,
+    "encoder": lambda: nn.Sequential(
+        nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(12, CLASSES)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(FALLBACKS))
+@pytest.mark.parametrize("max_bytes", [None, 1])
+@pytest.mark.parametrize("subset", [[3], [4, 0, 2], [0, 1, 2, 3, 4]], ids=["one", "part", "all"])
+def test_the_fallback_gives_the_dense_direction(name, subset, max_bytes):
+    torch.manual_seed(0)
+    model = shaken(FALLBACKS[name]().double())
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_directions(model, LOSS, inputs, targets, subset, fallback="autograd", max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("name", [name for name in FALLBACKS if name != "encoder"])
+def test_without_the_fallback_they_are_refused_with_the_way_out(name):
+    torch.manual_seed(0)
+    model = FALLBACKS[name]().double()
+    with pytest.raises(ValueError, match="fallback='autograd'"):
+        woodbury.rows(model, LOSS, torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,)))
+
+
+def test_an_encoder_layer_needs_no_fallback():
+    torch.manual_seed(0)
+    model = shaken(FALLBACKS["encoder"]().double())
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(model, LOSS, inputs, targets)
+    forms = woodbury.rows(model, LOSS, inputs, targets).forms
+    assert not any(isinstance(form, ExplicitRows) for name, form in forms.items() if "norm" not in name), (
+        "written out where a rule would do"
+    )
+
+
+def way(model, inputs, forward=None):
+    """How the rows past the rules were computed."""
+    optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), forward=forward, fallback="autograd")
+    optimizer.direction(inputs, None)
+    return optimizer._plan().findings.way
+
+
+def test_the_way_to_written_rows_follows_the_model():
+    torch.manual_seed(0)
+    inputs = torch.randn(N, 3, 4, dtype=torch.float64)
+    assert way(FALLBACKS["weight norm"]().double(), inputs) == "func"
+    assert way(FALLBACKS["gru"]().double(), inputs) == "chunks"  # torch.func cannot map over it
+    random = nn.Sequential(FALLBACKS["weight norm"]().double(), nn.Dropout(0.5))
+    assert way(random, inputs) == "graph"
+
+
+def test_dropout_masks_are_those_of_the_pass():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Flatten(), parametrizations.weight_norm(nn.Linear(12, 6)), nn.Dropout(0.5), nn.Linear(6, 2)
+    )
+    model.double()
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
+    for method in METHODS.values():
+        optimizer = method(model, nn.MSELoss(), damping=0.1, fallback="autograd")
+        assert optimizer.verify(inputs, targets) <= 1e-10
+        before = optimizer.direction(inputs, targets)
+        assert torch.equal(flatten(before), flatten(optimizer.direction(inputs, targets)))
+
+
+# Functions of a model.
+
+
+def masked_mean(model, batch):
+    """A dictionary with padded positions."""
+    kept = batch["mask"].unsqueeze(-1)
+    return (model(batch["x"]) * kept).sum(1) / kept.sum(1)
+
+
+def two_inputs(model, batch):
+    left, right = batch
+    return model(left) - model(right)  # siamese: the model is called twice
+
+
+def test_dictionaries_masks_and_several_inputs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    mask = torch.rand(N, 3, dtype=torch.float64) < 0.6
+    mask[:, 0] = True
+    padded = {"x": torch.randn(N, 3, 4, dtype=torch.float64), "mask": mask.double()}
+    both = (torch.randn(N, 4, dtype=torch.float64), torch.randn(N, 4, dtype=torch.float64))
+    targets = torch.randint(CLASSES, (N,))
+    for forward, inputs in ((masked_mean, padded), (two_inputs, both)):
+        for kind, method in METHODS.items():
+            optimizer = method(model, LOSS, damping=0.05, forward=forward)
+            p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
+            expected, _, _ = reference.dense_direction(
+                model, LOSS, inputs, targets, [3, 0], 0.05, kind, forward=forward
+            )
+            assert reference.relative_error(p, expected) <= 1e-10
+
+
+def poisson_by_autograd(model, batch):
+    """Laplacian inside, value on the boundary, each with a weight of its own."""
+    points, inside = batch
+    points = points.detach().requires_grad_()
+    u = model(points)
+    (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+    bend = sum(
+        torch.autograd.grad(slope[:, axis].sum(), points, create_graph=True)[0][:, axis : axis + 1]
+        for axis in range(points.shape[1])
+    )
+    return torch.where(inside, 0.5 * (bend + points.sum(1, keepdim=True)), 3.0 * u)
+
+
+def poisson_by_func(model, batch):
+    points, inside = batch
+
+    def bend(x):
+        return torch.func.hessian(lambda y: model(y).squeeze(-1))(x).diagonal().sum()
+
+    bends = torch.func.vmap(bend)(points).unsqueeze(1)
+    return torch.where(inside, 0.5 * (bends + points.sum(1, keepdim=True)), 3.0 * model(points))
+
+
+@pytest.mark.parametrize("forward, expected_way", [(poisson_by_autograd, "chunks"), (poisson_by_func, "func")])
+def test_residuals_of_a_differential_equation(forward, expected_way):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    inputs = (torch.rand(N, 2, dtype=torch.float64), torch.rand(N, 1) < 0.6)
+    targets = torch.zeros(N, 1, dtype=torch.float64)
+    loss = nn.MSELoss()
+    assert way(model, inputs, forward) == expected_way
+    for kind, method in METHODS.items():
+        for blocks in ("full", "layer"):
+            optimizer = method(model, loss, damping=0.05, blocks=blocks, forward=forward, fallback="autograd")
+            p = flatten(optimizer.direction(inputs, None, subset=[3, 0]))
+            expected, _, _ = reference.dense_direction(
+                model, loss, inputs, targets, [3, 0], 0.05, kind, blocks=blocks, forward=poisson_by_autograd
+            )
+            assert reference.relative_error(p, expected) <= 1e-10
+            assert optimizer.verify(inputs, None) <= 1e-10
+
+
+class OverBatch(nn.Module):
+    """Bare parameters and a mean over the batch: no layer to notice it by."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        h = self.gain * x
+        return h - h.mean(0)
+
+
+def test_mixing_samples_without_a_layer_is_refused():
+    with pytest.raises(ValueError, match="change when it is run on its own"):
+        woodbury.GaussNewton(OverBatch(), nn.MSELoss(), fallback="autograd").step(torch.randn(N, 4))
