@@ -31,7 +31,7 @@ BATCH = 128
 POINTS = 12  # of a curve, besides the start
 LOSS = nn.CrossEntropyLoss()
 
-Curve = list[tuple[float, float, float]]  # (epochs, seconds inside the steps, train loss)
+Curve = list[tuple[float, float, float]]  # (epochs, CPU seconds inside the steps, train loss)
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -46,7 +46,7 @@ class Images:
     @property
     def probe(self) -> tuple[Tensor, Tensor]:
         """The training images on which the train loss is measured."""
-        return self.train[0][:5000], self.train[1][:5000]
+        return self.train[0][:4000], self.train[1][:4000]
 
 
 @dataclass
@@ -80,12 +80,16 @@ def network(side: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side * side, 10))
 
 
+# The default start of the damping, 1, is too low here: the ratio is taken on the batch the step has fitted.
+DAMPING = woodbury.LevenbergMarquardt(initial=10.0)
+
+
 def natural_gradient(lr: float, model: nn.Module) -> torch.optim.Optimizer:
-    return woodbury.NaturalGradient(model, LOSS, lr=lr, momentum=0.9)
+    return woodbury.NaturalGradient(model, LOSS, lr=lr, momentum=0.9, damping=DAMPING, blocks="layer")
 
 
 def gauss_newton(lr: float, model: nn.Module) -> torch.optim.Optimizer:
-    return woodbury.GaussNewton(model, LOSS, lr=lr, momentum=0.9, curvature_samples=16)
+    return woodbury.GaussNewton(model, LOSS, lr=lr, momentum=0.9, damping=DAMPING, curvature_samples=16)
 
 
 def sgd(lr: float, model: nn.Module) -> torch.optim.Optimizer:
@@ -97,10 +101,10 @@ def adam(lr: float, model: nn.Module) -> torch.optim.Optimizer:
 
 
 METHODS: dict[str, dict[str, Build]] = {
-    "woodbury.NaturalGradient": {f"lr {lr:g}": partial(natural_gradient, lr) for lr in (0.1, 0.3, 1.0)},
-    "woodbury.GaussNewton": {f"lr {lr:g}": partial(gauss_newton, lr) for lr in (0.1, 0.3, 1.0)},
-    "SGD, momentum 0.9": {f"lr {lr:g}": partial(sgd, lr) for lr in (0.03, 0.1, 0.3)},
-    "Adam": {f"lr {lr:g}": partial(adam, lr) for lr in (0.001, 0.003, 0.01)},
+    "woodbury.NaturalGradient": {f"lr {lr:g}": partial(natural_gradient, lr) for lr in (0.5, 1.0, 2.0)},
+    "woodbury.GaussNewton": {f"lr {lr:g}": partial(gauss_newton, lr) for lr in (0.5, 1.0, 2.0)},
+    "SGD with momentum": {f"lr {lr:g}": partial(sgd, lr) for lr in (0.025, 0.05, 0.1)},
+    "Adam": {f"lr {lr:g}": partial(adam, lr) for lr in (0.0025, 0.005, 0.01)},
 }
 COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#555555")
 
@@ -178,7 +182,7 @@ def draw(best: dict[str, list[Run]], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axes, column, unit in zip(panels, (0, 1), ("epochs", "seconds (one CPU thread)"), strict=True):
+    for axes, column, unit in zip(panels, (0, 1), ("epochs", "CPU seconds (one thread)"), strict=True):
         for (label, runs), colour in zip(best.items(), COLOURS, strict=True):
             for index, trained in enumerate(runs):
                 points = trained.curve[1:]  # the start would stretch the axis
@@ -198,7 +202,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, help="folder with mnist/ in it (default: WOODBURY_DATA)")
     parser.add_argument("--epochs", type=int, help="of each run (default 1, on the small digits 10)")
-    parser.add_argument("--seeds", type=int, default=3, help="networks to draw (default 3)")
+    parser.add_argument("--seeds", type=int, default=2, help="networks to draw (default 2)")
     parser.add_argument("--out", type=Path, default=Path("cnn.png"), help="the figure")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
