@@ -66,6 +66,18 @@ class Pictures(nn.Module):
         return self.head(torch.tanh(self.still(self.up(self.slope(self.b(h))))).flatten(1))
 
 
+class Tokens(nn.Module):
+    """A class at each position of a sentence, from the words up to there; outputs (n, C, T)."""
+
+    def __init__(self, words=6, width=3, classes=4):
+        super().__init__()
+        self.words, self.mix = nn.Embedding(words, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.mix(self.words(x)).cumsum(1))).transpose(1, 2)
+
+
 def mlp(*widths, activation=nn.Tanh, bias=True):
     layers = []
     for fan_in, fan_out in pairwise(widths):
@@ -80,9 +92,26 @@ class Problem:
     inputs: Any
     targets: torch.Tensor
 
+    @property
+    def count(self):
+        """What the mean of the loss divides by."""
+        if isinstance(self.loss, nn.CrossEntropyLoss) and not self.targets.is_floating_point():
+            return int((self.targets != self.loss.ignore_index).sum())
+        if isinstance(self.loss, nn.CrossEntropyLoss) and self.targets.dim() > 2:
+            return len(self.targets) * self.targets[0, 0].numel()
+        return len(self.targets)
+
 
 def _class_targets(n, classes):
     return torch.randint(classes, (n,))
+
+
+def _some_ignored(targets, index=-100):
+    """Some of the targets and all of sample 6."""
+    targets = targets.clone()
+    targets.view(-1)[2::5] = index
+    targets[6] = index
+    return targets
 
 
 def _distributions(n, classes):
@@ -139,8 +168,31 @@ PROBLEMS = {
     "sentences": lambda: Problem(
         Sentences(), nn.CrossEntropyLoss(), torch.randint(7, (N, 3)), _class_targets(N, 3)
     ),
+    "softmax-ignored": lambda: Problem(
+        mlp(5, 6, 3),
+        nn.CrossEntropyLoss(ignore_index=-1),
+        torch.randn(N, 5),
+        _some_ignored(_class_targets(N, 3), -1),
+    ),
+    "tokens": lambda: Problem(Tokens(), nn.CrossEntropyLoss(), torch.randint(6, (N, 3)), torch.randint(4, (N, 3))),
+    "tokens-ignored": lambda: Problem(
+        Tokens(), nn.CrossEntropyLoss(), torch.randint(6, (N, 3)), _some_ignored(torch.randint(4, (N, 3)))
+    ),
+    "tokens-smoothed": lambda: Problem(
+        Tokens(classes=3),
+        nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1),
+        torch.randint(6, (N, 4)),
+        _some_ignored(torch.randint(3, (N, 4)), 1),
+    ),
+    "pixels": lambda: Problem(
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 3, 1)),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        torch.randn(N, 2, 2, 3),
+        torch.rand(N, 3, 1, 2),
+    ),
 }
-SHARED = ["pictures", "sentences"]  # parameters shared over positions: not for KFAC
+# parameters shared over positions: not for KFAC
+SHARED = ["pictures", "sentences", "tokens", "tokens-ignored", "tokens-smoothed", "pixels"]
 
 
 def make(name, dtype=torch.float64, seed=0):

@@ -26,10 +26,15 @@ def chosen(inputs, subset):
 
 
 def per_sample(model, loss, inputs, targets, forward=None):
-    """For each sample: Jacobian (C, p), gradient of the sample's loss in the outputs (C,), Hessian (C, C)."""
+    """For each sample: Jacobian (C, p), gradient (C,) and Hessian (C, C) of its loss in its outputs.
+
+    A sample's loss is its share of the batch's, times the number of samples: the mean over them is the loss of
+    the batch, whatever that divides by.
+    """
     params = list(parameters(model).values())
     run = forward or (lambda m, x: m(x))
     result = []
+    together = run(model, inputs).detach()
     for i in range(len(targets)):
         outputs = run(model, one(inputs, i))
         numbers = outputs.reshape(-1)
@@ -42,7 +47,8 @@ def per_sample(model, loss, inputs, targets, forward=None):
         point = outputs.detach()
 
         def value(y, i=i, point=point):
-            return loss(y.reshape(point.shape), one(targets, i))
+            replaced = torch.cat([together[:i], y.reshape(point.shape), together[i + 1 :]])
+            return len(targets) * loss(replaced, targets)
 
         slope = torch.autograd.functional.jacobian(value, point.reshape(-1))
         hessian = torch.autograd.functional.hessian(value, point.reshape(-1))

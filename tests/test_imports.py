@@ -13,8 +13,8 @@ ROOT = Path(woodbury.__file__).parent
 
 # Lowest first. A module may import from lower layers, and from siblings only where `SIBLINGS` says so.
 LAYERS = [
-    ["_vector", "_scalar", "_batch", "_random"],
-    ["layers", "losses", "linalg"],
+    ["_vector", "_scalar", "_batch", "_random", "_memory"],
+    ["layers", "factors", "losses", "linalg"],
     ["plan", "functional", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
     [
@@ -34,6 +34,7 @@ LAYERS = [
     ["cli"],
 ]
 SIBLINGS = {
+    ("losses", "factors"),  # S in the form its structure allows
     ("capture", "plan"),  # what to capture
     ("capture", "functional"),  # rows past the rules
     ("rows", "plan"),

@@ -311,3 +311,14 @@ def test_a_layer_that_is_not_linear_is_refused_by_name():
         ValueError, match="KFAC covers Linear layers on one vector per sample only and '1' is a Scale"
     ):
         woodbury.KFAC(model, nn.MSELoss()).step(x, t)
+
+
+def test_ignored_targets_leave_the_scale_of_the_mean():
+    """One sample that counts beside a copy of it that does not: A (x) G is the exact block."""
+    model = problems.mlp(4, 3, bias=False).double()
+    inputs, targets = torch.randn(1, 4).double().expand(2, -1), torch.tensor([1, -100])
+    p = flatten(woodbury.KFAC(model, nn.CrossEntropyLoss(), damping=1e-9).direction(inputs, targets))
+    alone = flatten(woodbury.KFAC(model, nn.CrossEntropyLoss(), damping=1e-9).direction(inputs[:1], targets[:1]))
+    torch.testing.assert_close(p, alone)
+    with pytest.raises(ValueError, match="every target of the batch is ignored"):
+        woodbury.KFAC(model, nn.CrossEntropyLoss()).step(inputs, torch.tensor([-100, -100]))

@@ -43,16 +43,17 @@ def shaken(model):
 
 
 def dense_rows(model, loss, inputs, targets, kind):
-    """S^T J / sqrt(n), with S from the loss rule (checked in test_losses)."""
+    """S^T J / sqrt(count), with S from the loss rule (checked in test_losses), or gradients over sqrt(n)."""
     samples = reference.per_sample(model, loss, inputs, targets)
-    rule, outputs = loss_rule(loss), model(inputs).detach().flatten(1)
-    columns, _ = rule.factor(loss, outputs, rule.prepare(loss, outputs, targets))
+    rule, outputs = loss_rule(loss), model(inputs).detach()
+    columns, _ = rule.factor(loss, outputs.flatten(1), rule.prepare(loss, outputs, targets))
+    count = problems.Problem(model, loss, inputs, targets).count
     blocks = [columns[i] @ J if kind == "gauss-newton" else (r @ J)[None] for i, (J, r, _) in enumerate(samples)]
-    return torch.cat(blocks) / len(samples) ** 0.5
+    return torch.cat(blocks) / (count if kind == "gauss-newton" else len(samples)) ** 0.5
 
 
 def check_rows(model, loss, inputs, targets, **options):
-    """Dense, Gram, scaled Gram, cross-Gram and products against a loop over samples."""
+    """Dense, Gram, scaled Gram, cross-Gram, U^T U and products against a loop over samples."""
     names = reference.parameters(model)
     found, expected = {}, {}
     for kind in METHODS:
@@ -65,6 +66,11 @@ def check_rows(model, loss, inputs, targets, **options):
         torch.testing.assert_close(rows.gram(scales=scales), (U * D) @ U.T)
         vector = {name: torch.randn_like(p) for name, p in names.items()}
         torch.testing.assert_close(rows.matvec(vector), U @ flatten(vector))
+        first, blocks = len(U) - len(U) // 2, [list(names), list(names)[1:]]
+        whole, rest = rows.curvature(first, blocks)
+        skipped = next(iter(names.values())).numel()
+        torch.testing.assert_close(whole, U[:first].T @ U[:first])
+        torch.testing.assert_close(rest, whole[skipped:, skipped:])
         c = torch.randn(len(U), dtype=U.dtype)
         torch.testing.assert_close(flatten(rows.rmatvec(c)), U.T @ c)
     cross = found["gauss-newton"].gram(found["empirical"])

@@ -12,19 +12,21 @@ from woodbury.losses import loss_rule
 def outputs_of(name, dtype=torch.float64):
     problem = problems.make(name, dtype)
     with torch.no_grad():
-        outputs = problem.model(problem.inputs).reshape(len(problem.inputs), -1)
+        outputs = problem.model(problem.inputs)
     return problem, outputs
 
 
-def per_sample_derivatives(loss, outputs, targets):
+def per_sample_derivatives(problem, outputs):
+    """Of the terms of the loss that each sample has: the loss of the batch times what its mean divides by."""
     slopes, hessians = [], []
     for i in range(len(outputs)):
 
         def value(y, i=i):
-            return loss(y.unsqueeze(0), targets[i : i + 1])
+            replaced = torch.cat([outputs[:i], y.reshape(outputs[:1].shape), outputs[i + 1 :]])
+            return problem.count * problem.loss(replaced, problem.targets)
 
-        slopes.append(torch.autograd.functional.jacobian(value, outputs[i]))
-        hessians.append(torch.autograd.functional.hessian(value, outputs[i]))
+        slopes.append(torch.autograd.functional.jacobian(value, outputs[i].flatten()))
+        hessians.append(torch.autograd.functional.hessian(value, outputs[i].flatten()))
     return torch.stack(slopes), torch.stack(hessians)
 
 
@@ -33,13 +35,59 @@ def test_values_residual_and_factor_match_the_loss_module(name):
     problem, outputs = outputs_of(name)
     rule = loss_rule(problem.loss)
     prepared = rule.prepare(problem.loss, outputs, problem.targets)
-    slopes, hessians = per_sample_derivatives(problem.loss, outputs, problem.targets)
-    values = rule.values(problem.loss, outputs, prepared)
-    torch.testing.assert_close(values.mean(), problem.loss(outputs, problem.targets))
-    torch.testing.assert_close(rule.residual(problem.loss, outputs, prepared), slopes)
-    columns, e = rule.factor(problem.loss, outputs, prepared)
+    slopes, hessians = per_sample_derivatives(problem, outputs)
+    flat = outputs.flatten(1)
+    values = rule.values(problem.loss, flat, prepared)
+    assert rule.count(problem.loss, prepared) == problem.count
+    torch.testing.assert_close(values.sum() / problem.count, problem.loss(outputs, problem.targets))
+    torch.testing.assert_close(rule.residual(problem.loss, flat, prepared), slopes)
+    columns, e = rule.factor(problem.loss, flat, prepared)
+    assert columns.shape == (len(outputs), rule.column_count(outputs.shape), flat.shape[1])
     torch.testing.assert_close(columns.mT @ columns, hessians)  # S S^T = H
     torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), slopes)  # S e = r
+
+
+@problems.every_problem
+def test_products_with_the_compact_factor_are_those_of_its_columns(name):
+    problem, outputs = outputs_of(name)
+    rule = loss_rule(problem.loss)
+    prepared, flat = rule.prepare(problem.loss, outputs, problem.targets), outputs.flatten(1)
+    columns, e = rule.factor(problem.loss, flat, prepared)
+    compact = rule.compact_factor(problem.loss, flat, prepared)
+    torch.testing.assert_close(compact.e, e)
+    c, y = torch.randn_like(columns[:, :, 0]), torch.randn_like(flat)
+    torch.testing.assert_close(compact.matvec(c), torch.einsum("nkc,nk->nc", columns, c))
+    torch.testing.assert_close(compact.rmatvec(y), torch.einsum("nkc,nc->nk", columns, y))
+
+
+def test_a_factor_without_structure_multiplies_as_written_out():
+    class Cubic(woodbury.LossRule):
+        def values(self, loss, outputs, targets):
+            return (outputs - targets).pow(4).sum(1) + outputs.sum(1).square()
+
+    y, t = torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    columns, e = Cubic().factor(None, y, t)
+    compact = Cubic().compact_factor(None, y, t)
+    assert e is None and compact.e is None and Cubic().column_count(y.shape) == columns.shape[1]
+    torch.testing.assert_close(
+        compact.matvec(compact.rmatvec(y)), torch.einsum("nkc,nkd,nd->nc", columns, columns, y)
+    )
+
+
+def test_ignored_targets_add_nothing_wherever_their_outputs_are():
+    problem, outputs = outputs_of("tokens-ignored")
+    ignored = problem.targets == -100
+    outputs.transpose(1, 2)[ignored] = 1e30
+    rule, loss, flat = loss_rule(problem.loss), problem.loss, outputs.flatten(1)
+    prepared = rule.prepare(loss, outputs, problem.targets)
+    columns, e = rule.factor(loss, flat, prepared)
+    rows = ignored.repeat_interleave(3, dim=1)  # three columns a token
+    assert columns[rows].abs().max() == 0 and e[rows].abs().max() == 0
+    residual = rule.residual(loss, flat, prepared).unflatten(1, outputs.shape[1:])
+    assert residual.transpose(1, 2)[ignored].abs().max() == 0
+    torch.testing.assert_close(
+        rule.values(loss, flat, prepared).sum() / problem.count, loss(outputs, problem.targets)
+    )
 
 
 def test_softmax_factor_has_one_column_less_than_classes():
@@ -72,7 +120,6 @@ def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
     "loss, option",
     [
         (nn.CrossEntropyLoss(weight=torch.ones(3)), "weight"),
-        (nn.CrossEntropyLoss(ignore_index=1), "ignore_index"),
         (nn.CrossEntropyLoss(reduction="sum"), "reduction"),
         (nn.MSELoss(reduction="sum"), "reduction"),
         (nn.MSELoss(reduction="none"), "reduction"),
@@ -94,12 +141,19 @@ def test_unknown_loss_is_refused_with_the_way_out():
     "loss, outputs, targets, message",
     [
         (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, 1, 2, 3]), "0..2, got 3"),
-        (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, -100, 2, 0]), "got -100"),
+        (nn.CrossEntropyLoss(), (4, 3), torch.tensor([0, -1, 2, -100]), "got -1$"),
+        (nn.CrossEntropyLoss(ignore_index=3), (4, 3), torch.tensor([0, 3, 2, 4]), "0..2, got 4"),
+        (nn.CrossEntropyLoss(ignore_index=0), (4, 3), torch.tensor([0, -100, 2, 0]), "got -100"),
         (nn.CrossEntropyLoss(), (4, 3), torch.zeros(4, 1, dtype=torch.long), "shape"),
         (nn.CrossEntropyLoss(), (4, 3), torch.full((4, 3), -0.5), "not be negative"),
         (nn.CrossEntropyLoss(), (4, 1), torch.zeros(4).long(), "BCEWithLogitsLoss"),
         (nn.CrossEntropyLoss(), (4, 3), None, "needs targets"),
-        (nn.CrossEntropyLoss(), (4, 3, 2), torch.zeros(4).long(), r"outputs \(n, C\)"),
+        (nn.CrossEntropyLoss(), (4, 3, 2), torch.zeros(4).long(), r"shape \(4, 2\), got \(4,\)"),
+        (nn.CrossEntropyLoss(), (4,), torch.zeros(4).long(), r"outputs \(n, C\)"),
+        (nn.CrossEntropyLoss(), (4, 5, 3), torch.zeros(4, 5).long(), r"\(n, C, T\).*\.transpose\(1, 2\)"),
+        (nn.CrossEntropyLoss(), (4, 1, 3), torch.zeros(4, 1).long(), r"\.transpose\(1, 2\)"),
+        (nn.CrossEntropyLoss(), (4, 5, 6, 3), torch.zeros(4, 5, 6).long(), r"\.movedim\(-1, 1\)"),
+        (nn.CrossEntropyLoss(), (4, 3, 5), torch.zeros(4, 3, 4), "shape of the outputs"),
         (nn.MSELoss(), (4, 3), torch.ones(4), "do not fit"),
         (nn.MSELoss(), (4, 1), torch.ones(4), "do not fit"),
         (nn.MSELoss(), (4, 2, 3), torch.ones(4, 3, 2), "do not fit"),
@@ -141,3 +195,14 @@ def test_pos_weight_of_another_shape_is_refused_by_name():
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
     with pytest.raises(ValueError, match="pos_weight"):
         loss_rule(loss).values(loss, torch.zeros(4, 6), torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("index", [-100, 1])
+def test_ignored_samples_are_found_among_plain_targets(index):
+    loss, outputs = nn.CrossEntropyLoss(ignore_index=index), torch.randn(5, 3).double()
+    targets = torch.tensor([0, index, 2, index, 0])
+    rule = loss_rule(loss)
+    prepared = rule.prepare(loss, outputs, targets)
+    assert rule.count(loss, prepared) == 3
+    torch.testing.assert_close(rule.values(loss, outputs, prepared).sum() / 3, loss(outputs, targets))
+    assert rule.prepare(loss, outputs, torch.tensor([0, 2, 2, 0, 0])).dim() == 1  # none: the ordinary form

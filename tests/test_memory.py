@@ -78,6 +78,38 @@ def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):
     assert int(done.stdout) < 2 * 2**30
 
 
+WORDS = """
+import torch, woodbury
+from torch import nn
+torch.manual_seed(0)
+class LanguageModel(nn.Module):
+    def __init__(self, words=96, width=256, length=256, layers=4):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words)
+        self.head.weight = self.words.weight
+    def forward(self, x):
+        places = self.places(torch.arange(x.shape[1]).expand(x.shape))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.blocks(self.words(x) + places, mask=mask, is_causal=True)).transpose(1, 2)
+words = torch.randint(96, (64, 257))
+optimizer = woodbury.NaturalGradient(LanguageModel(), nn.CrossEntropyLoss())
+assert torch.isfinite(optimizer.step(words[:, :-1], words[:, 1:]).ratio)
+line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(int(line.split()[1]) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+def test_step_of_a_language_model_stays_within_four_gib():
+    """Four layers of width 256, 64 sequences of 256 positions, the embedding tied to the head, a loss a token."""
+    done = subprocess.run([sys.executable, "-c", WORDS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * 2**30
+
+
 GRAM = """
 import sys, torch
 from woodbury.layers import EmbeddingRows, SharedRows

@@ -16,15 +16,19 @@ from woodbury.losses import loss_rule
 
 
 def dense_rows(problem, curvature):
-    """The reference rows: S^T J / sqrt(n), with S from the loss rule (checked in test_losses)."""
+    """The reference rows, with S from the loss rule (checked in test_losses).
+
+    S^T J / sqrt(count) for Gauss-Newton, the gradients of `per_sample` over sqrt(n) for the empirical Fisher.
+    """
     samples = reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets)
-    outputs = problem.model(problem.inputs).detach().reshape(len(problem.inputs), -1)
+    outputs = problem.model(problem.inputs).detach()
     rule = loss_rule(problem.loss)
-    columns, _ = rule.factor(problem.loss, outputs, rule.prepare(problem.loss, outputs, problem.targets))
+    prepared = rule.prepare(problem.loss, outputs, problem.targets)
+    columns, _ = rule.factor(problem.loss, outputs.flatten(1), prepared)
     blocks = []
     for i, (J, r, _) in enumerate(samples):
         blocks.append(columns[i] @ J if curvature == "gauss-newton" else (r @ J).unsqueeze(0))
-    return torch.cat(blocks) / len(samples) ** 0.5
+    return torch.cat(blocks) / (problem.count if curvature == "gauss-newton" else len(samples)) ** 0.5
 
 
 def vector_like(model):

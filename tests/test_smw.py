@@ -58,7 +58,7 @@ def test_gauss_newton_equals_the_papers_equations_6_and_7(name, subset):
 @every_kind
 @every_blocks
 @every_subset
-@pytest.mark.parametrize("name", ["softmax", "logistic", "squared-no-bias", "residual"])
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared-no-bias", "residual", "tokens-ignored"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.2])
 def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset, weight_decay):
     problem = problems.make(name)
@@ -130,7 +130,7 @@ def test_predicted_decrease_norm_and_ratio_match_the_dense_model(name, kind, blo
     torch.testing.assert_close(info.ratio, (loss.detach() - trial) / decrease, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "residual"])
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "residual", "tokens-smoothed"])
 @every_kind
 @every_blocks
 @every_subset
@@ -146,6 +146,49 @@ def test_conjugate_gradient_solvers_agree_to_their_tolerance(name, kind, blocks,
     q = flatten(iterative.direction(problem.inputs, problem.targets, subset=subset))
     # |K + lambda| / lambda <= 100 here bounds how a residual turns into an error
     assert reference.relative_error(q, p) <= 100 * tolerance
+
+
+@every_blocks
+@pytest.mark.parametrize("kind", [*METHODS, "hf"])
+@pytest.mark.parametrize("name", ["tokens-ignored", "softmax-ignored"])
+def test_counts_of_a_loader_add_up_over_its_batches(name, kind, blocks):
+    """A mean over what is not ignored in all of it, whatever the batches' own means are."""
+    problem = problems.make(name)
+    x, t = problem.inputs, problem.targets
+    if kind == "hf":
+        options = {"progress": 0.0, "max_iterations": 300}
+        optimizer = woodbury.HessianFree(problem.model, problem.loss, damping=0.1, **options)
+        kind, blocks = "gauss-newton", "full"
+    else:
+        optimizer = METHODS[kind](problem.model, problem.loss, damping=0.1, blocks=blocks)
+    loader = [(x[:4], t[:4]), (x[4:6], t[4:6]), (x[6:], t[6:])]  # all of the last is ignored
+    B = reference.curvature_matrix(reference.per_sample(problem.model, problem.loss, x[:3], t[:3]), kind)
+    if blocks == "layer":
+        B = B * reference.block_mask(problem.model)
+    g = reference.gradient(problem.model, problem.loss, x, t)
+    expected = torch.linalg.solve(B + 0.1 * torch.eye(len(g)).double(), -g)
+    p = optimizer.direction(x[:3], t[:3], full=loader)
+    assert reference.relative_error(flatten(p), expected) <= 1e-7
+    before = problem.loss(problem.model(x), t)
+    info = optimizer.step(x[:3], t[:3], full=loader)
+    torch.testing.assert_close(info.loss, before.detach())
+    after = problem.loss(problem.model(x), t)  # lr = 1: the trial point is where we are
+    torch.testing.assert_close((before - after).detach(), info.ratio * info.predicted)
+
+
+@pytest.mark.parametrize("name", ["softmax-ignored", "tokens-ignored"])
+@pytest.mark.parametrize("method", [*METHODS.values(), woodbury.HessianFree])
+def test_a_batch_or_subset_without_targets_is_refused(name, method):
+    problem = problems.make(name)
+    optimizer = method(problem.model, problem.loss)
+    none = torch.full_like(problem.targets, problem.loss.ignore_index)
+    with pytest.raises(ValueError, match=r"every target of the (batch|curvature samples) is ignored"):
+        optimizer.step(problem.inputs, none)
+    with pytest.raises(ValueError, match="every target of the curvature samples is ignored"):
+        optimizer.step(problem.inputs, problem.targets, subset=[6])
+    with pytest.raises(ValueError, match="every target of full= is ignored"):
+        optimizer.step(problem.inputs, problem.targets, full=[(problem.inputs, none)])
+    assert optimizer.step(problem.inputs, problem.targets).accepted
 
 
 @every_kind

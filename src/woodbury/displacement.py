@@ -39,12 +39,10 @@ class Displacement:
         scales: Mapping[str, Scalar] | None = None,
     ) -> None:
         self.parameters = parameters
-        self._rows = rows
-        self._coefficients = coefficients
         self._factors: list[tuple[Layer, OuterRows, Tensor]] = []  # layers kept as Hbar^T V
         self._vector: Vector = {}  # parameters whose p is formed
         if rows is None or coefficients is None or base is not None or scales is not None:
-            self._vector = self._form(base, scales)
+            self._vector = _formed(rows, coefficients, base, scales)
         else:
             layers = {layer.name: layer for layer in rows.plan.layers}
             blocks = coefficients.unbind()
@@ -55,16 +53,6 @@ class Displacement:
                 else:
                     names = rows.plan.owned[name]
                     self._vector |= {names[local]: -value for local, value in form.rmatvec(own).items()}
-
-    def _form(self, base: Vector | None, scales: Mapping[str, Scalar] | None) -> Vector:
-        if self._rows is None or self._coefficients is None:
-            assert base is not None
-            return base
-        coefficients = self._coefficients if len(self._coefficients) > 1 else self._coefficients[0]
-        product = self._rows.rmatvec(coefficients)
-        if scales is not None:
-            product = {name: value * scales[name] for name, value in product.items()}
-        return {name: -value if base is None else base[name] - value for name, value in product.items()}
 
     def dense(self) -> Vector:
         """p as a dictionary over all trainable parameters."""
@@ -126,6 +114,19 @@ class Displacement:
                     self.parameters[name].addmm_(change.t(), inputs, alpha=-rate)
                 else:
                     self.parameters[name].sub_(change.sum(0), alpha=rate)
+
+
+def _formed(
+    rows: Rows | None, coefficients: Tensor | None, base: Vector | None, scales: Mapping[str, Scalar] | None
+) -> Vector:
+    """p itself."""
+    if rows is None or coefficients is None:
+        assert base is not None
+        return base
+    product = rows.rmatvec(coefficients if len(coefficients) > 1 else coefficients[0])
+    if scales is not None:
+        product = {name: value * scales[name] for name, value in product.items()}
+    return {name: -value if base is None else base[name] - value for name, value in product.items()}
 
 
 def _displaced_linear(

@@ -111,8 +111,8 @@ def minimize_quadratic(
 def solve_in_sample_space(
     gram: Tensor,
     curvature_rows: int,
-    curvature_samples: int,
-    samples: int,
+    divisor: Scalar,
+    count: Scalar,
     e: Tensor,
     projected_base: Tensor | None,
     damping: Scalar,
@@ -121,29 +121,44 @@ def solve_in_sample_space(
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
     gram (b, r, r), e (m,) with m = curvature_rows, projected_base Z p0 (b, m) on the factor rows, or None.
-    With Z's factor rows sqrt(N2) U and c = a / sqrt(N2), the system of `woodbury.optim.smw` times N2 is
+    With D the divisor, M the count (N2 and N1 for a mean over samples), Z's factor rows sqrt(D) U and
+    c = a / sqrt(D), the system of `woodbury.optim.smw` times D is
 
-        (Z Z^T + N2 lambda I) c = (N2 / N1) e + Z p0 - Z g_rest / lambda
-        sqrt(N2) U p = N2 lambda c - (N2 / N1) e
+        (Z Z^T + D lambda I) c = (D / M) e + Z p0 - Z g_rest / lambda
+        sqrt(D) U p = D lambda c - (D / M) e
 
-    and c = 1 / (N1 lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
+    and c = 1 / (M lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
     solver's report.
     """
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
-    e = e.to(gram.dtype) * (curvature_samples / samples)
-    shift = curvature_samples * damping
+    e = e.to(gram.dtype) * (divisor / count)
+    shift = divisor * damping
     matrix = gram[:, :m, :m].clone()
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
     rhs = e if projected_base is None else e + projected_base
     if rest:
-        outside = 1 / (samples * damping)
+        outside = 1 / (count * damping)
         rhs = rhs - gram[:, :m, m:].sum(-1) * outside
     solution = solve(matrix, rhs.expand(len(gram), m))
     image = shift * solution.x - e
     coefficients = solution.x
     if rest:
         coefficients = torch.cat([coefficients, gram.new_ones(len(gram), rest) * outside], dim=1)
-    return coefficients, sum_of_squares(image) / curvature_samples, solution
+    return coefficients, sum_of_squares(image) / divisor, solution
+
+
+def solve_in_parameter_space(
+    curvature: Tensor, shift: Tensor | Scalar, rhs: Tensor
+) -> tuple[Tensor, Scalar, Solution]:
+    """p with (B + diag(shift)) p = rhs, p^T B p and the solver's report, for one block.
+
+    curvature B (m, m), shift one number or (m,), rhs (m,).
+    """
+    matrix = curvature.clone()
+    matrix.diagonal().add_(shift)
+    solution = solve_cholesky(matrix.unsqueeze(0), rhs.to(matrix.dtype).unsqueeze(0))
+    p = solution.x[0]
+    return p, scalar(torch.dot(p, curvature.mv(p))), solution
 
 
 def sum_of_squares(values: Tensor) -> Scalar:

@@ -1,22 +1,26 @@
 """Loss rules: what a loss says about its curvature at the outputs.
 
-A mean loss f = (1/N) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian
-H_i = d2l/dy_i2 = S_i S_i^T. A rule gives the values l, the residuals r and the factor S; where r lies in
-the range of S it also gives e with S e = r, which keeps small damping accurate (see `optim.smw`).
+A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian
+H_i = d2l/dy_i2 = S_i S_i^T. A rule gives the values l, the residuals r, the factor S and the count M: the number
+of samples, or of tokens where l sums over those of a sample. Where r lies in the range of S it also gives e with
+S e = r, which keeps small damping accurate (see `optim.smw`).
 
-Outputs and targets reach a rule with one row per sample: outputs (n, C).
+Outputs and targets reach a rule with one row per sample: outputs (n, C), all of a sample's in one row.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from woodbury._scalar import Scalar, scalar
+from woodbury.factors import DenseFactor, DiagonalFactor, Factor, SoftmaxFactor, by_position, by_sample
 
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
 
@@ -53,6 +57,10 @@ class LossRule(ABC):
             )
         return targets.reshape(targets.shape[0], -1).to(outputs.dtype)
 
+    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
+        """M, what the mean divides by: f = sum_i l(y_i, t_i) / M. The number of samples by default."""
+        return len(targets)
+
     @abstractmethod
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """l(y_i, t_i) for each sample, (n,)."""
@@ -73,6 +81,26 @@ class LossRule(ABC):
         hessian = torch.func.vmap(torch.func.hessian(value))(outputs.detach(), targets)
         eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT, None
+
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        """S and e held in as little memory as the loss allows; here what `factor` gives."""
+        columns, e = self.factor(loss, outputs, targets)
+        return DenseFactor(e, columns)
+
+    def column_count(self, shape: Sequence[int]) -> int:
+        """k, or a bound on it, for outputs of the model's own shape (n, ...): known before `factor` is called."""
+        return math.prod(shape[1:])
+
+
+class _Structured(LossRule):
+    """A loss whose S has a structure: `compact_factor` is written by hand and `factor` shows it."""
+
+    @abstractmethod
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
+
+    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        compact = self.compact_factor(loss, outputs, targets)
+        return compact.columns(), compact.e
 
 
 def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
@@ -103,6 +131,16 @@ def loss_rule(loss: nn.Module) -> LossRule:
     return rule
 
 
+def check_count(count: Scalar, what: str = "the batch") -> Scalar:
+    """The count of a mean loss; raises if it is zero, where asking does not wait."""
+    if not isinstance(count, Tensor) and count == 0:
+        raise ValueError(
+            f"every target of {what} is ignored (ignore_index of the loss), and a mean over none is not a number: "
+            "leave out samples without a target"
+        )
+    return count
+
+
 def _refuse(loss: nn.Module, option: str, advice: str) -> None:
     raise ValueError(f"{type(loss).__name__}({option}=...) is not supported: {advice}")
 
@@ -113,7 +151,7 @@ def _smallest_probability(dtype: torch.dtype) -> float:
 
 
 @register_loss(nn.MSELoss)
-class SquaredError(LossRule):
+class SquaredError(_Structured):
     """l = |y - t|^2 / C, so H = (2/C) I: torch's MSELoss averages over outputs and has no 1/2."""
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -122,15 +160,13 @@ class SquaredError(LossRule):
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) * (2 / outputs.shape[1])
 
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        n, width = outputs.shape
-        root = math.sqrt(2 / width)
-        columns = (root * torch.eye(width, dtype=outputs.dtype, device=outputs.device)).expand(n, -1, -1)
-        return columns, (outputs - targets) * root
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        root = math.sqrt(2 / outputs.shape[1])
+        return DiagonalFactor((outputs - targets) * root, outputs.new_full((), root).expand_as(outputs))
 
 
 @register_loss(nn.BCEWithLogitsLoss)
-class Logistic(LossRule):
+class Logistic(_Structured):
     """l = -(1/C) sum_c [w t log s + (1 - t) log(1 - s)], s = sigmoid(y), w = pos_weight.
 
     r = (a s - w t)/C and H = diag(a s (1 - s))/C with a = 1 + (w - 1) t: exact for targets in [0, 1].
@@ -162,14 +198,14 @@ class Logistic(LossRule):
             return (outputs.sigmoid() - targets) / outputs.shape[1]
         return ((1 + (weight - 1) * targets) * outputs.sigmoid() - weight * targets) / outputs.shape[1]
 
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
         variance = outputs.sigmoid() * outputs.neg().sigmoid() / outputs.shape[1]
         weight = self._positive(loss, outputs)
         if weight is not None:
             variance = variance * (1 + (weight - 1) * targets)
         root = variance.clamp_min(_smallest_probability(outputs.dtype)).sqrt()
-        return torch.diag_embed(root), self.residual(loss, outputs, targets) / root
+        return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
     @staticmethod
     def _positive(loss: nn.Module, outputs: Tensor) -> Tensor | None:
@@ -185,8 +221,12 @@ class Logistic(LossRule):
 
 
 @register_loss(nn.CrossEntropyLoss)
-class Softmax(LossRule):
-    """l = -sum_c t_c log p_c, p = softmax(y); targets are class indices (n,) or probabilities (n, C).
+class Softmax(_Structured):
+    """l = -sum_c t_c log p_c, p = softmax(y), summed over the positions of a sample.
+
+    Outputs (n, C) or (n, C, d1, ...), one distribution for each of T = d1 d2 ... positions; targets are class
+    indices (n, d1, ...) or probabilities of the outputs' shape. f is the mean over all positions whose target is
+    not `ignore_index`, as torch takes it: an ignored one has neither residual nor curvature.
 
     r = p - t and H = diag(p) - p p^T where t sums to 1; otherwise p and H are multiplied by sum(t), as torch
     does. H = S S^T with S = diag(sqrt p) - p sqrt(p)^T. As S sqrt(p) = 0, the Householder reflection mapping
@@ -196,84 +236,168 @@ class Softmax(LossRule):
         e_i = r_i / sqrt(p_i) - sqrt(p_i) r_j / (sqrt(p_j) (1 + sqrt(p_j)))
 
     Choosing j so keeps sqrt(p_j) away from zero, and with it the digits of e.
+
+    Prepared targets are class indices (n,) where every one counts, or (n, T) with -1 for the ignored, or
+    probabilities (n, C) or (n, C, T). To look for ignored ones among targets (n,) would make a GPU wait, and to
+    allow for them costs time: there they count only if `ignore_index` is given another value than torch's -100.
     """
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
         if loss.weight is not None:
             _refuse(loss, "weight", "class weights change the normaliser with the batch; resample the classes")
-        if loss.ignore_index != -100:
-            _refuse(loss, "ignore_index", "drop the ignored samples from the batch")
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        if outputs.dim() != 2:
-            raise ValueError(f"CrossEntropyLoss needs outputs (n, C), got the shape {tuple(outputs.shape)}")
-        n, classes = outputs.shape
-        if classes < 2:
+        if outputs.dim() < 2:
+            raise ValueError(
+                f"CrossEntropyLoss needs outputs (n, C) or (n, C, d1, ...), got the shape {tuple(outputs.shape)}"
+            )
+        if targets is None:
+            raise ValueError(
+                "CrossEntropyLoss needs targets: class indices (n,) or (n, d1, ...), or probabilities of the "
+                "outputs' shape"
+            )
+        if targets.shape == outputs.shape[:-1] != (len(outputs), *outputs.shape[2:]):
+            raise ValueError(
+                f"CrossEntropyLoss takes outputs (n, C, T), the classes second, and targets (n, T); got outputs "
+                f"{tuple(outputs.shape)} and targets {tuple(targets.shape)}, which look like (n, T, C): return "
+                f"{'.transpose(1, 2)' if outputs.dim() == 3 else '.movedim(-1, 1)'} of them"
+            )
+        if outputs.shape[1] < 2:
             raise ValueError(
                 "CrossEntropyLoss needs outputs (n, C) with C >= 2 classes, got C = 1; "
                 "for one logit use BCEWithLogitsLoss"
             )
-        if targets is None:
-            raise ValueError("CrossEntropyLoss needs targets: class indices (n,) or probabilities (n, C)")
-        smoothing: float = getattr(loss, "label_smoothing")  # noqa: B009
         if targets.is_floating_point():
-            if targets.shape != outputs.shape:
-                raise ValueError(
-                    f"CrossEntropyLoss: probability targets must have the shape of the outputs "
-                    f"{tuple(outputs.shape)}, got {tuple(targets.shape)}"
-                )
-            targets = targets.to(outputs.dtype)
-            if not targets.is_cuda and targets.min().item() < 0:
-                raise ValueError("CrossEntropyLoss: probability targets must not be negative")
+            return self._prepare_probabilities(loss, outputs, targets)
+        return self._prepare_indices(loss, outputs, targets)
+
+    def _prepare_probabilities(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"CrossEntropyLoss: probability targets must have the shape of the outputs "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}"
+            )
+        targets = targets.to(outputs.dtype)
+        if not targets.is_cuda and targets.min().item() < 0:
+            raise ValueError("CrossEntropyLoss: probability targets must not be negative")
+        smoothing = _smoothing(loss)
+        if smoothing:
+            targets = (1 - smoothing) * targets + smoothing / outputs.shape[1]
+        return targets if targets.dim() == 2 else targets.flatten(2)
+
+    def _prepare_indices(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        n, classes = outputs.shape[:2]
+        if targets.shape != (n, *outputs.shape[2:]):
+            raise ValueError(
+                f"CrossEntropyLoss: class indices must have shape {(n, *outputs.shape[2:])}, "
+                f"got {tuple(targets.shape)}"
+            )
+        ignored: int = getattr(loss, "ignore_index")  # noqa: B009  (typed as any module attribute)
+        targets = targets.long()
+        if targets.dim() > 1:
+            targets = targets.flatten(1)
+        if targets.is_cuda:
+            if targets.dim() == 1 and ignored == _UNUSED:
+                return targets
         else:
-            if targets.shape != (n,):
+            lowest, highest = (int(value) for value in torch.aminmax(targets))
+            if lowest >= 0 and highest < classes and not lowest <= ignored <= highest:
+                return targets
+            counted = targets[targets != ignored]
+            wrong = counted[(counted < 0) | (counted >= classes)]
+            if len(wrong):
                 raise ValueError(
-                    f"CrossEntropyLoss: class indices must have shape ({n},), got {tuple(targets.shape)}"
+                    f"CrossEntropyLoss: class indices must lie in 0..{classes - 1}, got {int(wrong[0])}"
                 )
-            if not targets.is_cuda:
-                lowest, highest = (int(value) for value in torch.aminmax(targets))
-                if lowest < 0 or highest >= classes:
-                    raise ValueError(
-                        f"CrossEntropyLoss: class indices must lie in 0..{classes - 1}, "
-                        f"got {lowest if lowest < 0 else highest}"
-                    )
-            targets = targets.long()
-            if smoothing:
-                targets = F.one_hot(targets, classes).to(outputs.dtype)
-        return (1 - smoothing) * targets + smoothing / classes if smoothing else targets
+            if len(counted) == targets.numel():
+                return targets
+        return targets.masked_fill(targets == ignored, -1).reshape(n, -1)
+
+    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
+        if targets.dim() == 1:
+            return len(targets)
+        if targets.is_floating_point():
+            return len(targets) * _positions(targets)
+        return scalar((targets >= 0).sum())
+
+    def column_count(self, shape: Sequence[int]) -> int:
+        return (shape[1] - 1) * math.prod(shape[2:])
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        logarithms = outputs.log_softmax(1)
+        positions = _positions(targets)
+        logarithms = by_position(outputs, positions).log_softmax(1)
         if targets.is_floating_point():
-            return -(targets * logarithms).sum(1)
-        return -logarithms.gather(1, targets.unsqueeze(1)).squeeze(1)
+            values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
+        else:
+            labels, ignored = _labels(targets)
+            values = -logarithms.gather(1, labels).squeeze(1)
+            smoothing = _smoothing(loss)
+            if smoothing:
+                values = (1 - smoothing) * values - smoothing * logarithms.mean(1)
+            if ignored is not None:
+                values = values.masked_fill(ignored.squeeze(1), 0.0)
+        return values if positions == 1 else values.view(-1, positions).sum(1)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        positions = _positions(targets)
+        return by_sample(self._residual(loss, by_position(outputs, positions), targets), positions)
+
+    def _residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """r for outputs (n T, C), position by position."""
         probabilities = outputs.softmax(1)
         if targets.is_floating_point():
+            targets = by_position(targets.flatten(1), _positions(targets))
             return probabilities * targets.sum(1, keepdim=True) - targets
-        ones = torch.ones((), dtype=outputs.dtype, device=outputs.device).expand(len(targets), 1)
-        return probabilities.scatter_add(1, targets.unsqueeze(1), -ones)
+        labels, ignored = _labels(targets)
+        smoothing = _smoothing(loss)
+        share = torch.full((), smoothing - 1, dtype=outputs.dtype, device=outputs.device).expand(labels.shape)
+        residual = probabilities.scatter_add(1, labels, share)
+        if smoothing:
+            residual -= smoothing / outputs.shape[1]
+        return residual if ignored is None else residual.masked_fill(ignored, 0.0)
 
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        classes = outputs.shape[1]
-        residual = self.residual(loss, outputs, targets)
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        samples, positions = len(outputs), _positions(targets)
+        outputs = by_position(outputs, positions)
+        residual = self._residual(loss, outputs, targets)
         p = outputs.softmax(1).clamp_min_(_smallest_probability(outputs.dtype))
-        top_p, top = p.max(1, keepdim=True)  # (n, 1): p_j and j
-        others = torch.arange(classes - 1, device=p.device)
-        others = others + (others >= top)  # (n, C - 1): every class but j
+        top_p, top = p.max(1, keepdim=True)  # (n T, 1): p_j and j
+        others = torch.arange(outputs.shape[1] - 1, device=p.device)
+        others = others + (others >= top)  # (n T, C - 1): every class but j
         top_root = top_p.sqrt()
         root = p.gather(1, others).sqrt()
         t = top_root / (1 + top_root)
         common = ((t - 1) * p).scatter_add_(1, top, -t)  # -(1 - t) p - t e_j
-        columns = common.unsqueeze(1).repeat(1, classes - 1, 1)
-        columns.scatter_add_(2, others.unsqueeze(2), torch.ones_like(columns[:, :, :1]))
-        columns *= root.unsqueeze(2)
         shift = residual.gather(1, top) / (top_root * (1 + top_root))
         e = residual.gather(1, others) / root - root * shift
         if targets.is_floating_point():  # H = sum(t) (diag(p) - p p^T)
-            mass = targets.sum(1, keepdim=True).sqrt()
-            # a target of zero mass has no residual either
-            return columns * mass.unsqueeze(2), e / mass.clamp_min(torch.finfo(mass.dtype).tiny)
-        return columns, e
+            mass = by_position(targets.flatten(1), positions).sum(1, keepdim=True).sqrt()
+            root = root * mass
+            e = e / mass.clamp_min(torch.finfo(mass.dtype).tiny)  # a target of zero mass has no residual either
+        else:
+            _, ignored = _labels(targets)
+            if ignored is not None:
+                root = root.masked_fill(ignored, 0.0)
+        return SoftmaxFactor(e if positions == 1 else e.view(samples, -1), root, others, common, positions)
+
+
+_UNUSED = -100  # ignore_index of a CrossEntropyLoss that was given none
+
+
+def _smoothing(loss: nn.Module) -> float:
+    smoothing: float = getattr(loss, "label_smoothing")  # noqa: B009  (typed as any module attribute)
+    return smoothing
+
+
+def _positions(targets: Tensor) -> int:
+    """T of prepared targets: class indices (n,) or (n, T), probabilities (n, C) or (n, C, T)."""
+    return math.prod(targets.shape[2:] if targets.is_floating_point() else targets.shape[1:])
+
+
+def _labels(targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Prepared class indices as (n T, 1), any class for the ignored, and which those are; None for none."""
+    if targets.dim() == 1:
+        return targets.unsqueeze(1), None
+    labels = targets.reshape(-1, 1)
+    return labels.clamp_min(0), labels < 0

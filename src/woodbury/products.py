@@ -1,7 +1,7 @@
 """Curvature products in parameter space: the twin of `rows`, sharing no code with it.
 
-Everything here is plain autograd on the model and on the loss module itself: no layer rule, no loss rule,
-no Gram matrix. `verify` uses it to check a step.
+Everything here is plain autograd on the model: no layer rule, no row, no Gram matrix. What `verify` uses to check
+a step (`relative_residual`) takes derivatives of the loss module itself too, and knows no loss rule.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ from woodbury import _vector
 from woodbury._batch import Batch
 from woodbury._scalar import Scalar
 from woodbury._vector import Vector
+from woodbury.factors import Factor
 
 
 def jacobian_products(
     outputs: Tensor, parameters: Mapping[str, Tensor]
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
-    """The function v -> J v for outputs attached to the graph, by differentiating J^T u in u."""
+    """The function v -> J v for outputs attached to the graph, by differentiating J^T u in u.
+
+    Parameters that v leaves out count as zero.
+    """
     with torch.enable_grad():
         probe = torch.zeros_like(outputs, requires_grad=True)
         transposed = torch.autograd.grad(
             outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
         )
-    used = {name: image for name, image in zip(parameters, transposed, strict=True) if image.requires_grad}
+    # zeros that stand for a parameter the outputs do not depend on come from no operation
+    used = {name: image for name, image in zip(parameters, transposed, strict=True) if image.grad_fn is not None}
 
     def product(vector: Mapping[str, Tensor]) -> Tensor:
-        vectors = [vector[name] for name in used]
-        return torch.autograd.grad(list(used.values()), probe, vectors, retain_graph=True)[0]
+        names = [name for name in used if name in vector]
+        if not names:
+            return torch.zeros_like(probe)
+        images, vectors = [used[name] for name in names], [vector[name] for name in names]
+        return torch.autograd.grad(images, probe, vectors, retain_graph=True)[0]
 
     return product
 
@@ -41,6 +49,36 @@ def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor
         outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
     )
     return dict(zip(parameters, grads, strict=True))
+
+
+class FactorProducts:
+    """The factor rows Z = S^T J of a batch through products alone: nothing is stored a row.
+
+    Z_b takes the parameters of block b only; one block holds all of them for the full curvature matrix.
+    """
+
+    def __init__(
+        self, outputs: Tensor, parameters: Mapping[str, Tensor], factor: Factor, blocks: Sequence[Sequence[str]]
+    ) -> None:
+        """outputs (n, m) are attached to the graph."""
+        self._outputs = outputs
+        self._factor = factor
+        self.blocks = [{name: parameters[name] for name in block} for block in blocks]
+        self._jacobian = jacobian_products(outputs, parameters)
+        self.shape = (len(outputs) * factor.width, sum(parameter.numel() for parameter in parameters.values()))
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """Z_b v_b = S^T (J_b v_b) for every block, (b, n k)."""
+        images = [self._jacobian({name: vector[name] for name in block}) for block in self.blocks]
+        return torch.stack([self._factor.rmatvec(image).flatten() for image in images])
+
+    def rmatvec(self, coefficients: Tensor) -> Vector:
+        """Z_b^T c_b = J_b^T (S c_b) for coefficients (b, n k), over all parameters."""
+        result: Vector = {}
+        for block, own in zip(self.blocks, coefficients, strict=True):
+            weights = self._factor.matvec(own.view(len(self._outputs), -1))
+            result |= transposed_jacobian_product(self._outputs, block, weights)
+        return result
 
 
 def loss_of(loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:

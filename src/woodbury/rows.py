@@ -7,8 +7,9 @@ sample-major (row = i k + a), stored layer by layer; neither U nor any n x n obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,21 @@ from woodbury._batch import check_batch
 from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward, call_model, capture, check_samples_apart
-from woodbury.layers.forms import RowForm
+from woodbury.factors import DenseFactor, Factor
+from woodbury.layers.forms import RowForm, limit, windows
 from woodbury.linalg import full_precision
-from woodbury.losses import LossRule, loss_rule
+from woodbury.losses import LossRule, check_count, loss_rule
 from woodbury.plan import Plan, plan_layers
 
 CURVATURES = ("gauss-newton", "empirical")
+
+
+class Slab(NamedTuple):
+    """Part of a parameter: parameter[window], so many numbers."""
+
+    name: str
+    window: slice
+    size: int
 
 
 class Rows:
@@ -106,24 +116,94 @@ class Rows:
             dim=1,
         ).detach()
 
+    def curvature(
+        self, count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """U^T U over the first `count` rows, (p, p) for the parameters of each block, in the order of its names.
+
+        Cheaper than the Gram matrix where there are more rows than parameters. dtype asks for accumulation in
+        that type. Rows are written out for as many parameters at a time as `max_bytes` of the plan allow.
+        """
+        dtype = next(iter(self.plan.parameters.values())).dtype if dtype is None else dtype
+        matrices = []
+        with full_precision():
+            for block in blocks:
+                strips = self._strips(block, dtype)
+                width = sum(slab.size for strip in strips for slab in strip)
+                matrix = torch.empty(width, width, dtype=dtype, device=self._device)
+                row = 0
+                for index, strip in enumerate(strips):
+                    left = self._written(strip, count, dtype)
+                    column, rows = row, slice(row, row + left.shape[1])
+                    for other in strips[index:]:
+                        right = left if other is strip else self._written(other, count, dtype)
+                        columns = slice(column, column + right.shape[1])
+                        torch.mm(left.t(), right, out=matrix[rows, columns])
+                        if other is not strip:
+                            matrix[columns, rows] = matrix[rows, columns].t()
+                        column = columns.stop
+                    row = rows.stop
+                matrices.append(matrix)
+        return matrices
+
+    def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
+        """The parameters of a block in pieces whose rows take no more than half of what temporaries may."""
+        budget = limit(self.plan.max_bytes, self._device) // 2 // dtype.itemsize // max(1, self.count)
+        strips: list[list[Slab]] = [[]]
+        room = budget
+        for name in block:
+            shape = self.plan.parameters[name].shape
+            inside = math.prod(shape[1:])
+            for window in windows(shape[0] if shape else 1, budget // max(1, inside)):
+                size = (window.stop - window.start) * inside
+                if size > room and strips[-1]:
+                    strips.append([])
+                    room = budget
+                strips[-1].append(Slab(name, window, size))
+                room -= size
+        return strips
+
+    def _written(self, strip: Sequence[Slab], count: int, dtype: torch.dtype) -> Tensor:
+        """The first `count` rows for some parameters, (count, p)."""
+        columns = []
+        for name, window, size in strip:
+            module, own = self.plan.block_of[name]
+            if module in self.forms:
+                columns.append(self.forms[module].slab(own, window, dtype)[:count].reshape(count, size))
+            else:
+                columns.append(torch.zeros(count, size, dtype=dtype, device=self._device))
+        written = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        return written if self.scale == 1.0 else written * self.scale
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.plan.parameters.values())).device
+
     @property
     def shape(self) -> tuple[int, int]:
         """(r, p)."""
         return self.count, sum(parameter.numel() for parameter in self.plan.parameters.values())
 
 
-def factor_columns(
-    rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, curvature: str
-) -> tuple[Tensor, Tensor | None]:
-    """S_i^T as columns (n, k, C), and e (n, k) with S_i e_i = r_i where there is one.
+def loss_factor(rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, curvature: str) -> Factor:
+    """S, and e with S_i e_i = r_i where there is one.
 
     "gauss-newton": S_i S_i^T is the Hessian of the loss. "empirical": S_i = r_i and e_i = 1, so that
     U^T U is the empirical Fisher matrix of the paper.
     """
     if curvature == "gauss-newton":
-        return rule.factor(loss, outputs, targets)
+        return rule.compact_factor(loss, outputs, targets)
     residual = rule.residual(loss, outputs, targets)
-    return residual.unsqueeze(1), torch.ones_like(residual[:, :1])
+    return DenseFactor(torch.ones_like(residual[:, :1]), residual.unsqueeze(1))
+
+
+def curvature_divisor(curvature: str, count: Scalar, samples: int) -> Scalar:
+    """D with U = Z / sqrt(D) for the rows Z = S_i^T J_i of n samples and the count M of their mean loss.
+
+    "gauss-newton": U^T U = (1/M) sum J_i^T H_i J_i, so D = M. "empirical": U^T U = (1/n) sum g_i g_i^T with
+    g_i = (n/M) J_i^T r_i, whose mean is the gradient, so D = M^2 / n. Both are n where M is.
+    """
+    return count if curvature == "gauss-newton" else count * count / samples
 
 
 def rows(
@@ -143,7 +223,8 @@ def rows(
         loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss or a registered loss, with mean reduction.
         inputs, targets: a batch of n samples.
         curvature: "gauss-newton" (k rows a sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row a
-            sample, U^T U = (1/n) sum of outer products of per-sample gradients).
+            sample, U^T U = (1/n) sum of outer products of per-sample gradients). Where the loss is a mean over
+            tokens, see `curvature_divisor`.
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows no layer rule covers with torch.func, or by plain autograd.
         max_bytes: what temporaries of the Gram matrix may take, beside the rows and the matrix itself.
@@ -155,6 +236,8 @@ def rows(
     captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
     check_samples_apart(captured)
     outputs = captured.outputs.detach()
-    columns, _ = factor_columns(rule, loss, outputs, rule.prepare(loss, captured.raw, targets), curvature)
+    prepared = rule.prepare(loss, captured.raw, targets)
+    columns = loss_factor(rule, loss, outputs, prepared, curvature).columns()
     n, k, _ = columns.shape
-    return Rows(plan, captured.rows([columns]), n * k, scale=n**-0.5)
+    divisor = curvature_divisor(curvature, check_count(rule.count(loss, prepared)), n)
+    return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)

@@ -251,7 +251,8 @@ class ExplicitRows:
         return dict(self.rows)
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
-        return self.rows[name][:, window].to(dtype)
+        rows = self.rows[name]
+        return (rows.unsqueeze(1) if rows.dim() == 1 else rows)[:, window].to(dtype)
 
     def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         rows = next(iter(self.rows.values()))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
@@ -23,7 +25,7 @@ from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
-from woodbury.losses import loss_rule
+from woodbury.losses import check_count, loss_rule
 from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
@@ -32,8 +34,23 @@ from woodbury.optim.settings import (
     read_settings,
     with_names,
 )
-from woodbury.optim.step import Batches, NonFiniteLossError, Objective, Piece, Problem, Proposal, StepInfo
+from woodbury.optim.step import (
+    Batches,
+    NonFiniteLossError,
+    Objective,
+    Piece,
+    Problem,
+    Proposal,
+    StepInfo,
+    mean_of,
+    total_count,
+)
 from woodbury.plan import Plan, plan_layers
+
+
+def _derivatives(twice: bool) -> AbstractContextManager[None]:
+    """Inside, the model runs on kernels that can be differentiated so often: torch's fused attention only once."""
+    return sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -42,6 +59,7 @@ class SecondOrder(torch.optim.Optimizer):
     curvature: str  # "gauss-newton" or "empirical"
     by_layers = True  # whether it works with rows, which layers give
     max_bytes: int | None = None  # for temporaries of the rows
+    twice_differentiated = False  # whether it takes derivatives of the model's derivatives
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -113,9 +131,10 @@ class SecondOrder(torch.optim.Optimizer):
         try:
             problem = self._pose(inputs, targets, subset, full)
             random = _random.snapshot(self._device())
-            proposal = self._propose(problem)
-            with _random.replayed(random):
-                actual = proposal.evaluate(proposal.displacement)
+            with _derivatives(self.twice_differentiated):
+                proposal = self._propose(problem)
+                with _random.replayed(random):
+                    actual = proposal.evaluate(proposal.displacement)
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(kept)
             raise
@@ -143,7 +162,9 @@ class SecondOrder(torch.optim.Optimizer):
         kept = self._draws()
         random = _random.snapshot(self._device())
         try:
-            return self._propose(self._pose(inputs, targets, subset, full)).displacement.dense()
+            problem = self._pose(inputs, targets, subset, full)
+            with _derivatives(self.twice_differentiated):
+                return self._propose(problem).displacement.dense()
         finally:
             self.state.update(kept)
             _random.restore(random)
@@ -158,10 +179,10 @@ class SecondOrder(torch.optim.Optimizer):
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, None)
-            with _random.replayed(random):
+            with _random.replayed(random), _derivatives(twice=True):
                 proposal = self._propose(problem)
             # in the pieces the step ran, so that dropout masks agree
-            with _random.replayed(random), torch.enable_grad():
+            with _random.replayed(random), _derivatives(twice=True), torch.enable_grad():
                 outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
             return products.relative_residual(
                 outputs,
@@ -297,7 +318,8 @@ class SecondOrder(torch.optim.Optimizer):
         captured = self._capture(problem.plan, inputs, samples)
         outputs = captured.outputs.detach()
         prepared = self._rule.prepare(self.loss, captured.raw, targets)
-        return Piece(inputs, prepared, self._values(outputs, prepared), captured), outputs
+        count = self._rule.count(self.loss, prepared)
+        return Piece(inputs, prepared, self._values(outputs, prepared), count, captured), outputs
 
     def _objective(self, problem: Problem) -> Objective:
         """f, g and the trial evaluation on the batch, or over all of the problem's loader."""
@@ -305,10 +327,11 @@ class SecondOrder(torch.optim.Optimizer):
         if problem.full is None:
             evaluated = [self._evaluate(problem, *part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
-            loss = torch.cat([piece.values for piece in pieces]).mean()
+            count = total_count(pieces)
+            loss = mean_of([piece.values for piece in pieces], count)
             gradient: Vector | None = None
-            for piece, outputs in evaluated:  # g = (1/N1) sum_{S1} J_i^T r_i
-                residual = self._rule.residual(self.loss, outputs, piece.targets) / problem.batch.samples
+            for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
+                residual = self._rule.residual(self.loss, outputs, piece.targets) / count
                 part = piece.capture.gradient(residual)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             assert gradient is not None
@@ -331,7 +354,7 @@ class SecondOrder(torch.optim.Optimizer):
             )
         total: Tensor | None = None
         gradient: Vector = {}
-        count = 0
+        count: Scalar = 0
         for inputs, targets in full:
             samples = _batch.check_batch(inputs, targets)
             captured = self._capture(problem.plan, inputs, samples)
@@ -341,9 +364,10 @@ class SecondOrder(torch.optim.Optimizer):
             gradient = part if total is None else _vector.combine(gradient, part)
             values = self._values(outputs, prepared).sum()
             total = values if total is None else total + values
-            count += samples
+            count = count + self._rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
+        count = check_count(count, "full=")
         before = total
 
         def evaluate(displacement: Displacement) -> Tensor:
@@ -383,7 +407,7 @@ class SecondOrder(torch.optim.Optimizer):
             if outputs.dim() != 2:
                 outputs = outputs.reshape(piece.values.shape[0], -1)
             differences.append(piece.values - self._values(outputs, piece.targets))
-        return (differences[0] if len(differences) == 1 else torch.cat(differences)).mean()
+        return mean_of(differences, total_count(pieces))
 
     def _vector_if_needed(self, problem: Problem, proposal: Proposal) -> Vector | None:
         """p itself where momentum or weight decay ask for it."""

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury import _vector, products
+from woodbury import _vector
 from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
+from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Piece, Problem, Proposal
-from woodbury.rows import factor_columns
+from woodbury.products import FactorProducts
+from woodbury.rows import loss_factor
 
 
 class HessianFree(SecondOrder):
@@ -39,6 +41,7 @@ class HessianFree(SecondOrder):
 
     curvature = "gauss-newton"
     by_layers = False
+    twice_differentiated = True
 
     def __init__(
         self,
@@ -116,13 +119,13 @@ class HessianFree(SecondOrder):
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
         parameters = problem.plan.parameters
-        columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
-        jacobian = products.jacobian_products(piece.capture.outputs, parameters)
+        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        count = check_count(piece.count, "the curvature samples")
+        rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 
         def product(x: Tensor) -> Tensor:
-            image = jacobian(_vector.unflatten(x, parameters))  # J x, (n, C)
-            weights = torch.einsum("nkc,nkd,nd->nc", columns, columns, image) / len(outputs)
-            return _vector.flatten(piece.capture.gradient(weights))
+            image = rows.matvec(_vector.unflatten(x, parameters)) / count  # S^T J x / M2
+            return _vector.flatten(rows.rmatvec(image))
 
         return product
 

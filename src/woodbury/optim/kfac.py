@@ -27,9 +27,10 @@ from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
+from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Problem, Proposal
-from woodbury.rows import factor_columns
+from woodbury.rows import loss_factor
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
@@ -104,10 +105,12 @@ class KFAC(SecondOrder):
     def _propose(self, problem: Problem) -> Proposal:
         objective = self._objective(problem)
         piece, outputs = objective.pieces[0], objective.outputs
-        columns, _ = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
-        forms = piece.capture.rows([columns])
+        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        forms = piece.capture.rows([factor.columns()])
+        count = check_count(piece.count, "the curvature samples")
         with full_precision():
-            memory, inverses, usable = self._updated(problem, forms, torch.isfinite(objective.loss))
+            fresh = {name: kronecker_factors(self._outer(name, form), count) for name, form in forms.items()}
+            memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(objective.loss))
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(
             displacement=Displacement(problem.plan.parameters, base=vector),
@@ -123,14 +126,13 @@ class KFAC(SecondOrder):
         )
 
     def _updated(
-        self, problem: Problem, forms: Mapping[str, RowForm], good: Tensor
+        self, problem: Problem, fresh: Mapping[str, Factors], good: Tensor
     ) -> tuple[dict[str, Any], dict[str, Inverses], Tensor]:
         """What the state gains by this batch, the inverses to use, and whether they can be.
 
         A batch whose loss or factors are not finite leaves the averages alone. Inverses that could not be
         computed are zero, so that a device that cannot tell yet takes no step by them; they are not kept.
         """
-        fresh = {name: kronecker_factors(self._outer(name, form)) for name, form in forms.items()}
         for factors in fresh.values():
             # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
             good = good & torch.isfinite(factors.inputs.trace() + factors.grads.trace())
@@ -212,13 +214,16 @@ def _place(form: RowForm) -> str:
     return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
-def kronecker_factors(form: OuterRows) -> Factors:
-    """A = (1/n) sum a_i a_i^T and G = (1/n) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1)."""
+def kronecker_factors(form: OuterRows, count: Scalar) -> Factors:
+    """A = (1/n) sum a_i a_i^T and G = (1/M) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
+
+    M is the count of the mean loss: n, or fewer where targets are ignored, whose h are zero.
+    """
     samples = form.layout.samples
     sides = [] if form.weight is None else [form.inputs]
     sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
     inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / samples)
+    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / count)
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:

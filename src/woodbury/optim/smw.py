@@ -1,13 +1,15 @@
 """SMW-GN, SMW-NG and SMW-NG-BD: exact damped steps solved in the space of samples.
 
 With rows Z of the batch (factor rows of S2, then gradient rows of the samples outside it), U the factor
-rows over sqrt(N2), and g = U^T e + g_rest:
+rows over sqrt(D) (D = N2 for a mean over samples; see `woodbury.rows.curvature_divisor`), and
+g = U^T e + g_rest:
 
     (K + lambda I) a = e + U p0 - U g_rest / lambda          K = U U^T, small
     p = p0 - U^T a - g_rest / lambda                         U p = lambda a - e
 
 which is p = -(U^T U + lambda I)^{-1} g for p0 = 0 (paper, equations (6) and (7), by the
-Sherman-Morrison-Woodbury identity). Writing g through e instead of subtracting U^T K^{-1} U g from g keeps
+Sherman-Morrison-Woodbury identity). Where U has more rows than columns, the p x p system is the smaller one and
+is solved instead. Writing g through e instead of subtracting U^T K^{-1} U g from g keeps
 float32 accurate at small damping. Momentum, weight decay and a gradient given from outside enter through p0.
 """
 
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
+from woodbury._memory import available_bytes, in_words
 from woodbury._scalar import Scalar, Truth, scalar, truth
 from woodbury._vector import Vector
 from woodbury.capture import Forward
@@ -33,32 +36,41 @@ from woodbury.linalg import (
     Solution,
     solve_cholesky,
     solve_conjugate_gradient,
+    solve_in_parameter_space,
     solve_in_sample_space,
     sum_of_squares,
 )
+from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import check_choice
-from woodbury.optim.step import Piece, Problem, Proposal
-from woodbury.rows import Rows, factor_columns
+from woodbury.optim.step import Piece, Problem, Proposal, mean_of, total_count
+from woodbury.products import FactorProducts
+from woodbury.rows import Rows, curvature_divisor, loss_factor
 
 SOLVERS = ("cholesky", "cg", "products")
+_WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
 _RAISES = 12  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
 
 
 @dataclass
 class Linearization:
-    """The model around theta: Z with U in front, and g = Z^T (e / N1, 1 / N1) + gradient."""
+    """The model around theta: Z with U in front, and g = Z^T (e / M, 1 / M) + gradient."""
 
-    rows: Rows  # Z, unscaled
-    curvature_rows: int  # the first so many rows of Z, over sqrt(N2), are U
-    curvature_samples: int  # N2
-    samples: int  # N1
+    rows: Rows | FactorProducts  # Z, unscaled
+    curvature_rows: int  # the first so many rows of Z, over sqrt(D), are U
+    divisor: Scalar  # D
+    count: Scalar  # M, what the mean loss of the batch divides by
     e: Tensor  # (curvature rows,), S e = r; zero where g is given by `gradient` alone
     gradient: Vector | None  # the part of g that is not in Z
+    curvature: list[Tensor] | None = None  # B by block, once formed
 
 
 class _SampleSpace(SecondOrder):
     """The two methods of the paper; they differ in the factor S only."""
+
+    @property
+    def twice_differentiated(self) -> bool:  # type: ignore[override]
+        return self.solver == "products"
 
     def __init__(
         self,
@@ -109,8 +121,7 @@ class _SampleSpace(SecondOrder):
     def _propose(self, problem: Problem) -> Proposal:
         if problem.full is None:
             line, pieces = self._linearize(problem)
-            values = [piece.values for piece in pieces]
-            loss = (values[0] if len(values) == 1 else torch.cat(values)).mean()
+            loss = mean_of([piece.values for piece in pieces], line.count)
             evaluate: Callable[[Displacement], Tensor] = partial(self._decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
@@ -152,86 +163,128 @@ class _SampleSpace(SecondOrder):
         batch, m = problem.batch, problem.batch.curvature
         piece, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
         targets, gradient = piece.targets, None
+        count = chosen = total_count([piece])
+        self._check_memory(problem, piece)
+        if m < batch.samples:
+            chosen = self._rule.count(self.loss, targets[:m])
         if self.curvature == "empirical":
             # Every factor row is a gradient row: S2 and the rest in one go.
             segments = [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)]
             e: Tensor | None = outputs.new_ones(m)
         else:
-            columns, e = factor_columns(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
-            segments = [columns]
+            factor = loss_factor(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
+            segments, e = [factor.columns()], factor.e
             if e is None:
-                gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / batch.samples)
+                gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / count)
             elif m < batch.samples:
                 segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
-        count = sum(columns.shape[0] * columns.shape[1] for columns in segments)
-        rows = Rows(problem.plan, piece.capture.rows(segments), count)
+        height = sum(columns.shape[0] * columns.shape[1] for columns in segments)
+        rows = Rows(problem.plan, piece.capture.rows(segments), height)
         width = m * segments[0].shape[1]
         e = outputs.new_zeros(width) if e is None else e.flatten()
-        return Linearization(rows, width, m, batch.samples, e, gradient), [piece]
+        return Linearization(rows, width, self._divisor(chosen, m), count, e, gradient), [piece]
 
     def _linearize_in_pieces(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
-        """The same with S2 and the samples outside it run through the model one after the other."""
+        """The same with S2 and the samples outside it run through the model one after the other.
+
+        For solver="products" Z has the factor rows alone, and none of them is formed.
+        """
         batch = problem.batch
         given = problem.full is not None  # g comes from the loader: S2 is all we need
-        pieces, forms, count, width = [], [], 0, 0
+        evaluated = [self._evaluate(problem, *part) for part in batch.pieces()[: 1 if given else None]]
+        pieces = [piece for piece, _ in evaluated]
+        divisor = self._divisor(pieces[0].count, batch.curvature)
+        count = total_count(pieces)
+        by_products = self.solver == "products"
+        if not by_products:
+            self._check_memory(problem, pieces[0])
+        piece, outputs = evaluated[0]
+        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        width = batch.curvature * factor.width
+        in_rows = 0 if factor.e is None else 1 if by_products else len(pieces)  # pieces whose gradient Z holds
         gradient: Vector | None = None
-        e: Tensor | None = None
-        for index, (inputs, targets, samples) in enumerate(batch.pieces()[: 1 if given else None]):
-            piece, outputs = self._evaluate(problem, inputs, targets, samples)
-            pieces.append(piece)
-            if index == 0:
-                columns, e = factor_columns(self._rule, self.loss, outputs, piece.targets, self.curvature)
-                in_rows, width = e is not None, columns.shape[0] * columns.shape[1]
-                e = outputs.new_zeros(width) if e is None or given else e.flatten()
-            else:
-                columns = self._rule.residual(self.loss, outputs, piece.targets).unsqueeze(1)
-                in_rows = in_rows and self.solver != "products"
-            if not in_rows and not given:
-                weights = self._rule.residual(self.loss, outputs, piece.targets) / batch.samples
-                part = piece.capture.gradient(weights)
-                gradient = part if gradient is None else _vector.combine(gradient, part)
-            if index == 0 or in_rows:
-                forms.append(piece.capture.rows([columns]))
-                count += columns.shape[0] * columns.shape[1]
-        assert e is not None
-        rows = Rows(problem.plan, concatenate_forms(forms), count)
-        return Linearization(rows, width, batch.curvature, batch.samples, e, gradient), pieces
+        for piece, outputs in evaluated[len(evaluated) if given else in_rows :]:
+            part = piece.capture.gradient(self._rule.residual(self.loss, outputs, piece.targets) / count)
+            gradient = part if gradient is None else _vector.combine(gradient, part)
+        e = outputs.new_zeros(width) if factor.e is None or given else factor.e.flatten()
+        if by_products:
+            rows: Rows | FactorProducts = FactorProducts(
+                pieces[0].capture.outputs, problem.plan.parameters, factor, self._blocks(problem)
+            )
+        else:
+            segments = [factor.columns()]
+            for piece, outputs in evaluated[1:in_rows]:
+                segments.append(self._rule.residual(self.loss, outputs, piece.targets).unsqueeze(1))
+            forms = [piece.capture.rows([own]) for piece, own in zip(pieces, segments, strict=False)]
+            height = sum(own.shape[0] * own.shape[1] for own in segments)
+            rows = Rows(problem.plan, concatenate_forms(forms), height)
+        return Linearization(rows, width, divisor, count, e, gradient), pieces
+
+    def _blocks(self, problem: Problem) -> list[tuple[str, ...]]:
+        """The parameters of each block of B."""
+        return problem.plan.blocks if self.blocks == "layer" else [tuple(problem.plan.parameters)]
+
+    def _largest_block(self, problem: Problem) -> int:
+        parameters = problem.plan.parameters
+        return max(sum(parameters[name].numel() for name in block) for block in self._blocks(problem))
+
+    def _in_parameter_space(self, problem: Problem, rows: int) -> bool:
+        """Whether B, block by block, is smaller than the Gram matrix of so many factor rows."""
+        return self.solver == "cholesky" and rows > self._largest_block(problem)
+
+    def _check_memory(self, problem: Problem, piece: Piece) -> None:
+        """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
+        batch, raw = problem.batch, piece.capture.raw
+        k = self._rule.column_count(raw.shape) if self.curvature == "gauss-newton" else 1
+        rows, number = batch.curvature * k, raw.element_size()
+        columns = rows * (raw.numel() // raw.shape[0]) * number
+        wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
+        if self._in_parameter_space(problem, rows):
+            size = self._largest_block(problem)
+            written_out = rows * sum(parameter.numel() for parameter in problem.plan.parameters.values())
+        else:
+            size, written_out = rows + batch.samples - batch.curvature, 0
+        # written out and collected; the matrix, with damping, and its factor
+        system = (2 * written_out + 3 * len(self._blocks(problem)) * size**2) * wide
+        if columns + system < _WORTH_ASKING:
+            return
+        available = available_bytes(raw.device)
+        if available is not None and columns + system > available:
+            raise MemoryError(
+                f"{type(self).__name__}: {batch.curvature} curvature samples give {rows} rows, {k} each. Their "
+                f"columns take about {in_words(columns)} and the system to solve {in_words(system)}; "
+                f"{in_words(available)} are available. Ways out: fewer curvature_samples, NaturalGradient (one "
+                "row a sample), or solver='products' (no rows at all)"
+            )
+
+    def _divisor(self, count: Scalar, samples: int) -> Scalar:
+        return curvature_divisor(self.curvature, check_count(count, "the curvature samples"), samples)
 
     def _solve(self, problem: Problem, line: Linearization, damping: Scalar) -> _Step:
         """p for this damping, with its norm and predicted decrease."""
+        if isinstance(line.rows, FactorProducts):
+            return self._solve_by_products(problem, line, line.rows, damping)
+        if self._in_parameter_space(problem, line.curvature_rows):
+            return self._solve_in_parameter_space(problem, line, line.rows, damping)
         scales = _scales(problem, damping)
         base = _base(problem, line, scales, damping)
-        projected = None if base is None else self._project(line, base)
-        if self.solver == "products":
-            gram = None
-            coefficients, bend, solution = self._solve_by_products(line, scales, projected, damping)
-        else:
-            gram = self._gram(line, scales)
-            coefficients, bend, solution = solve_in_sample_space(
-                gram,
-                line.curvature_rows,
-                line.curvature_samples,
-                line.samples,
-                line.e,
-                projected,
-                damping,
-                solve_cholesky if self.solver == "cholesky" else self._solve_explicit_by_cg,
-            )
+        gram = self._gram(line.rows, scales)
+        coefficients, bend, solution = solve_in_sample_space(
+            gram,
+            line.curvature_rows,
+            line.divisor,
+            line.count,
+            line.e,
+            None if base is None else self._project(line, line.rows, base),
+            damping,
+            solve_cholesky if self.solver == "cholesky" else self._solve_explicit_by_cg,
+        )
         displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales)
-        if base is None and gram is not None:
-            image = torch.bmm(gram, coefficients.unsqueeze(-1))
-            squared = scalar(torch.dot(coefficients.reshape(-1), image.reshape(-1)))  # |p|^2 = c^T Z Z^T c
-            predicted = damping * squared + 0.5 * bend
-        else:
-            vector = displacement.dense()
-            squared = pull = scalar(_vector.dot(vector, vector))
-            if problem.previous is not None:
-                pull = pull - scalar(_vector.dot(vector, problem.previous))
-            for name, decay in problem.hyper.weight_decay.items():
-                if decay:
-                    bend = bend + decay * scalar(vector[name].square().sum())
-            predicted = damping * pull + 0.5 * bend
-        return _Step(displacement, predicted, squared, truth(solution.ok))
+        if base is not None:
+            return _step_along(problem, displacement, damping, bend, solution.ok)
+        image = torch.bmm(gram, coefficients.unsqueeze(-1))
+        squared = scalar(torch.dot(coefficients.reshape(-1), image.reshape(-1)))  # |p|^2 = c^T Z Z^T c
+        return _Step(displacement, damping * squared + 0.5 * bend, squared, truth(solution.ok))
 
     def _solve_explicit_by_cg(self, matrix: Tensor, rhs: Tensor) -> Solution:
         return solve_conjugate_gradient(
@@ -258,35 +311,72 @@ class _SampleSpace(SecondOrder):
         return failed, damping
 
     def _solve_by_products(
-        self, line: Linearization, scales: dict[str, Scalar] | None, projected: Tensor | None, damping: Scalar
-    ) -> tuple[Tensor, Scalar, Solution]:
-        """The same system by CG with products Z (D Z^T x) alone; every row is a factor row here."""
-        rows, by_layer = line.rows, self.blocks == "layer"
-        e = line.e * (line.curvature_samples / line.samples)
-        rhs = (e if projected is None else e + projected).expand(len(rows.forms) if by_layer else 1, -1)
-        shift = line.curvature_samples * damping
+        self, problem: Problem, line: Linearization, rows: FactorProducts, damping: Scalar
+    ) -> _Step:
+        """The system in sample space by CG with products Z (D Z^T x) alone."""
+        scales = _scales(problem, damping)
+        base = _base(problem, line, scales, damping)
+        e = line.e * (line.divisor / line.count)
+        shift = line.divisor * damping
 
-        def product(x: Tensor) -> Tensor:
-            vector = rows.rmatvec(x if by_layer else x[0])
-            if scales is not None:
-                vector = {name: value * scales[name] for name, value in vector.items()}
-            images = torch.stack(rows.layer_matvec(vector))
-            return (images if by_layer else images.sum(0, keepdim=True)) + shift * x
+        def transposed(x: Tensor) -> Vector:
+            vector = rows.rmatvec(x)
+            return vector if scales is None else {name: value * scales[name] for name, value in vector.items()}
 
+        rhs = e.expand(len(rows.blocks), -1) if base is None else e + rows.matvec(base)
         solution = solve_conjugate_gradient(
-            product, rhs, self._tolerance(rhs.dtype), max_iterations=10 * line.curvature_rows
+            lambda x: rows.matvec(transposed(x)) + shift * x,
+            rhs,
+            self._tolerance(rhs.dtype),
+            max_iterations=10 * line.curvature_rows,
         )
-        return solution.x, sum_of_squares(shift * solution.x - e) / line.curvature_samples, solution
+        bend = sum_of_squares(shift * solution.x - e) / line.divisor
+        change = transposed(solution.x)
+        vector = {name: -value if base is None else base[name] - value for name, value in change.items()}
+        displacement = Displacement(problem.plan.parameters, base=vector)
+        return _step_along(problem, displacement, damping, bend, solution.ok)
 
-    def _gram(self, line: Linearization, scales: dict[str, Scalar] | None) -> Tensor:
+    def _solve_in_parameter_space(
+        self, problem: Problem, line: Linearization, rows: Rows, damping: Scalar
+    ) -> _Step:
+        """(B + lambda + W) p = lambda q - W theta - g, block by block."""
+        blocks, parameters, decays = self._blocks(problem), problem.plan.parameters, problem.hyper.weight_decay
+        if line.curvature is None:  # a raised damping comes back with the same B
+            matrices = rows.curvature(line.curvature_rows, blocks, self.gram_dtype)
+            line.curvature = [matrix.div_(line.divisor) for matrix in matrices]
+        weights = torch.cat([line.e, line.e.new_ones(rows.count - line.curvature_rows)]) / line.count
+        force: Vector = {}
+        for name, value in rows.rmatvec(weights).items():
+            force[name] = -value if line.gradient is None else -value - line.gradient[name]
+            if decays[name]:
+                force[name] = force[name] - decays[name] * parameters[name].detach()
+            if problem.previous is not None:
+                force[name] = force[name] + damping * problem.previous[name]
+        vector: Vector = {}
+        bend: Scalar = 0.0
+        ok = torch.ones((), dtype=torch.bool, device=line.e.device)
+        for block, matrix in zip(blocks, line.curvature, strict=True):
+            own = {name: force[name] for name in block}
+            shift: Tensor | Scalar = damping
+            if any(decays[name] for name in block):
+                shift = (
+                    torch.cat([matrix.new_full((own[name].numel(),), decays[name]) for name in block]) + damping
+                )
+            p, curved, solution = solve_in_parameter_space(matrix, shift, _vector.flatten(own))
+            vector |= _vector.unflatten(p.to(line.e.dtype), own)
+            bend, ok = bend + curved, ok & solution.ok
+        displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
+        return _step_along(problem, displacement, damping, bend, ok)
+
+    def _gram(self, rows: Rows, scales: dict[str, Scalar] | None) -> Tensor:
         """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
         if self.blocks == "layer":
-            return torch.stack(line.rows.layer_grams(scales=scales, dtype=self.gram_dtype))
-        return line.rows.gram(scales=scales, dtype=self.gram_dtype).unsqueeze(0)
+            return torch.stack(rows.layer_grams(scales=scales, dtype=self.gram_dtype))
+        return rows.gram(scales=scales, dtype=self.gram_dtype).unsqueeze(0)
 
-    def _project(self, line: Linearization, base: Vector) -> Tensor:
+    def _project(self, line: Linearization, rows: Rows, base: Vector) -> Tensor:
         """Z p0 on the factor rows, (blocks, m)."""
-        images = torch.stack(line.rows.layer_matvec(base))[:, : line.curvature_rows]
+        images = torch.stack(rows.layer_matvec(base))[:, : line.curvature_rows]
         return images if self.blocks == "layer" else images.sum(0, keepdim=True)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
@@ -299,6 +389,21 @@ class _Step:
     predicted: Scalar
     squared_norm: Scalar
     usable: Truth
+
+
+def _step_along(problem: Problem, displacement: Displacement, damping: Scalar, bend: Scalar, ok: Tensor) -> _Step:
+    """A step whose p is at hand, with its norm and predicted decrease; bend is p^T B p.
+
+    m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
+    """
+    vector = displacement.dense()
+    squared = pull = scalar(_vector.dot(vector, vector))
+    if problem.previous is not None:
+        pull = pull - scalar(_vector.dot(vector, problem.previous))
+    for name, decay in problem.hyper.weight_decay.items():
+        if decay:
+            bend = bend + decay * scalar(vector[name].square().sum())
+    return _Step(displacement, damping * pull + 0.5 * bend, squared, truth(ok))
 
 
 def _scales(problem: Problem, damping: Scalar) -> dict[str, Scalar] | None:
@@ -333,7 +438,7 @@ def _base(
 def _warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:
     """Say that the small system was not positive definite and what was done about it."""
     warnings.warn(
-        f"the Gram matrix plus damping {before:.3g} is not numerically positive definite in {dtype}: damping "
+        f"the system to solve at damping {before:.3g} is not numerically positive definite in {dtype}: damping "
         f"raised to {after:.3g} for this step. gram_dtype=torch.float64 or a larger damping avoids this",
         RuntimeWarning,
         stacklevel=4,
@@ -345,7 +450,8 @@ class GaussNewton(_SampleSpace):
 
     Args:
         model: any module made of layers a rule covers; only parameters with requires_grad are trained.
-        loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss (mean reduction), or one added by `register_loss`.
+        loss: CrossEntropyLoss (per token too, ignored targets included), BCEWithLogitsLoss, MSELoss (mean
+            reduction), or one added by `register_loss`.
         lr: alpha, theta moves by alpha p.
         damping: lambda: a policy such as `LevenbergMarquardt`, or a number for a constant.
         curvature_samples: N2: None for the whole batch, a number of samples, or a fraction of the batch. S2
@@ -354,8 +460,9 @@ class GaussNewton(_SampleSpace):
         momentum: mu: p minimises the damped model around mu p_prev instead of around 0.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.
         accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss).
-        solver: for the small system: "cholesky" (exact), "cg" (conjugate gradients with the explicit
-            matrix) or "products" (conjugate gradients through U and U^T, no Gram matrix).
+        solver: for the small system: "cholesky" (exact; in the space of parameters where a step has more rows
+            than these), "cg" (conjugate gradients with the explicit matrix) or "products" (conjugate gradients
+            through U and U^T by autograd: neither rows nor a Gram matrix in memory).
         solver_tolerance: relative residual at which "cg" and "products" stop.
         gram_dtype: accumulate and solve the small system in this type (torch.float64 buys 2 to 4 digits
             of a float32 step at small damping).

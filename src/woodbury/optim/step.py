@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from woodbury._batch import Batch
@@ -13,6 +14,7 @@ from woodbury._scalar import Scalar, Truth
 from woodbury._vector import Vector
 from woodbury.capture import Capture
 from woodbury.displacement import Displacement
+from woodbury.losses import check_count
 from woodbury.optim.settings import Hyperparameters
 from woodbury.plan import Plan
 
@@ -46,7 +48,21 @@ class Piece:
     inputs: Any
     targets: Tensor  # as the loss rule prepared them
     values: Tensor  # loss of each sample, float64
+    count: Scalar  # what their mean divides by: f = sum of values / count
     capture: Capture
+
+
+def mean_of(values: Sequence[Tensor], count: Scalar) -> Tensor:
+    """sum of values / count."""
+    joined = values[0] if len(values) == 1 else torch.cat(list(values))
+    if not isinstance(count, Tensor) and count == len(joined):
+        return joined.mean()  # one operation
+    return joined.sum() / count
+
+
+def total_count(pieces: Sequence[Piece]) -> Scalar:
+    """What the mean over all pieces divides by."""
+    return check_count(sum(piece.count for piece in pieces))
 
 
 @dataclass

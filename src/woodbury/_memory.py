@@ -1,0 +1,32 @@
+"""How much memory a device has left, and sizes in words."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that could still be allocated on the device, or None where nobody tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # what torch's allocator holds and does not use is free as well
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo") as lines:
+            entry = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(entry.split()[1]) * 1024
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # no such function, or no such name
+        return None
+
+
+def in_words(count: int) -> str:
+    """A number of bytes for a reader: "3.2 GiB"."""
+    return f"{count / 2**30:.3g} GiB"

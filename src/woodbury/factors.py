@@ -1,0 +1,133 @@
+"""S, a square root of the loss Hessian at each sample, held as compactly as its structure allows.
+
+H_i = S_i S_i^T. A factor shows the columns of S where rows are wanted, and multiplies by S and S^T where they
+would not fit. The C outputs at each of T positions of a sample (tokens, pixels) are laid out as torch lays
+out (n, C, T), flattened to (n, C T); columns are position-major: column t k + a of a sample is the a-th of
+position t.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Factor(ABC):
+    """S of n samples with m outputs and k columns each, and e (n, k) with S_i e_i = r_i, or None."""
+
+    e: Tensor | None
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """k, the number of columns a sample."""
+
+    @abstractmethod
+    def columns(self) -> Tensor:
+        """The columns of each S_i as rows, (n, k, m)."""
+
+    @abstractmethod
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        """S_i c_i for coefficients (n, k), (n, m)."""
+
+    @abstractmethod
+    def rmatvec(self, outputs: Tensor) -> Tensor:
+        """S_i^T y_i for outputs (n, m), (n, k)."""
+
+
+@dataclass(frozen=True)
+class DenseFactor(Factor):
+    """S written out."""
+
+    matrix: Tensor  # (n, k, m), columns as rows
+
+    @property
+    def width(self) -> int:
+        return self.matrix.shape[1]
+
+    def columns(self) -> Tensor:
+        return self.matrix
+
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        return torch.bmm(coefficients.unsqueeze(1), self.matrix).squeeze(1)
+
+    def rmatvec(self, outputs: Tensor) -> Tensor:
+        return torch.bmm(self.matrix, outputs.unsqueeze(2)).squeeze(2)
+
+
+@dataclass(frozen=True)
+class DiagonalFactor(Factor):
+    """S = diag(root), for losses that look at each output by itself."""
+
+    root: Tensor  # (n, m)
+
+    @property
+    def width(self) -> int:
+        return self.root.shape[1]
+
+    def columns(self) -> Tensor:
+        return torch.diag_embed(self.root)
+
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        return self.root * coefficients
+
+    def rmatvec(self, outputs: Tensor) -> Tensor:
+        return self.root * outputs
+
+
+@dataclass(frozen=True)
+class SoftmaxFactor(Factor):
+    """At each position S = (E + common 1^T) diag(root), the columns of E unit vectors of all classes but one."""
+
+    root: Tensor  # (n T, C - 1)
+    others: Tensor  # (n T, C - 1): the class of each column
+    common: Tensor  # (n T, C)
+    positions: int  # T
+
+    @property
+    def width(self) -> int:
+        return self.positions * self.root.shape[1]
+
+    def columns(self) -> Tensor:
+        blocks = self.common.unsqueeze(1).repeat(1, self.others.shape[1], 1)
+        blocks.scatter_add_(2, self.others.unsqueeze(2), torch.ones_like(blocks[:, :, :1]))
+        blocks *= self.root.unsqueeze(2)
+        return _block_diagonal(blocks, self.positions)
+
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        scaled = coefficients.reshape(self.root.shape) * self.root
+        image = self.common * scaled.sum(1, keepdim=True)
+        return by_sample(image.scatter_add_(1, self.others, scaled), self.positions)
+
+    def rmatvec(self, outputs: Tensor) -> Tensor:
+        outputs = by_position(outputs, self.positions)
+        inner = (self.common * outputs).sum(1, keepdim=True)
+        return (self.root * (outputs.gather(1, self.others) + inner)).view(len(outputs) // self.positions, -1)
+
+
+def by_position(outputs: Tensor, positions: int) -> Tensor:
+    """Outputs (n, C T) as (n T, C)."""
+    if positions == 1:
+        return outputs
+    return outputs.unflatten(1, (-1, positions)).transpose(1, 2).flatten(0, 1)
+
+
+def by_sample(outputs: Tensor, positions: int) -> Tensor:
+    """Outputs (n T, C) as (n, C T): the inverse of `by_position`."""
+    if positions == 1:
+        return outputs
+    return outputs.unflatten(0, (-1, positions)).transpose(1, 2).flatten(1)
+
+
+def _block_diagonal(blocks: Tensor, positions: int) -> Tensor:
+    """Columns (n, T k, C T) that are zero away from their own position, from those of each, (n T, k, C)."""
+    if positions == 1:
+        return blocks
+    blocks = blocks.unflatten(0, (-1, positions))  # (n, T, k, C)
+    columns = blocks.new_zeros(*blocks.shape, positions)
+    columns.diagonal(dim1=1, dim2=4).copy_(blocks.movedim(1, 3))
+    return columns.flatten(3).flatten(1, 2)

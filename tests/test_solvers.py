@@ -1,0 +1,297 @@
+"""The other ways to solve for p: in the space of parameters, and through products without any row."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import problems
+import reference
+import woodbury
+from woodbury._memory import available_bytes
+from woodbury._vector import flatten
+from woodbury.capture import Capture
+from woodbury.optim import smw
+from woodbury.rows import Rows
+
+METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
+every_kind = pytest.mark.parametrize("kind", list(METHODS))
+every_blocks = pytest.mark.parametrize("blocks", ["full", "layer"])
+every_subset = pytest.mark.parametrize("subset", [[5, 0, 9, 2], list(range(12))], ids=["part", "all"])
+
+
+def forbid(monkeypatch, owner, name):
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"{name} was called")
+
+    monkeypatch.setattr(owner, name, refuse)
+
+
+# -- in the space of parameters -------------------------------------------------------------------------------
+
+
+def few_parameters(kind):
+    """More rows than the model has parameters, for either method and four samples."""
+    torch.manual_seed(0)
+    if kind == "gauss-newton":  # 2 + 12 parameters, 5 words of 2 rows each a sample
+        model = nn.Sequential(nn.Embedding(4, 1), nn.Linear(1, 3, bias=False), Transposed())
+        return model.double(), nn.CrossEntropyLoss(), torch.randint(4, (12, 5)), torch.randint(3, (12, 5))
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1))  # 3 parameters
+    return model.double(), nn.MSELoss(), torch.randn(12, 1).double(), torch.randn(12, 1).double()
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
+@every_kind
+@every_blocks
+@every_subset
+@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, subset, weight_decay, monkeypatch):
+    model, loss, inputs, targets = few_parameters(kind)
+    settings = {"damping": 0.05, "blocks": blocks, "momentum": 0.7, "weight_decay": weight_decay}
+    optimizer = METHODS[kind](model, loss, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(METHODS[kind], "_in_parameter_space", lambda *args: False)
+        in_samples = flatten(optimizer.direction(inputs, targets, subset=subset))
+    forbid(monkeypatch, Rows, "layer_grams")
+    previous = flatten(optimizer.direction(inputs, targets, subset=subset))
+    torch.testing.assert_close(previous, in_samples, rtol=1e-9, atol=1e-12)
+    optimizer.step(inputs, targets, subset=subset)
+    decay = weight_decay * torch.ones_like(previous)
+    expected, B, g = reference.dense_direction(
+        model, loss, inputs, targets, subset, 0.05, kind, blocks=blocks, decay=decay, shift=0.7 * previous
+    )
+    p = flatten(optimizer.direction(inputs, targets, subset=subset))
+    assert reference.relative_error(p, expected) <= 1e-10
+    assert optimizer.verify(inputs, targets, subset=subset) < 1e-10
+    theta = reference.flat([q.detach() for q in reference.parameters(model).values()])
+    info = optimizer.step(inputs, targets, subset=subset)
+    torch.testing.assert_close(
+        info.predicted, -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
+    )
+    torch.testing.assert_close(info.step_norm, expected.norm())
+
+
+@every_kind
+def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kind, monkeypatch):
+    model, loss, x, t = few_parameters(kind)
+    forbid(monkeypatch, Rows, "layer_grams")
+    first, *others = model.parameters()
+    optimizer = METHODS[kind](
+        model, loss, damping=0.1, params=[{"params": [first], "weight_decay": 0.3}, {"params": others}]
+    )
+    theta = reference.flat([q.detach() for q in model.parameters()])
+    W = torch.zeros_like(theta)
+    W[: first.numel()] = 0.3
+    B = reference.curvature_matrix(reference.per_sample(model, loss, x[:5], t[:5]), kind)
+    g = reference.gradient(model, loss, x, t)
+    expected = torch.linalg.solve(B + torch.diag(W + 0.1), -g - W * theta)
+    p = optimizer.direction(x[:5], t[:5], full=[(x[:8], t[:8]), (x[8:], t[8:])])
+    assert reference.relative_error(flatten(p), expected) <= 1e-10
+
+
+def test_a_loss_of_ones_own_without_e_is_solved_in_parameter_space_too(monkeypatch):
+    class Quartic(nn.Module):
+        def forward(self, outputs, targets):
+            return (outputs - targets).pow(4).sum(1).mean()
+
+    @woodbury.register_loss(Quartic)
+    class QuarticRule(woodbury.LossRule):
+        def values(self, loss, outputs, targets):
+            return (outputs - targets).pow(4).sum(1)
+
+    forbid(monkeypatch, Rows, "layer_grams")
+    model, x, t = nn.Linear(2, 2).double(), torch.randn(9, 2).double(), torch.randn(9, 2).double()
+    for subset in ([0, 3, 5, 8], list(range(9))):
+        p = flatten(woodbury.GaussNewton(model, Quartic(), damping=0.1).direction(x, t, subset=subset))
+        expected, _, _ = reference.dense_direction(model, Quartic(), x, t, subset, 0.1, "gauss-newton")
+        assert reference.relative_error(p, expected) <= 1e-10
+
+
+@every_kind
+def test_gram_dtype_is_that_of_the_system_in_parameter_space(kind):
+    """float32 and lambda = 1e-6 lambda_max: two digits more than in sample space, and one more by float64."""
+    torch.manual_seed(0)
+    model, twin, loss = problems.mlp(6, 8, 3), problems.mlp(6, 8, 3).double(), nn.MSELoss()
+    twin.load_state_dict(model.state_dict())
+    inputs, targets = torch.randn(300, 6), torch.randn(300, 3)
+    gram = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram()
+    damping = float(1e-6 * torch.linalg.eigvalsh(gram.double())[-1])
+    exact = flatten(METHODS[kind](twin, loss, damping=damping).direction(inputs.double(), targets.double()))
+
+    def error(dtype):
+        p = flatten(METHODS[kind](model, loss, damping=damping, gram_dtype=dtype).direction(inputs, targets))
+        assert p.dtype == torch.float32
+        return reference.relative_error(p.double(), exact)
+
+    assert error(None) <= 2e-3 and error(torch.float64) <= 2e-4
+
+
+def test_raised_damping_forms_the_matrix_once(monkeypatch):
+    formed = []
+    plain = Rows.curvature
+    monkeypatch.setattr(Rows, "curvature", lambda *args: formed.append(1) or plain(*args))
+    model = nn.Linear(3, 2)  # B is [4, 4, 4, 2]^T [4, 4, 4, 2] / 4 for each output: the second pivot is exactly 0
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=woodbury.LevenbergMarquardt(1e-12, floor=0.0))
+    with pytest.warns(RuntimeWarning, match="not numerically positive definite"):
+        info = optimizer.step(torch.full((20, 3), 2.0), torch.ones(20, 2))
+    assert len(formed) == 1 and info.damping > 1e-12 and torch.isfinite(info.predicted)
+
+
+# -- through products -----------------------------------------------------------------------------------------
+
+
+@problems.every_problem
+@every_kind
+@every_blocks
+@pytest.mark.parametrize("subset", [[5, 0, 2, 3], [4], list(range(problems.N))], ids=["part", "one", "all"])
+def test_products_give_the_dense_direction_without_a_row(name, kind, blocks, subset, monkeypatch):
+    forbid(monkeypatch, Capture, "rows")
+    problem = problems.make(name)
+    optimizer = METHODS[kind](
+        problem.model, problem.loss, damping=0.03, blocks=blocks, solver="products", solver_tolerance=1e-12
+    )
+    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
+    expected, _, _ = reference.dense_direction(
+        problem.model, problem.loss, problem.inputs, problem.targets, subset, 0.03, kind, blocks=blocks
+    )
+    assert reference.relative_error(flatten(p), expected) <= 1e-8
+
+
+class Idle(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.idle = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+def test_products_leave_a_layer_alone_that_is_not_called():
+    model, x, t = Idle().double(), torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    for blocks in ("full", "layer"):
+        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), solver="products", blocks=blocks)
+        p = optimizer.direction(x, t)
+        assert p["idle.weight"].abs().max() == 0 and p["a.weight"].abs().max() > 0
+
+
+class Attention(nn.Module):
+    """A language model of one fused attention layer; outputs (n, C, T)."""
+
+    def __init__(self, words=7, width=4):
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        h = self.words(x)
+        q, k, v = (part(h).unsqueeze(1) for part in (self.query, self.key, self.value))
+        h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        return self.head(h).transpose(1, 2)
+
+
+def test_fused_attention_can_be_differentiated_twice():
+    """torch's fused kernels have no second derivative: verify, HessianFree and products ask for the plain one."""
+    torch.manual_seed(0)
+    model, loss = Attention().double(), nn.CrossEntropyLoss()
+    inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
+    expected, _, _ = reference.dense_direction(model, loss, inputs, targets, [0, 2], 0.1, "gauss-newton")
+    for optimizer in (
+        woodbury.GaussNewton(model, loss, damping=0.1),
+        woodbury.GaussNewton(model, loss, damping=0.1, solver="products", solver_tolerance=1e-12),
+        woodbury.HessianFree(model, loss, damping=0.1, progress=0.0, max_iterations=300),
+    ):
+        p = flatten(optimizer.direction(inputs, targets, subset=[0, 2]))
+        assert reference.relative_error(p, expected) <= 1e-7
+        assert optimizer.verify(inputs, targets, subset=[0, 2]) < 1e-7
+    assert optimizer.step(inputs, targets).accepted
+
+
+LANGUAGE = """
+import torch, woodbury
+from torch import nn
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(500, 32), nn.Linear(32, 32), nn.Linear(32, 500)
+    def forward(self, x):
+        return self.head(torch.tanh(self.mix(self.words(x)).cumsum(1))).transpose(1, 2)
+model, loss = Model(), nn.CrossEntropyLoss()
+inputs, targets = torch.randint(500, (16, 64)), torch.randint(500, (16, 64))
+def peak():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+before = peak()
+optimizer = woodbury.GaussNewton(model, loss, solver="products", solver_tolerance=1e-4)
+assert optimizer.step(inputs, targets).accepted
+assert optimizer.verify(inputs, targets) < 1e-2
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+def test_products_take_a_language_model_in_the_memory_of_its_outputs():
+    """1024 tokens of 500 classes: 510976 rows, whose columns would take 65 GB and whose Gram matrix 1 TB."""
+    done = subprocess.run([sys.executable, "-c", LANGUAGE], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**28
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+def many_rows():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), Transposed())
+    return model, nn.CrossEntropyLoss(), torch.randint(5, (30, 50)), torch.randint(40, (30, 50))
+
+
+@pytest.mark.parametrize("solver, needed", [("cg", "38.2 GiB"), ("cholesky", "0.0766 GiB")])
+def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(solver, needed, monkeypatch):
+    """58500 rows of 2000 outputs; the Gram matrix thrice, or the rows of 175 parameters written out."""
+    model, loss, inputs, targets = many_rows()
+    monkeypatch.setattr(smw, "available_bytes", lambda device: 2**28)
+    monkeypatch.setattr(smw, "_WORTH_ASKING", 2**20)
+    forbid(monkeypatch, woodbury.losses.Softmax, "compact_factor")
+    optimizer = woodbury.GaussNewton(model, loss, solver=solver)
+    with pytest.raises(MemoryError) as error:
+        optimizer.step(inputs, targets)
+    for part in ("58500 rows, 1950 each", "0.436 GiB", needed, "0.25 GiB are available", "curvature_samples"):
+        assert part in str(error.value)
+    for way_out in ("NaturalGradient", "solver='products'"):
+        assert way_out in str(error.value)
+
+
+def test_the_ways_out_of_too_many_rows_work(monkeypatch):
+    model, loss, inputs, targets = many_rows()
+    monkeypatch.setattr(smw, "available_bytes", lambda device: 2**28)
+    monkeypatch.setattr(smw, "_WORTH_ASKING", 2**20)
+    assert woodbury.GaussNewton(model, loss, curvature_samples=2).step(inputs, targets).accepted
+    assert woodbury.NaturalGradient(model, loss).step(inputs, targets).accepted
+    by_products = woodbury.GaussNewton(model, loss, solver="products", solver_tolerance=1e-2)
+    assert by_products.step(inputs, targets).accepted
+
+
+def test_an_ordinary_step_does_not_ask_for_the_memory_at_hand(monkeypatch):
+    forbid(monkeypatch, smw, "available_bytes")
+    problem = problems.make("softmax")
+    assert woodbury.GaussNewton(problem.model, problem.loss).step(problem.inputs, problem.targets).accepted
+
+
+def test_memory_of_this_machine_is_known_or_not_claimed(monkeypatch):
+    found = available_bytes(torch.device("cpu"))
+    assert found is None or 0 < found < 2**50
+    assert available_bytes(torch.device("meta")) is None
+
+    def missing(*args):
+        raise OSError
+
+    monkeypatch.setattr("builtins.open", missing)
+    other = available_bytes(torch.device("cpu"))
+    assert other is None or 0 < other < 2**50
