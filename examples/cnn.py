@@ -3,10 +3,12 @@
 Three convolutions with group normalisation and a linear layer, on MNIST if a folder with its files is named
 (--data-dir or WOODBURY_DATA), otherwise on the 8 x 8 digits that ship with scikit-learn. Every method gets the
 same steps, a learning rate that falls linearly to zero, and three settings; the setting with the smallest train
-loss on seed 0 is run again on seeds from 100 on, and those runs are drawn.
+loss on seed 0 is run again on seeds from 100 on, and those runs are drawn. The three rates of each method lie a
+factor 2 apart around the best of those tried before on seed 0 and a quarter of an MNIST epoch: 15 settings of
+the natural gradient (rates, starts of the damping, blocks), 6 of Gauss-Newton, 6 of SGD and 6 of Adam.
 
-    python examples/cnn.py --data-dir data          # MNIST, one epoch
-    python examples/cnn.py                          # the small digits
+    python examples/cnn.py --data-dir data          # MNIST, one epoch each: 8 minutes
+    python examples/cnn.py                          # the small digits, 10 epochs each: a minute
     python examples/cnn.py --epochs 1 --seeds 1
 """
 
@@ -106,6 +108,7 @@ METHODS: dict[str, dict[str, Build]] = {
     "SGD with momentum": {f"lr {lr:g}": partial(sgd, lr) for lr in (0.025, 0.05, 0.1)},
     "Adam": {f"lr {lr:g}": partial(adam, lr) for lr in (0.0025, 0.005, 0.01)},
 }
+TITLES = {"mnist": "MNIST", "digits": "the 8 x 8 digits"}
 COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#555555")
 
 
@@ -179,22 +182,27 @@ def draw(best: dict[str, list[Run]], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axes, column, unit in zip(panels, (0, 1), ("epochs", "CPU seconds (one thread)"), strict=True):
+    for axes, column, unit in zip(panels, (0, 1), ("epochs", "CPU seconds, one thread"), strict=True):
         for (label, runs), colour in zip(best.items(), COLOURS, strict=True):
             for index, trained in enumerate(runs):
                 points = trained.curve[1:]  # the start would stretch the axis
                 across, losses = [point[column] for point in points], [point[2] for point in points]
                 axes.plot(across, losses, color=colour, alpha=0.85, label=label if index == 0 else None)
         axes.set(yscale="log", xlabel=unit)
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     panels[1].set_xscale("log")
+    for axis in (panels[0].yaxis, panels[1].xaxis):  # 0.05, 0.1, 0.2 in place of powers of ten
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.set_minor_formatter(ticker.NullFormatter())
     panels[0].set_ylabel("train loss")
     panels[0].set_title(title, loc="left", fontweight="bold")
-    panels[0].legend(frameon=False, title=f"{len(next(iter(best.values())))} seed(s) each")
+    count = len(next(iter(best.values())))
+    panels[0].legend(frameon=False, title=f"{count} seed{'s' * (count > 1)} each", alignment="left")
     figure.savefig(path, dpi=150)
 
 
@@ -209,7 +217,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
     data = load(chosen.data_dir)
     epochs = chosen.epochs or (1 if data.name == "mnist" else 10)
     best = compare(data, epochs, chosen.seeds)
-    draw(best, f"A small CNN on {data.name}", chosen.out)
+    draw(best, f"A small CNN on {TITLES[data.name]}", chosen.out)
     print(f"figure: {chosen.out}")
     return best
 
