@@ -8,8 +8,8 @@ on seed 0 is run again on seeds from 100 on, and those runs are drawn. They are 
 seed 0, at 9 settings of the natural gradient (rate, start of the damping, blocks) and 4 rates of Adam in runs of
 150 steps, and at Adam's lr 0.005 in one of 400.
 
-    python examples/language_model.py                           # 5 minutes
-    python examples/language_model.py --steps 100 --seeds 1     # 1 minute
+    python examples/language_model.py               # 5 minutes
+    python examples/language_model.py --steps 100 --seeds 1
     python examples/language_model.py --width 128 --layers 4 --context 128 --steps 3000
 """
 
