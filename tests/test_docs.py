@@ -106,7 +106,7 @@ def test_code_about_models_runs_and_its_steps_verify(number, code):
     if "info" in names:
         assert names["info"].accepted
     optimizer = names["optimizer"]
-    with torch.no_grad():  # away from where the code left it: a residual relative to a gradient of zero says nothing
+    with torch.no_grad():  # away from a minimum: a residual relative to a gradient of zero says nothing
         for parameter in optimizer.param_groups[0]["params"]:
             parameter += 0.1 * torch.randn_like(parameter)
     assert optimizer.verify(names["inputs"], names.get("targets")) < 1e-4
