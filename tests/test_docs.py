@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 METHOD = ROOT / "docs" / "method.md"
@@ -14,6 +15,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
 TEST = re.compile(r"\b(tests/\w+\.py)(?:::(\w+))?")
+# each stands on its own; those marked "python" are run by test_readme
+MODELS = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -93,6 +96,20 @@ def test_every_item_of_the_paper_has_a_function_and_a_test():
     expected = [f"({number})" for number in range(1, 8)] + [f"Algorithm {number}," for number in range(1, 8)]
     for label in [*expected, "rule for lambda", "its constants", "Lemma 1", "Theorem 1", "footnote", "cost"]:
         assert any(item.startswith(label) for item in items), label
+
+
+@pytest.mark.parametrize("number, code", list(enumerate(MODELS)))
+def test_code_about_models_runs_and_its_steps_verify(number, code):
+    torch.manual_seed(number)
+    names = {}
+    exec(compile(code, "docs/models.md", "exec"), names)
+    if "info" in names:
+        assert names["info"].accepted
+    optimizer = names["optimizer"]
+    with torch.no_grad():  # away from a minimum: a residual relative to a gradient of zero says nothing
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter += 0.1 * torch.randn_like(parameter)
+    assert optimizer.verify(names["inputs"], names.get("targets")) < 1e-4
 
 
 @pytest.mark.parametrize(
