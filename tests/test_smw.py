@@ -11,7 +11,9 @@ import problems
 import reference
 import woodbury
 from woodbury._vector import flatten
+from woodbury.layers import Layout, OuterRows
 from woodbury.linalg import solve_cholesky, solve_in_sample_space
+from woodbury.rows import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}
@@ -405,3 +407,37 @@ def test_matrix_products_of_a_step_stay_within_the_papers_cost(kind, columns):
         optimizer.step(inputs, targets)
     size, r = sum(a * b for a, b in pairwise(widths)), columns * n
     assert counter.get_total_flops() <= 8 * (r * size + r**2 * sum(widths))
+
+
+@pytest.mark.parametrize("name", ["softmax", "logistic-many", "squared-no-bias", "one-layer", "images"])
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+@pytest.mark.parametrize("subset", [[3, 0, 5], list(range(problems.N))], ids=["part", "all"])
+@pytest.mark.parametrize("gram_dtype", [None, torch.float64])
+def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dtype, monkeypatch):
+    """With p formed only the first rows of K are computed, and |p|^2 is that of p itself."""
+    infos, moved, directions = [], [], []
+    for pays in (False, True):
+        monkeypatch.setattr(Rows, "forming_pays", lambda *args, pays=pays: pays)
+        problem = problems.make(name)
+        optimizer = method(problem.model, problem.loss, lr=0.7, damping=0.1, blocks=blocks, gram_dtype=gram_dtype)
+        directions.append(flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset)))
+        infos.append(optimizer.step(problem.inputs, problem.targets, subset=subset).as_dict())
+        moved.append(flatten({key: p.detach() for key, p in problem.model.named_parameters()}))
+    assert infos[0] == pytest.approx(infos[1], rel=1e-9)
+    torch.testing.assert_close(directions[0], directions[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(moved[0], moved[1], rtol=1e-9, atol=1e-12)
+
+
+def test_forming_pays_for_large_batches_on_wide_layers_only():
+    def rows(n, width, samples):
+        form = OuterRows(
+            torch.empty(n, width, device="meta"), torch.empty(n, width, device="meta"), Layout(((n, 1),))
+        )
+        form.affine = True
+        made = Rows.__new__(Rows)
+        made.forms, made.count = {"a": form, "b": form}, n
+        return made.forming_pays(samples)
+
+    assert rows(4096, 16384, 1024)
+    assert not rows(60, 784, 30)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from woodbury._scalar import Scalar, Truth, constant
+from woodbury._scalar import Scalar, Truth, constant, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, replaced_forward
 from woodbury.layers.forms import OuterRows
@@ -27,7 +27,8 @@ from woodbury.rows import Rows
 class Displacement:
     """p = base - scales * Z^T c for rows Z and coefficients c (blocks, r): one row of c, or one per layer.
 
-    Either part may be absent. With a base or scales p is formed; otherwise it stays in factors.
+    Either part may be absent. With a base or scales p is formed; otherwise it stays in factors, unless `form` asks
+    for it. Then the first layer has its factors too: for the trial pass they are cheaper.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Displacement:
         coefficients: Tensor | None = None,
         base: Vector | None = None,
         scales: Mapping[str, Scalar] | None = None,
+        form: bool = False,
     ) -> None:
         self.parameters = parameters
         self._factors: list[tuple[Layer, OuterRows, Tensor]] = []  # layers kept as Hbar^T V
@@ -46,18 +48,20 @@ class Displacement:
         else:
             layers = {layer.name: layer for layer in rows.plan.layers}
             blocks = coefficients.unbind()
-            for index, (name, form) in enumerate(rows.forms.items()):
+            for index, (name, own_rows) in enumerate(rows.forms.items()):
                 own = blocks[index if len(blocks) > 1 else 0]
-                if isinstance(form, OuterRows) and form.affine:
-                    self._factors.append((layers[name], form, form.contract(own)))
-                else:
+                factored = isinstance(own_rows, OuterRows) and own_rows.affine
+                if factored and not (form and index):
+                    assert isinstance(own_rows, OuterRows)
+                    self._factors.append((layers[name], own_rows, own_rows.contract(own)))
+                if form or not factored:
                     names = rows.plan.owned[name]
-                    self._vector |= {names[local]: -value for local, value in form.rmatvec(own).items()}
+                    self._vector |= {names[local]: -value for local, value in own_rows.rmatvec(own).items()}
 
     def dense(self) -> Vector:
         """p as a dictionary over all trainable parameters."""
         vector = dict(self._vector)
-        for layer, form, contracted in self._factors:
+        for layer, form, contracted in self._only_factored():
             if form.weight is not None:
                 vector[layer.parameters[form.weight]] = -(contracted.T @ form.inputs)
             if form.bias is not None:
@@ -66,6 +70,19 @@ class Displacement:
             name: vector[name] if name in vector else torch.zeros_like(parameter)
             for name, parameter in self.parameters.items()
         }
+
+    def _only_factored(self) -> list[tuple[Layer, OuterRows, Tensor]]:
+        return [
+            entry
+            for entry in self._factors
+            if not any(entry[0].parameters[local] in self._vector for local in entry[1].parameters)
+        ]
+
+    def squared_norm(self) -> Scalar:
+        """|p|^2, where all of p is formed."""
+        assert not self._only_factored()
+        norms = [torch.linalg.vector_norm(value) for value in self._vector.values()]
+        return scalar(torch.stack(norms).double().square().sum())
 
     @contextmanager
     def applied(self, capture: Capture | None = None, piece: int = 0) -> Iterator[None]:
@@ -79,7 +96,10 @@ class Displacement:
             call = None if capture is None else capture.call_of(layer)
             forwards[layer.module] = _displaced_linear(layer.module, form, contracted, call, piece)
         try:
+            factored = {layer.parameters[local] for layer, form, _ in self._factors for local in form.parameters}
             for name, change in self._vector.items():
+                if name in factored:
+                    continue
                 parameter = self.parameters[name]
                 before.append((parameter, parameter.data))
                 parameter.data = parameter.data + change
@@ -98,7 +118,7 @@ class Displacement:
             if isinstance(accepted, Tensor):
                 change = torch.where(accepted, change, constant(0.0, change.device))
             self.parameters[name].add_(rates[name] * change)
-        for layer, form, contracted in self._factors:
+        for layer, form, contracted in self._only_factored():
             inputs = form.inputs
             if isinstance(accepted, Tensor):
                 nothing = constant(0.0, inputs.device)

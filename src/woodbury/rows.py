@@ -19,12 +19,13 @@ from woodbury._scalar import Scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward, call_model, capture, check_samples_apart
 from woodbury.factors import DenseFactor, Factor
-from woodbury.layers.forms import RowForm, limit, windows
+from woodbury.layers.forms import OuterRows, RowForm, limit, windows
 from woodbury.linalg import full_precision
 from woodbury.losses import LossRule, check_count, loss_rule
 from woodbury.plan import Plan, plan_layers
 
 CURVATURES = ("gauss-newton", "empirical")
+_PASSES = 200  # operations in the time a number of p takes on its way through memory: written, added, measured
 
 
 class Slab(NamedTuple):
@@ -61,6 +62,41 @@ class Rows:
         for gram in grams[1:]:
             total = total.add_(gram)
         return total
+
+    def gram_head(self, count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The first `count` rows of the Gram matrix of each layer, (count, r), where all rows are outer products.
+
+        The products of the first layer's inputs are kept in full: the trial pass wants them.
+        """
+        grams = []
+        with full_precision():
+            for index, form in enumerate(self.forms.values()):
+                assert isinstance(form, OuterRows)
+                head = form.head(count)
+                if index == 0:
+                    form.inner = form.input_gram(form.inputs, dtype=dtype)
+                    inner = form.inner[: head.layout.samples]
+                else:
+                    inner = head.input_gram(form.inputs, dtype=dtype)
+                grams.append(head.outer_gram(form, dtype).mul_(head.layout.spread(inner, form.layout)))
+        return grams
+
+    def forming_pays(self, count: int) -> bool:
+        """Whether p itself, and the first `count` rows of K, cost less than p in factors and all of K.
+
+        In factors, a layer (i, o) of n samples and r rows costs 2 n^2 i + 2 r^2 o for K and, after the first
+        layer, 2 n^2 (i + o) in the trial pass; formed, it costs several passes over its weights instead.
+        """
+        factored = formed = 0
+        for index, form in enumerate(self.forms.values()):
+            if not isinstance(form, OuterRows) or not form.affine or form.weight is None:
+                return False
+            n, r = form.layout.samples, self.count
+            m = count if form.layout.is_plain else form.layout.pieces[0][0]
+            i, o = form.inputs.shape[1], form.grads.shape[1]
+            factored += 2 * n * n * i + 2 * r * r * o + (2 * n * n * (i + o) if index else 0)
+            formed += 2 * (m if index else n) * n * i + 2 * count * r * o + _PASSES * i * o
+        return formed < factored
 
     def layer_grams(
         self,

@@ -50,21 +50,24 @@ def small() -> dict[str, Any]:
 
 
 def large() -> dict[str, Any]:
-    return _big(LARGE)
+    """The small system in float32."""
+    return _big(LARGE, None)
 
 
 def largest() -> dict[str, Any]:
-    return _big(LARGEST)
+    """The small system in float64: the rows have 10^9 numbers each, and their products need the digits."""
+    return _big(LARGEST, torch.float64)
 
 
-def _big(network: Network) -> dict[str, Any]:
+def _big(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
     """Seconds of a step of SGD and of NG, peak memory of the latter, and how far p is from solving its system."""
     rounds: dict[str, list[float]] = {"sgd": [], "smw-ng": []}
     inputs, targets = _batch(network)
     model = network.build().to(DEVICE)
     loss = network.loss()
     plain = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = OPTIMIZERS["smw-ng"](model, loss, lr=1e-3, curvature_samples=network.curvature_samples)
+    settings = {"lr": 1e-3, "curvature_samples": network.curvature_samples, "gram_dtype": gram_dtype}
+    optimizer = OPTIMIZERS["smw-ng"](model, loss, **settings)
 
     def sgd() -> None:
         plain.zero_grad()
@@ -85,6 +88,7 @@ def _big(network: Network) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "samples": network.samples,
         "curvature_samples": network.curvature_samples,
+        "gram_dtype": str(gram_dtype or torch.float32),
         "seconds": {name: _figure(value) for name, value in seconds.items()},
         "ratio": round(seconds["smw-ng"] / seconds["sgd"], 3),
         "peak_gib": _figure(peak),

@@ -8,7 +8,7 @@ i input feature, o output feature.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -155,8 +155,11 @@ class OuterRows:
         inner = self.input_gram(other.inputs, scales, dtype)
         if other is self and scales is None:
             self.inner = inner
-        outer = _product(self.grads, other.grads, dtype)
-        return outer.mul_(self.layout.spread(inner, other.layout))
+        return self.outer_gram(other, dtype).mul_(self.layout.spread(inner, other.layout))
+
+    def outer_gram(self, other: OuterRows, dtype: torch.dtype | None) -> Tensor:
+        """h . h', (r, r')."""
+        return _product(self.grads, other.grads, dtype)
 
     def input_gram(
         self, inputs: Tensor, scales: Mapping[str, Scalar] | None = None, dtype: torch.dtype | None = None
@@ -167,6 +170,13 @@ class OuterRows:
         if self.weight is not None and self.bias is not None and scales is None and dtype is None:
             return F.linear(self.inputs, inputs, _ones(inputs.shape[0], inputs.dtype, inputs.device))
         return _product(self.inputs, inputs, dtype) * weight + bias
+
+    def head(self, rows: int) -> OuterRows:
+        """The first rows, of whole samples."""
+        first = self.layout.pieces[0]
+        samples = rows if self.layout.is_plain else first[0]
+        layout = Layout(((rows, 1),) if self.layout.is_plain else (first,))
+        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:rows], layout=layout, inner=None)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         change = self.grads.new_zeros(self.layout.samples, self.grads.shape[1])  # of z, (n, o)

@@ -281,7 +281,8 @@ class _SampleSpace(SecondOrder):
             return self._solve_in_parameter_space(problem, line, line.rows, damping)
         scales = _scales(problem, damping)
         base = _base(problem, line, scales, damping)
-        gram = self._gram(line.rows, scales)
+        form = base is None and scales is None and problem.chain and line.rows.forming_pays(line.curvature_rows)
+        gram = self._gram(line.rows, scales, line.curvature_rows if form else None)
         coefficients, bend, solution = solve_in_sample_space(
             gram,
             line.curvature_rows,
@@ -292,11 +293,14 @@ class _SampleSpace(SecondOrder):
             damping,
             solve_cholesky if self.solver == "cholesky" else self._solve_explicit_by_cg,
         )
-        displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales)
+        displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales, form)
         if base is not None:
             return _step_along(problem, displacement, damping, bend, solution.ok)
-        image = torch.bmm(gram, coefficients.unsqueeze(-1))
-        squared = scalar(torch.dot(coefficients.reshape(-1), image.reshape(-1)))  # |p|^2 = c^T Z Z^T c
+        if form:
+            squared = displacement.squared_norm()
+        else:
+            image = torch.bmm(gram, coefficients.unsqueeze(-1))
+            squared = scalar(torch.dot(coefficients.reshape(-1), image.reshape(-1)))  # |p|^2 = c^T Z Z^T c
         return _Step(displacement, damping * squared + 0.5 * bend, squared, truth(solution.ok))
 
     def _solve_explicit_by_cg(self, matrix: Tensor, rhs: Tensor) -> Solution:
@@ -385,8 +389,11 @@ class _SampleSpace(SecondOrder):
         displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
         return _step_along(problem, displacement, damping, bend, ok)
 
-    def _gram(self, rows: Rows, scales: dict[str, Scalar] | None) -> Tensor:
-        """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods."""
+    def _gram(self, rows: Rows, scales: dict[str, Scalar] | None, count: int | None = None) -> Tensor:
+        """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods; its first `count` rows alone."""
+        if count is not None:
+            grams = rows.gram_head(count, self.gram_dtype)
+            return torch.stack(grams if self.blocks == "layer" else [torch.stack(grams).sum(0)])
         if self.blocks == "layer":
             return torch.stack(rows.layer_grams(scales=scales, dtype=self.gram_dtype))
         return rows.gram(scales=scales, dtype=self.gram_dtype).unsqueeze(0)
