@@ -319,7 +319,7 @@ class Softmax(_Structured):
             return len(targets)
         if targets.is_floating_point():
             return len(targets) * _positions(targets)
-        return scalar((targets >= 0).sum())
+        return scalar((targets >= 0).sum(dtype=torch.float64))
 
     def column_count(self, shape: Sequence[int]) -> int:
         return (shape[1] - 1) * math.prod(shape[2:])
