@@ -246,3 +246,28 @@ def test_a_rejected_step_in_a_recording_keeps_the_parameters():
     assert not optimizer.step(bad, problem.targets).accepted
     assert all(torch.equal(p, q) for p, q in zip(before, problem.model.parameters(), strict=True))
     assert optimizer.step(problem.inputs, problem.targets).accepted
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+def test_cudnns_recurrent_layers_are_exact_by_the_fallback(method):
+    torch.manual_seed(0)
+    model = Recurrent().to("cuda", torch.float64)
+    inputs = torch.randn(6, 5, 4, device="cuda", dtype=torch.float64)
+    targets = torch.randint(2, (6,), device="cuda")
+    optimizer = method(model, nn.CrossEntropyLoss(), damping=0.1, fallback="autograd")
+    p = flatten(optimizer.direction(inputs, targets)).cpu()
+    q = flatten(
+        method(model.cpu(), nn.CrossEntropyLoss(), damping=0.1, fallback="autograd").direction(
+            inputs.cpu(), targets.cpu()
+        )
+    )
+    torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)

@@ -452,3 +452,37 @@ class OverBatch(nn.Module):
 def test_mixing_samples_without_a_layer_is_refused():
     with pytest.raises(ValueError, match="change when it is run on its own"):
         woodbury.GaussNewton(OverBatch(), nn.MSELoss(), fallback="autograd").step(torch.randn(N, 4))
+
+
+def test_operations_that_cannot_be_batched_are_differentiated_one_seed_at_a_time(monkeypatch):
+    torch.manual_seed(0)
+    model = Recurrent(nn.LSTM).double()
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    plain = torch.autograd.grad
+
+    def unbatched(*args, is_grads_batched=False, **kwargs):
+        if is_grads_batched:
+            raise RuntimeError("Batching rule not implemented for aten::_cudnn_rnn_backward")
+        return plain(*args, **kwargs)
+
+    def no_func(*args):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", unbatched)
+        patch.setattr("woodbury.functional.rows_by_func", no_func)
+        optimizer = woodbury.GaussNewton(model, LOSS, damping=0.05, fallback="autograd")
+        p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
+    expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, "gauss-newton")
+    assert reference.relative_error(p, expected) <= 1e-10
+
+
+def test_products_need_neither_rules_nor_the_fallback():
+    torch.manual_seed(0)
+    model = Recurrent(nn.LSTM).double()
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for kind, method in METHODS.items():
+        optimizer = method(model, LOSS, damping=0.05, solver="products", solver_tolerance=1e-13)
+        p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
+        expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, kind)
+        assert reference.relative_error(p, expected) <= 1e-9

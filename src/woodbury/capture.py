@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury import _batch, _random
-from woodbury.functional import Forward, Pass, agree, written_rows
+from woodbury.functional import Forward, Pass, agree, grads_of_many, written_rows
 from woodbury.layers.attention import attention_rows, linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm, concatenate_forms
@@ -247,15 +247,8 @@ class Capture:
         if columns.shape[1] == 1:
             grads = torch.autograd.grad(self.outputs, edges, columns[:, 0], retain_graph=keep, allow_unused=True)
             return [None if grad is None else grad.unsqueeze(1) for grad in grads]
-        grads = torch.autograd.grad(
-            self.outputs,
-            edges,
-            columns.transpose(0, 1),
-            retain_graph=keep,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
-        return [None if grad is None else grad.transpose(0, 1) for grad in grads]
+        many = grads_of_many(self.outputs, edges, columns.transpose(0, 1))
+        return [None if grad is None else grad.transpose(0, 1) for grad in many]
 
 
 @contextmanager

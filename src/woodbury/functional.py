@@ -171,14 +171,7 @@ def rows_on_graph(
         seeds = columns.new_zeros(count, k, len(outputs), width)
         own = torch.arange(count, device=columns.device)
         seeds[own, :, own + window.start + start] = columns[window]
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
-            outputs,
-            list(parameters.values()),
-            seeds.flatten(0, 1),
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=True,
-        )
+        grads = grads_of_many(outputs, list(parameters.values()), seeds.flatten(0, 1))
         rows.append(
             [
                 parameter.new_zeros(count, k, *parameter.shape)
@@ -188,6 +181,23 @@ def rows_on_graph(
             ]
         )
     return {name: _cat(own) for name, own in zip(parameters, zip(*rows, strict=True), strict=True)}
+
+
+def grads_of_many(outputs: Tensor, sources: Sequence[Any], seeds: Tensor) -> list[Tensor | None]:
+    """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
+
+    One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM).
+    """
+    try:
+        grads = torch.autograd.grad(
+            outputs, sources, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+        return list(grads)
+    except RuntimeError as error:
+        if "atching rule not implemented" not in str(error):
+            raise
+    each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+    return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
 
 
 def _cat(pieces: Sequence[Tensor]) -> Tensor:

@@ -109,6 +109,7 @@ class _SampleSpace(SecondOrder):
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
+        self.by_layers = solver != "products"  # which needs no rows, and so no rules
         super().__init__(
             model,
             loss,
@@ -256,6 +257,8 @@ class _SampleSpace(SecondOrder):
             written_out = rows * sum(problem.plan.block_sizes)
         else:
             size, written_out = rows + batch.samples - batch.curvature, 0
+        height = rows + batch.samples - batch.curvature
+        written_out += height * sum(problem.plan.parameters[name].numel() for name in problem.plan.rest)
         # written out and collected; the matrix, with damping, and its factor
         blocks = len(problem.plan.block_sizes) if self.blocks == "layer" else 1
         system = (2 * written_out + 3 * blocks * size**2) * wide
