@@ -600,3 +600,33 @@ def test_gradients_and_hooks_of_the_user_are_left_alone():
     assert all(p.grad is None for p in problem.model.parameters())
     handle.remove()
     assert reference.relative_error(torch.ones(1), torch.ones(1)) == 0
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+@pytest.mark.parametrize("name", ["softmax", "pictures", "sentences"])
+def test_autocast_runs_the_model_in_bfloat16_and_solves_in_float32(method, name):
+    problem = problems.make(name, dtype=torch.float32)
+    exact = method(problem.model, problem.loss, damping=0.1)
+    cast = method(problem.model, problem.loss, damping=0.1, autocast=torch.bfloat16)
+    seen = []
+    hooks = [
+        module.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+        for module in problem.model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    p, q = (flatten(one.direction(problem.inputs, problem.targets)) for one in (exact, cast))
+    for hook in hooks:
+        hook.remove()
+    assert set(seen) == {torch.float32, torch.bfloat16} and q.dtype == torch.float32
+    error = (p - q).norm() / p.norm()
+    assert 1e-5 < error < 0.1
+    before = problem.loss(problem.model(problem.inputs), problem.targets)
+    gentle = method(problem.model, problem.loss, lr=0.2, damping=1.0, autocast=torch.bfloat16)
+    for _ in range(5):
+        assert gentle.step(problem.inputs, problem.targets).accepted
+    assert problem.loss(problem.model(problem.inputs), problem.targets) < before
+
+
+def test_autocast_takes_bfloat16_only():
+    with pytest.raises(ValueError, match="autocast must be"):
+        woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), autocast=torch.float16)

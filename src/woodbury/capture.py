@@ -65,9 +65,13 @@ class Call:
             return list(self.layer.parameters.values())
         return [place.name for place in self.maps if place is not None]
 
-    def form(self, window: slice | None, grads: Tensor) -> RowForm:
-        """The rows for gradients (n, k, ...) in the outputs, of some samples."""
+    def form(self, window: slice | None, grads: Tensor, dtype: torch.dtype) -> RowForm:
+        """The rows for gradients (n, k, ...) in the outputs, of some samples, in the type of the parameters."""
         inputs = [tensor.detach() for tensor in self.given]
+        cast = grads.dtype != dtype
+        if cast:  # the pass ran under autocast: rows are wanted in the parameters' own precision
+            grads = grads.to(dtype)
+            inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
         if window is not None:
             samples = len(self.outputs)
             inputs = [_batch.part(tensor, window, samples) for tensor in inputs]
@@ -87,6 +91,8 @@ class Call:
                 f"the rule for {type(layer.module).__name__} gives no rows for parameter "
                 f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
             )
+        if cast and isinstance(form, OuterRows):
+            form = replace(form, affine=False)  # not to those digits
         return form.restrict(layer.parameters)
 
     def places(self, plan: Plan) -> dict[str, Place]:
@@ -180,7 +186,7 @@ class Capture:
         grads = self._grads([call.edge for call in calls], columns, keep=not last)
         for call, grad in zip(calls, grads, strict=True):
             if grad is not None:
-                for block, use in self._by_block(call, call.form(window, grad)).items():
+                for block, use in self._by_block(call, call.form(window, grad, plan.dtype)).items():
                     uses.setdefault(block, []).append(use)
         for block, names_of in plan.owned.items():
             if block in uses and block not in written:
@@ -325,8 +331,10 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
     if not outputs.requires_grad:
         raise ValueError("the outputs do not depend on any trainable parameter")
     flat = outputs
-    if outputs.dim() != 2:
-        with torch.enable_grad():
+    with torch.enable_grad():
+        if outputs.dtype in (torch.bfloat16, torch.float16) and outputs.dtype != plan.dtype:
+            flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
+        if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
     return Capture(plan, model, forward, inputs, outputs.detach(), flat, calls)
 

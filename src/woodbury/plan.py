@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -57,6 +58,11 @@ class Plan:
     def block_of(self) -> dict[str, tuple[str, str]]:
         """Parameter name -> its module, and its name there."""
         return {full: (block, own) for block, names in self.owned.items() for own, full in names.items()}
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters."""
+        return next(iter(self.parameters.values())).dtype
 
     @cached_property
     def block_sizes(self) -> list[int]:

@@ -61,6 +61,7 @@ class SecondOrder(torch.optim.Optimizer):
     curvature: str  # "gauss-newton" or "empirical"
     by_layers = True  # whether it works with rows, which layers give
     max_bytes: int | None = None  # for temporaries of the rows
+    autocast: torch.dtype | None = None  # of the passes through the model
     twice_differentiated = False  # whether it takes derivatives of the model's derivatives
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
@@ -301,6 +302,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _is_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
         """Whether the model is a plain chain of Linear layers: seen once per plan, on one sample."""
+        if self._chain is None and self.autocast is not None:
+            self._chain = False  # its layers are cast in between
         if self._chain is None:
             random = _random.snapshot(self._device())
             try:
@@ -338,7 +341,10 @@ class SecondOrder(torch.optim.Optimizer):
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
         if torch.is_autocast_enabled(self._device().type):
-            raise RuntimeError("a step inside torch.autocast is not supported: take it outside")
+            raise RuntimeError(
+                "a step inside torch.autocast is not supported: take it outside, and pass autocast=torch.bfloat16 "
+                "to GaussNewton or NaturalGradient for passes through the model in that type"
+            )
 
     def _draws(self) -> dict[str, Any]:
         """The part of the state that posing a problem changes."""
@@ -383,11 +389,18 @@ class SecondOrder(torch.optim.Optimizer):
         }
 
     def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture:
-        captured = capture(plan, self.model, self.forward, inputs, samples)
+        with self._cast():
+            captured = capture(plan, self.model, self.forward, inputs, samples)
         if self._checked is not plan and samples > 1:
             check_samples_apart(captured)
             self._checked = plan
         return captured
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        """The precision of passes through the model."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device().type, dtype=self.autocast)
 
     def _evaluate(
         self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
@@ -452,7 +465,8 @@ class SecondOrder(torch.optim.Optimizer):
             after = torch.zeros_like(before)
             with displacement.applied(), self._trial_mode():
                 for inputs, targets in full:
-                    raw = self.forward(self.model, inputs).detach()
+                    with self._cast():
+                        raw = self.forward(self.model, inputs).detach()
                     prepared = self._rule.prepare(self.loss, raw, targets)
                     after = after + self._values(raw.reshape(raw.shape[0], -1), prepared).sum()
             return scalar(before - after) / count
@@ -479,7 +493,7 @@ class SecondOrder(torch.optim.Optimizer):
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         differences = []
         for index, piece in enumerate(pieces):
-            with displacement.applied(piece.capture, index), self._trial_mode():
+            with displacement.applied(piece.capture, index), self._trial_mode(), self._cast():
                 outputs = self.forward(self.model, piece.inputs).detach()
             piece.capture.check_inputs()  # the update still needs them
             if outputs.dim() != 2:
@@ -504,7 +518,7 @@ class SecondOrder(torch.optim.Optimizer):
                 decrease = decrease - decay * scalar(change.sum())
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
-        precision = torch.finfo(self.param_groups[0]["params"][0].dtype).eps
+        precision = torch.finfo(self.autocast or self.param_groups[0]["params"][0].dtype).eps
         noise = precision * magnitude(proposal.loss) + precision**2
         actual, predicted = decrease + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable

@@ -97,6 +97,7 @@ class _SampleSpace(SecondOrder):
         fallback: str | None = None,
         max_bytes: int | None = None,
         capture: bool = False,
+        autocast: torch.dtype | None = None,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
     ) -> None:
@@ -108,7 +109,10 @@ class _SampleSpace(SecondOrder):
         self.solver = solver
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
+        if autocast not in (None, torch.bfloat16):
+            raise ValueError(f"autocast must be torch.bfloat16 or None, got {autocast}")
         self.max_bytes = max_bytes
+        self.autocast = autocast
         self.by_layers = solver != "products"  # which needs no rows, and so no rules
         super().__init__(
             model,
@@ -501,6 +505,8 @@ class GaussNewton(_SampleSpace):
         capture: on a CUDA device, record the step into a CUDA graph after two ordinary steps and replay it for
             batches of the same shape: the same numbers in a fraction of the time where steps are small. Batches
             of another shape, and models that draw random numbers, take ordinary steps.
+        autocast: torch.bfloat16 runs the model, forward and backward, under torch.autocast; rows, Gram matrix and
+            solve stay in the type of the parameters. rho then sees what exceeds the rounding of bfloat16 only.
         seed: of the draws of S2; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
