@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import reference
 import woodbury
@@ -452,3 +453,108 @@ class OverBatch(nn.Module):
 def test_mixing_samples_without_a_layer_is_refused():
     with pytest.raises(ValueError, match="change when it is run on its own"):
         woodbury.GaussNewton(OverBatch(), nn.MSELoss(), fallback="autograd").step(torch.randn(N, 4))
+
+
+def test_dropout_may_be_switched_on_between_steps():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for method in METHODS.values():
+        model = nn.Sequential(Recurrent(nn.GRU)).double().eval()
+        model[0].cell = nn.GRU(4, 3, num_layers=2, dropout=0.5, batch_first=True).double().eval()
+        optimizer = method(model, LOSS, damping=0.1, fallback="autograd")
+        for training in (False, True, False):
+            model.train(training)
+            optimizer.step(inputs, targets)
+            assert optimizer.verify(inputs, targets) <= 1e-10
+
+
+class Mirrored(nn.Module):
+    """An autoencoder whose decoder has no weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        del self.b.weight
+
+    def forward(self, x):
+        self.b.weight = self.a.weight.t()
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_a_weight_computed_from_another_layers():
+    torch.manual_seed(0)
+    model = Mirrored().double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randn(N, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'a.weight' is used outside .* fallback='autograd'"):
+        woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, targets)
+    check_directions(model, nn.MSELoss(), inputs, targets, [1, 3], fallback="autograd")
+
+
+class Compared(nn.Module):
+    """A layer that is used a second time as a constant."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.detach = detach
+
+    def forward(self, x):
+        if self.detach:
+            constant = self.layer(x).detach()
+        else:
+            with torch.no_grad():
+                constant = self.layer(x)
+        return self.head(torch.tanh(self.layer(x.flip(1))) * constant)
+
+
+SEEN = {
+    "computed weight": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, CLASSES)
+    ),
+    "detached call": lambda: Compared(True),
+    "call without gradients": lambda: Compared(False),
+}
+
+
+@pytest.mark.parametrize("name", list(SEEN))
+@pytest.mark.parametrize("curvature_samples", [None, 2])
+def test_the_ratio_is_that_of_the_model_at_the_new_point(name, curvature_samples):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for method in METHODS.values():
+        model = SEEN[name]().double()
+        optimizer = method(
+            model, LOSS, damping=0.5, curvature_samples=curvature_samples, fallback="autograd", seed=0
+        )
+        assert optimizer.verify(inputs, targets) <= 1e-10
+        before = LOSS(model(inputs), targets).item()
+        info = optimizer.step(inputs, targets)
+        decrease = before - LOSS(model(inputs), targets).item()
+        assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-9, abs=1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        h = checkpoint(lambda z: torch.tanh(self.inner(z)), x, use_reentrant=self.reentrant)
+        return self.head(h)
+
+
+def test_checkpoints_are_exact_or_refused():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_directions(Checkpointed(False).double(), LOSS, inputs, targets, [1, 3])
+    for method in (*METHODS.values(), woodbury.HessianFree):
+        with pytest.raises(ValueError, match="use_reentrant=False"):
+            method(Checkpointed(True).double(), LOSS).step(inputs, targets)
+
+
+def test_complex_parameters_are_refused():
+    model = nn.Linear(4, CLASSES, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
+        woodbury.GaussNewton(model, nn.MSELoss())

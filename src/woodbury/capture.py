@@ -22,7 +22,7 @@ from woodbury.layers.attention import attention_rows, linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.registry import as_form
-from woodbury.layers.rules import linear_rows, sequence_rows
+from woodbury.layers.rules import has_own, linear_rows, sequence_rows
 from woodbury.layers.shared import SharedRows
 from woodbury.layers.sums import Place, Use, sum_uses, whole
 from woodbury.plan import Layer, Plan
@@ -114,7 +114,8 @@ class Capture:
 
     def call_of(self, layer: Layer) -> Call | None:
         """The call of a layer that was called once."""
-        return next((call for call in self.calls if call.layer.name == layer.name), None)
+        calls = [call for call in self.calls if call.layer.name == layer.name]
+        return calls[0] if len(calls) == 1 else None
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
@@ -294,7 +295,8 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
 
     def keep(layer: Layer, given: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
         """Note a call; one that cannot be captured is left to the fallback, if there is one."""
-        if layer.name in plan.findings.unfit:
+        constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
+        if constant or layer.name in plan.findings.unfit:  # constant: called under torch.no_grad()
             return
         obstacle = _obstacle(layer.name, given[0], outputs, samples)
         if obstacle is None:
@@ -390,6 +392,8 @@ def chain_of(capture: Capture) -> list[Link] | None:
         # an elementwise node may still broadcast, which the shape gives away
         if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
             return None
+        if not has_own(call.layer.module):
+            return None
         if chain:
             slope = _SLOPES.get(between[0]) if len(between) == 1 else None
             chain[-1] = Link(chain[-1].layer, chain[-1].call, slope)
@@ -399,6 +403,26 @@ def chain_of(capture: Capture) -> list[Link] | None:
             return None
     once = len({link.layer.name for link in chain}) == len(chain) == len(capture.calls)
     return chain if once else None
+
+
+def _graph(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
+    """Every edge (node, next node) of the autograd graph behind the outputs."""
+    pending: list[Any] = [outputs.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters inside "
+                "from torch.autograd.grad: pass use_reentrant=False there"
+            )
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            yield node, following
+            if following not in seen:
+                seen.add(following)
+                pending.append(following)
 
 
 def unseen_parameters(capture: Capture) -> dict[str, str]:
@@ -411,20 +435,13 @@ def unseen_parameters(capture: Capture) -> dict[str, str]:
     """
     consumers: dict[Any, list[Any]] = {}
     accumulators: dict[int, Any] = {}
-    pending: list[Any] = [capture.outputs.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            consumers.setdefault(following, []).append(node)
-            variable = getattr(following, "variable", None)
-            if variable is not None:
-                accumulators[id(variable)] = following
-            if following not in seen:
-                seen.add(following)
-                pending.append(following)
+    seen = {capture.outputs.grad_fn}
+    for node, following in _graph(capture.outputs):
+        consumers.setdefault(following, []).append(node)
+        variable = getattr(following, "variable", None)
+        if variable is not None:
+            accumulators[id(variable)] = following
+        seen.add(following)
 
     def uses(node: Any) -> int:
         total = 0
@@ -453,6 +470,8 @@ _VIEWS = frozenset(
 
 def check_samples_apart(capture: Capture) -> None:
     """Raise if the outputs of the first or the last sample depend on another sample's activations."""
+    for _ in _graph(capture.outputs):  # refuses what autograd cannot see through
+        pass
     samples = len(capture.outputs)
     if samples < 2:
         return

@@ -7,7 +7,8 @@ Three exact ways, from fast to slow, for a model that was run on a batch of n sa
     graph    ordinary autograd on the graph of the batch itself, sample after sample
 
 `func` needs a model that torch.func can transform, and both `func` and `chunks` one that computes for some samples
-what it computes for all (no dropout, say). Which works is found out once, by comparing outputs.
+what it computes for all (no dropout, say). Which works is found out by comparing outputs, at every batch: a model
+may change its mind (`model.train()`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def written_rows(
 ) -> tuple[Vector, str]:
     """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on.
 
-    way is what was found to work for this model before, if anything; the one that did comes back.
+    way is what was found to work for this model before, if anything, and is tried first; the one that did comes
+    back.
     """
     window = slice(start, start + len(columns))
     inputs = _batch.part(made.inputs, window, len(made.outputs))
@@ -82,8 +84,9 @@ def written_rows(
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
             way = None
         else:
-            if way is not None or agree(outputs, made.outputs[window]):
+            if agree(outputs, made.outputs[window]):
                 return rows, name
+            way = None
         _random.restore(random)
     return rows_on_graph(made.outputs, parameters, columns, start), "graph"
 

@@ -108,6 +108,12 @@ def plan_layers(
             else "none of the optimizer's belongs to the model any more"
         )
         raise ValueError(f"no trainable parameter: {why}")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and a step is defined for real numbers: keep it as a real "
+                "parameter of shape (..., 2) and take torch.view_as_complex of it in forward"
+            )
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
     owned: dict[str, dict[str, str]] = {}
