@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -558,3 +559,149 @@ def test_complex_parameters_are_refused():
     model = nn.Linear(4, CLASSES, dtype=torch.complex64)
     with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
         woodbury.GaussNewton(model, nn.MSELoss())
+
+
+class Skipping(nn.Module):
+    """Layers left out at random, one of them used once or twice, its weight by two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.c.weight = self.b.weight
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.a(x)))
+        for layer in (self.b, self.c, self.b):
+            if torch.rand(()) < 0.5:
+                x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_the_two_pieces_of_a_batch_may_use_other_layers(blocks):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    optimizer = woodbury.GaussNewton(
+        Skipping().double(), LOSS, damping=0.5, curvature_samples=2, blocks=blocks, seed=0
+    )
+    for _ in range(30):
+        assert optimizer.verify(inputs, targets) <= 1e-10
+        torch.rand(())
+
+
+class MixingInTraining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.head(torch.tanh(h - h.mean(0) if self.training else h))
+
+
+def test_mixing_samples_is_refused_whenever_it_begins():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    model = MixingInTraining().double().eval()
+    optimizer = woodbury.NaturalGradient(model, LOSS)
+    optimizer.step(inputs, targets)
+    model.train()
+    with pytest.raises(ValueError, match="layer 'inner' gives for another"):
+        optimizer.step(inputs, targets)
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.inner(x - x.mean(0)))))
+
+
+def test_mixing_samples_before_the_first_layer_is_refused():
+    model = Centred().double()
+    with pytest.raises(ValueError, match="change when it is run on its own"):
+        woodbury.GaussNewton(model, LOSS, curvature_samples=2).step(
+            torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+        )
+
+
+class Substituted(nn.Module):
+    """A layer used as it is, then with other parameters: constants, computed ones, its own but frozen."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.head, self.how = nn.Linear(4, 4), nn.Linear(4, CLASSES), how
+
+    def forward(self, x):
+        own = dict(self.layer.named_parameters())
+        if self.how == "computed":
+            x = functional_call(self.layer, {name: torch.tanh(value) for name, value in own.items()}, (x,))
+        elif self.how == "constant":
+            x = torch.tanh(self.layer(x))
+            x = functional_call(self.layer, {name: value.detach() for name, value in own.items()}, (x,))
+        else:
+            x = torch.tanh(self.layer(x))
+            self.layer.requires_grad_(False)
+            x = self.layer(x)
+            self.layer.requires_grad_(True)
+        return self.head(torch.tanh(x))
+
+
+@pytest.mark.parametrize("how", ["computed", "constant", "frozen"])
+def test_layers_called_with_other_parameters(how):
+    torch.manual_seed(0)
+    model = Substituted(how).double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match="layer 'layer' is called with other parameters .* fallback='autograd'"):
+        woodbury.GaussNewton(model, LOSS).step(inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+
+
+class Halved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.inner(x)
+        return self.head(torch.tanh(h.float()))
+
+
+def test_autocast_inside_the_model_needs_the_fallback():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match="layer 'inner' gives torch.bfloat16 .* fallback='autograd'"):
+        woodbury.GaussNewton(Halved(), LOSS).step(inputs, targets)
+    optimizer = woodbury.GaussNewton(Halved(), LOSS, fallback="autograd")
+    assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
+
+
+def test_a_model_without_numbers_is_refused():
+    optimizer = woodbury.GaussNewton(nn.Linear(4, CLASSES, device="meta"), LOSS)
+    with pytest.raises(ValueError, match="meta device"):
+        optimizer.step(torch.randn(N, 4, device="meta"), torch.randint(CLASSES, (N,), device="meta"))
+
+
+class Queries(nn.Module):
+    """Attention among constants, which has no sample axis, unbatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queries", torch.randn(3, 4))
+        self.attend, self.head = attention(), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x * self.attend(self.queries, self.queries, self.queries)[0].mean(0)))
+
+
+def test_attention_without_a_sample_axis():
+    torch.manual_seed(0)
+    model = Queries().double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match="layer 'attend' has an input of shape .* fallback='autograd'"):
+        woodbury.GaussNewton(model, LOSS).step(inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")

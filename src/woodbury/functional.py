@@ -13,6 +13,7 @@ may change its mind (`model.train()`).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,12 +92,12 @@ def written_rows(
     return rows_on_graph(made.outputs, parameters, columns, start), "graph"
 
 
-def agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two passes gave the same up to rounding."""
+def agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
+    """Whether two passes gave the same up to rounding, in this share of the digits."""
     if a.shape != b.shape:
         return False
-    tolerance = torch.finfo(a.dtype).eps ** 0.5
-    return torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+    tolerance, size = torch.finfo(a.dtype).eps ** digits, float(b.detach().abs().max())
+    return math.isfinite(size) and torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * size)
 
 
 def rows_by_func(

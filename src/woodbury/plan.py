@@ -51,6 +51,7 @@ class Plan:
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
     tied: bool  # whether some parameter is used by several layers
+    training: bool  # the model's mode, which decides what running it tells
     findings: Findings = field(default_factory=Findings, compare=False)
 
     @cached_property
@@ -65,6 +66,8 @@ class Plan:
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether planning again would give the same, as far as can be told without walking the model."""
+        if model.training != self.training:
+            return False
         for layer in self.layers:
             if model.get_submodule(layer.name) is not layer.module:
                 return False
@@ -154,4 +157,15 @@ def plan_layers(
                 "fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
             )
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
-    return Plan(tuple(layers), owned, frozenset(rest), parameters, fallback, max_bytes, frozen, tuple(norms), tied)
+    return Plan(
+        tuple(layers),
+        owned,
+        frozenset(rest),
+        parameters,
+        fallback,
+        max_bytes,
+        frozen,
+        tuple(norms),
+        tied,
+        model.training,
+    )
