@@ -655,7 +655,7 @@ def test_layers_called_with_other_parameters(how):
     torch.manual_seed(0)
     model = Substituted(how).double()
     inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    with pytest.raises(ValueError, match="layer 'layer' is called with other parameters .* fallback='autograd'"):
+    with pytest.raises(ValueError, match=r"layer 'layer' is called with other parameters .* fallback='autograd'"):
         woodbury.GaussNewton(model, LOSS).step(inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
 
@@ -674,7 +674,7 @@ class Halved(nn.Module):
 def test_autocast_inside_the_model_needs_the_fallback():
     torch.manual_seed(0)
     inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
-    with pytest.raises(ValueError, match="layer 'inner' gives torch.bfloat16 .* fallback='autograd'"):
+    with pytest.raises(ValueError, match=r"layer 'inner' gives torch.bfloat16 .* fallback='autograd'"):
         woodbury.GaussNewton(Halved(), LOSS).step(inputs, targets)
     optimizer = woodbury.GaussNewton(Halved(), LOSS, fallback="autograd")
     assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
@@ -702,6 +702,33 @@ def test_attention_without_a_sample_axis():
     torch.manual_seed(0)
     model = Queries().double()
     inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    with pytest.raises(ValueError, match="layer 'attend' has an input of shape .* fallback='autograd'"):
+    with pytest.raises(ValueError, match=r"layer 'attend' has an input of shape .* fallback='autograd'"):
         woodbury.GaussNewton(model, LOSS).step(inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair, self.head = nn.Bilinear(4, 4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(input=torch.tanh(self.pair(input2=x.sin(), input1=x)))
+
+
+def test_layers_called_by_keyword():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(ByKeyword().double(), LOSS, inputs, targets)
+    check_directions(ByKeyword().double(), LOSS, inputs, targets, [1, 3])
+
+
+def test_scripted_modules_take_the_fallback():
+    torch.manual_seed(0)
+    inner = torch.jit.trace(nn.Linear(4, 4).double(), torch.randn(N, 4, dtype=torch.float64))
+    model = nn.Sequential(inner, nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    optimizer = woodbury.GaussNewton(model, LOSS, damping=0.1, fallback="autograd")
+    for _ in range(2):
+        optimizer.step(inputs, targets)
+        assert optimizer.verify(inputs, targets) <= 1e-10

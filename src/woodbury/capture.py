@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -304,8 +305,8 @@ def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any) -> str | N
         )
     if used[0].dtype.itemsize > outputs.dtype.itemsize:
         return (
-            f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used[0].dtype} (torch.autocast inside "
-            "the model?): leave that out, or pass fallback='autograd'"
+            f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used[0].dtype} (torch.autocast "
+            "inside the model?): leave that out, or pass fallback='autograd'"
         )
     return None
 
@@ -334,7 +335,11 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)
-            given = args if len(args) == 1 and not kwargs else (*args, *kwargs.values())
+            given = args
+            if kwargs:
+                order = list(signature(plain).parameters)
+                names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
+                given = (*args, *(kwargs[name] for name in names))
             keep(layer, tuple(tensor for tensor in given if isinstance(tensor, Tensor)), outputs)
             return outputs
 
@@ -437,8 +442,8 @@ def _graph(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
         node = pending.pop()
         if node.name() == "CheckpointFunctionBackward":
             raise ValueError(
-                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters inside "
-                "from torch.autograd.grad: pass use_reentrant=False there"
+                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters "
+                "inside from torch.autograd.grad: pass use_reentrant=False there"
             )
         for following, _ in node.next_functions:
             if following is None:

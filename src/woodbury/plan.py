@@ -79,7 +79,8 @@ class Plan:
                 return False
         for name in self.rest:
             block, local = self.block_of[name]
-            if model.get_submodule(block)._parameters.get(local) is not self.parameters[name]:
+            own = model.get_submodule(block)._parameters
+            if local not in own or own[local] is not self.parameters[name]:  # a scripted module has no `get`
                 return False
         return (
             all(parameter.requires_grad for parameter in self.parameters.values())
