@@ -732,3 +732,26 @@ def test_scripted_modules_take_the_fallback():
     for _ in range(2):
         optimizer.step(inputs, targets)
         assert optimizer.verify(inputs, targets) <= 1e-10
+
+
+class Hooked(nn.Module):
+    """Halves gradients on their way back, at a layer's output or behind the activation."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.inner, self.head = at, nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        h = self.inner(x)
+        v = torch.tanh(h)
+        for tensor in (h, v)[self.at : self.at + 1]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: 0.5 * grad)
+        return self.head(v)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_hooks_on_gradients_are_followed(at):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_directions(Hooked(at).double(), LOSS, inputs, targets, [1, 3])

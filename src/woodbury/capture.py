@@ -421,8 +421,8 @@ def chain_of(capture: Capture) -> list[Link] | None:
         # an elementwise node may still broadcast, which the shape gives away
         if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
             return None
-        if not has_own(call.layer.module):
-            return None
+        if not has_own(call.layer.module) or given._backward_hooks or call.outputs._backward_hooks:
+            return None  # what autograd sees there is more than W v + b
         if chain:
             slope = _SLOPES.get(between[0]) if len(between) == 1 else None
             chain[-1] = Link(chain[-1].layer, chain[-1].call, slope)
