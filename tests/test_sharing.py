@@ -5,8 +5,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import reference
 import woodbury
@@ -486,3 +488,304 @@ def test_products_need_neither_rules_nor_the_fallback():
         p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
         expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, kind)
         assert reference.relative_error(p, expected) <= 1e-9
+
+
+def test_dropout_may_be_switched_on_between_steps():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for method in METHODS.values():
+        model = nn.Sequential(Recurrent(nn.GRU)).double().eval()
+        model[0].cell = nn.GRU(4, 3, num_layers=2, dropout=0.5, batch_first=True).double().eval()
+        optimizer = method(model, LOSS, damping=0.1, fallback="autograd")
+        for training in (False, True, False):
+            model.train(training)
+            optimizer.step(inputs, targets)
+            assert optimizer.verify(inputs, targets) <= 1e-10
+
+
+class Mirrored(nn.Module):
+    """An autoencoder whose decoder has no weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        del self.b.weight
+
+    def forward(self, x):
+        self.b.weight = self.a.weight.t()
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_a_weight_computed_from_another_layers():
+    torch.manual_seed(0)
+    model = Mirrored().double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randn(N, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'a.weight' is used outside .* fallback='autograd'"):
+        woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, targets)
+    check_directions(model, nn.MSELoss(), inputs, targets, [1, 3], fallback="autograd")
+
+
+class Compared(nn.Module):
+    """A layer that is used a second time as a constant."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.detach = detach
+
+    def forward(self, x):
+        if self.detach:
+            constant = self.layer(x).detach()
+        else:
+            with torch.no_grad():
+                constant = self.layer(x)
+        return self.head(torch.tanh(self.layer(x.flip(1))) * constant)
+
+
+SEEN = {
+    "computed weight": lambda: nn.Sequential(
+        parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, CLASSES)
+    ),
+    "detached call": lambda: Compared(True),
+    "call without gradients": lambda: Compared(False),
+}
+
+
+@pytest.mark.parametrize("name", list(SEEN))
+@pytest.mark.parametrize("curvature_samples", [None, 2])
+def test_the_ratio_is_that_of_the_model_at_the_new_point(name, curvature_samples):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for method in METHODS.values():
+        model = SEEN[name]().double()
+        optimizer = method(
+            model, LOSS, damping=0.5, curvature_samples=curvature_samples, fallback="autograd", seed=0
+        )
+        assert optimizer.verify(inputs, targets) <= 1e-10
+        before = LOSS(model(inputs), targets).item()
+        info = optimizer.step(inputs, targets)
+        decrease = before - LOSS(model(inputs), targets).item()
+        assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-9, abs=1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        h = checkpoint(lambda z: torch.tanh(self.inner(z)), x, use_reentrant=self.reentrant)
+        return self.head(h)
+
+
+def test_checkpoints_are_exact_or_refused():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_directions(Checkpointed(False).double(), LOSS, inputs, targets, [1, 3])
+    for method in (*METHODS.values(), woodbury.HessianFree):
+        with pytest.raises(ValueError, match="use_reentrant=False"):
+            method(Checkpointed(True).double(), LOSS).step(inputs, targets)
+
+
+def test_complex_parameters_are_refused():
+    model = nn.Linear(4, CLASSES, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
+        woodbury.GaussNewton(model, nn.MSELoss())
+
+
+class Skipping(nn.Module):
+    """Layers left out at random, one of them used once or twice, its weight by two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.c.weight = self.b.weight
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.a(x)))
+        for layer in (self.b, self.c, self.b):
+            if torch.rand(()) < 0.5:
+                x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+def test_the_two_pieces_of_a_batch_may_use_other_layers(blocks):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    optimizer = woodbury.GaussNewton(
+        Skipping().double(), LOSS, damping=0.5, curvature_samples=2, blocks=blocks, seed=0
+    )
+    for _ in range(30):
+        assert optimizer.verify(inputs, targets) <= 1e-10
+        torch.rand(())
+
+
+class MixingInTraining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.head(torch.tanh(h - h.mean(0) if self.training else h))
+
+
+def test_mixing_samples_is_refused_whenever_it_begins():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    model = MixingInTraining().double().eval()
+    optimizer = woodbury.NaturalGradient(model, LOSS)
+    optimizer.step(inputs, targets)
+    model.train()
+    with pytest.raises(ValueError, match="layer 'inner' gives for another"):
+        optimizer.step(inputs, targets)
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.inner(x - x.mean(0)))))
+
+
+def test_mixing_samples_before_the_first_layer_is_refused():
+    model = Centred().double()
+    with pytest.raises(ValueError, match="change when it is run on its own"):
+        woodbury.GaussNewton(model, LOSS, curvature_samples=2).step(
+            torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+        )
+
+
+class Substituted(nn.Module):
+    """A layer used as it is, then with other parameters: constants, computed ones, its own but frozen."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.head, self.how = nn.Linear(4, 4), nn.Linear(4, CLASSES), how
+
+    def forward(self, x):
+        own = dict(self.layer.named_parameters())
+        if self.how == "computed":
+            x = functional_call(self.layer, {name: torch.tanh(value) for name, value in own.items()}, (x,))
+        elif self.how == "constant":
+            x = torch.tanh(self.layer(x))
+            x = functional_call(self.layer, {name: value.detach() for name, value in own.items()}, (x,))
+        else:
+            x = torch.tanh(self.layer(x))
+            self.layer.requires_grad_(False)
+            x = self.layer(x)
+            self.layer.requires_grad_(True)
+        return self.head(torch.tanh(x))
+
+
+@pytest.mark.parametrize("how", ["computed", "constant", "frozen"])
+def test_layers_called_with_other_parameters(how):
+    torch.manual_seed(0)
+    model = Substituted(how).double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match=r"layer 'layer' is called with other parameters .* fallback='autograd'"):
+        woodbury.GaussNewton(model, LOSS).step(inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+
+
+class Halved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.inner(x)
+        return self.head(torch.tanh(h.float()))
+
+
+def test_autocast_inside_the_model_needs_the_fallback():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match=r"layer 'inner' gives torch.bfloat16 .* fallback='autograd'"):
+        woodbury.GaussNewton(Halved(), LOSS).step(inputs, targets)
+    optimizer = woodbury.GaussNewton(Halved(), LOSS, fallback="autograd")
+    assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
+
+
+def test_a_model_without_numbers_is_refused():
+    optimizer = woodbury.GaussNewton(nn.Linear(4, CLASSES, device="meta"), LOSS)
+    with pytest.raises(ValueError, match="meta device"):
+        optimizer.step(torch.randn(N, 4, device="meta"), torch.randint(CLASSES, (N,), device="meta"))
+
+
+class Queries(nn.Module):
+    """Attention among constants, which has no sample axis, unbatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queries", torch.randn(3, 4))
+        self.attend, self.head = attention(), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x * self.attend(self.queries, self.queries, self.queries)[0].mean(0)))
+
+
+def test_attention_without_a_sample_axis():
+    torch.manual_seed(0)
+    model = Queries().double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match=r"layer 'attend' has an input of shape .* fallback='autograd'"):
+        woodbury.GaussNewton(model, LOSS).step(inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+
+
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair, self.head = nn.Bilinear(4, 4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(input=torch.tanh(self.pair(input2=x.sin(), input1=x)))
+
+
+def test_layers_called_by_keyword():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(ByKeyword().double(), LOSS, inputs, targets)
+    check_directions(ByKeyword().double(), LOSS, inputs, targets, [1, 3])
+
+
+def test_scripted_modules_take_the_fallback():
+    torch.manual_seed(0)
+    inner = torch.jit.trace(nn.Linear(4, 4).double(), torch.randn(N, 4, dtype=torch.float64))
+    model = nn.Sequential(inner, nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    optimizer = woodbury.GaussNewton(model, LOSS, damping=0.1, fallback="autograd")
+    for _ in range(2):
+        optimizer.step(inputs, targets)
+        assert optimizer.verify(inputs, targets) <= 1e-10
+
+
+class Hooked(nn.Module):
+    """Halves gradients on their way back, at a layer's output or behind the activation."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.inner, self.head = at, nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        h = self.inner(x)
+        v = torch.tanh(h)
+        for tensor in (h, v)[self.at : self.at + 1]:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: 0.5 * grad)
+        return self.head(v)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_hooks_on_gradients_are_followed(at):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_directions(Hooked(at).double(), LOSS, inputs, targets, [1, 3])

@@ -52,6 +52,14 @@ def restore(state: Snapshot) -> None:
         torch.cuda.set_rng_state(state.cuda, state.device)
 
 
+def drawn_since(state: Snapshot) -> bool:
+    """Whether random numbers were drawn since a snapshot was taken."""
+    now = snapshot(state.device)
+    if not torch.equal(now.cpu, state.cpu):
+        return True
+    return now.cuda is not None and state.cuda is not None and not torch.equal(now.cuda, state.cuda)
+
+
 @contextmanager
 def replayed(state: Snapshot) -> Iterator[None]:
     """Inside, random numbers repeat from `state` (dropout masks agree); afterwards nothing happened."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from woodbury.layers.attention import attention_rows, linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.registry import as_form
-from woodbury.layers.rules import linear_rows, sequence_rows
+from woodbury.layers.rules import has_own, linear_rows, sequence_rows
 from woodbury.layers.shared import SharedRows
 from woodbury.layers.sums import Place, Use, sum_uses, whole
 from woodbury.plan import Layer, Plan
@@ -120,7 +121,8 @@ class Capture:
 
     def call_of(self, layer: Layer) -> Call | None:
         """The call of a layer that was called once."""
-        return next((call for call in self.calls if call.layer.name == layer.name), None)
+        calls = [call for call in self.calls if call.layer.name == layer.name]
+        return calls[0] if len(calls) == 1 else None
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
@@ -173,6 +175,9 @@ class Capture:
         if names:
             parameters = {name: plan.parameters[name] for name in names}
             made = Pass(self.model, self.forward, self.inputs, self.outputs)
+            modes = tuple(module.training for module in self.model.modules())
+            if modes != plan.findings.modes:
+                plan.findings.way, plan.findings.modes = None, modes
             rows, plan.findings.way = written_rows(
                 made, parameters, own_columns, start, plan.findings.way, plan.max_bytes
             )
@@ -286,20 +291,43 @@ def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | 
     return None
 
 
+def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any) -> str | None:
+    """Why a call cannot be captured: it must use the very parameters of the plan, as they are."""
+    if maps is None:
+        own = layer.module._parameters
+        used = [plan.parameters[full] for full in layer.parameters.values()]
+        same = all(own.get(local) is plan.parameters[full] for local, full in layer.parameters.items())
+    else:
+        used, same = [plan.parameters[place.name] for place in maps if place], True
+    if not same or not all(parameter.requires_grad for parameter in used):
+        return (
+            f"layer {layer.name!r} is called with other parameters than its own (torch.func.functional_call), or "
+            "with its own frozen for the call: use .detach() on values instead, or pass fallback='autograd'"
+        )
+    if used[0].dtype.itemsize > outputs.dtype.itemsize:
+        return (
+            f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used[0].dtype} (torch.autocast "
+            "inside the model?): leave that out, or pass fallback='autograd'"
+        )
+    return None
+
+
 def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: list[Call] = []
+    obstacles: list[str] = []
 
     def keep(layer: Layer, given: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
         """Note a call; one that cannot be captured is left to the fallback, if there is one."""
-        if layer.name in plan.findings.unfit:
+        constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
+        if constant or layer.name in plan.findings.unfit:  # constant: called under torch.no_grad()
             return
-        obstacle = _obstacle(layer.name, given[0], outputs, samples)
+        obstacle = _obstacle(layer.name, given[0], outputs, samples) or _substitute(plan, layer, outputs, maps)
         if obstacle is None:
             versions = (*(tensor._version for tensor in given), outputs._version)
             calls.append(Call(layer, given, outputs, get_gradient_edge(outputs), versions, maps))
         elif plan.fallback is None:
-            raise ValueError(obstacle)
+            obstacles.append(obstacle)  # raised once the model is through: it may have things to put back
         else:
             plan.findings.unfit.add(layer.name)
 
@@ -308,7 +336,11 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)
-            given = args if len(args) == 1 and not kwargs else (*args, *kwargs.values())
+            given = args
+            if kwargs:
+                order = list(signature(plain).parameters)
+                names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
+                given = (*args, *(kwargs[name] for name in names))
             keep(layer, tuple(tensor for tensor in given if isinstance(tensor, Tensor)), outputs)
             return outputs
 
@@ -321,6 +353,8 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
 
     with replaced_forward({layer.module: recording(layer) for layer in plan.layers}), torch.enable_grad():
         outputs = forward(model, inputs)
+    if obstacles:
+        raise ValueError(obstacles[0])
     if not isinstance(outputs, Tensor):
         raise TypeError(f"the model must return a tensor, got {type(outputs).__name__}; use forward=")
     if outputs.dim() == 0 or outputs.shape[0] != samples:
@@ -390,6 +424,8 @@ def chain_of(capture: Capture) -> list[Link] | None:
         # an elementwise node may still broadcast, which the shape gives away
         if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
             return None
+        if not has_own(call.layer.module) or given._backward_hooks or call.outputs._backward_hooks:
+            return None  # what autograd sees there is more than W v + b
         if chain:
             backward = _BACKWARD.get(between[0]) if len(between) == 1 else None
             chain[-1] = Link(chain[-1].layer, chain[-1].call, backward)
@@ -399,6 +435,26 @@ def chain_of(capture: Capture) -> list[Link] | None:
             return None
     once = len({link.layer.name for link in chain}) == len(chain) == len(capture.calls)
     return chain if once else None
+
+
+def _graph(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
+    """Every edge (node, next node) of the autograd graph behind the outputs."""
+    pending: list[Any] = [outputs.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise ValueError(
+                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters "
+                "inside from torch.autograd.grad: pass use_reentrant=False there"
+            )
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            yield node, following
+            if following not in seen:
+                seen.add(following)
+                pending.append(following)
 
 
 def unseen_parameters(capture: Capture) -> dict[str, str]:
@@ -411,20 +467,13 @@ def unseen_parameters(capture: Capture) -> dict[str, str]:
     """
     consumers: dict[Any, list[Any]] = {}
     accumulators: dict[int, Any] = {}
-    pending: list[Any] = [capture.outputs.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            consumers.setdefault(following, []).append(node)
-            variable = getattr(following, "variable", None)
-            if variable is not None:
-                accumulators[id(variable)] = following
-            if following not in seen:
-                seen.add(following)
-                pending.append(following)
+    seen = {capture.outputs.grad_fn}
+    for node, following in _graph(capture.outputs):
+        consumers.setdefault(following, []).append(node)
+        variable = getattr(following, "variable", None)
+        if variable is not None:
+            accumulators[id(variable)] = following
+        seen.add(following)
 
     def uses(node: Any) -> int:
         total = 0
@@ -453,17 +502,18 @@ _VIEWS = frozenset(
 
 def check_samples_apart(capture: Capture) -> None:
     """Raise if the outputs of the first or the last sample depend on another sample's activations."""
+    for _ in _graph(capture.outputs):  # refuses what autograd cannot see through
+        pass
     samples = len(capture.outputs)
     if samples < 2:
         return
     capture.check_inputs()
-    if not capture.calls:
-        _check_first_alone(capture)
-        return
     for sample, others in ((0, slice(1, None)), (samples - 1, slice(0, samples - 1))):
         seed = torch.zeros_like(capture.outputs)
         seed[sample] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
         edges = [call.edge for call in capture.calls]
+        if not edges:
+            break
         grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
         for call, grad in zip(capture.calls, grads, strict=True):
             if grad is not None and bool((grad[others].abs() > 0).any()):  # nan is another's concern
@@ -471,19 +521,28 @@ def check_samples_apart(capture: Capture) -> None:
                     f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: rows "
                     "per sample do not exist where the model mixes the samples of a batch"
                 )
+    _check_first_alone(capture)
 
 
 def _check_first_alone(capture: Capture) -> None:
-    """The same where no layer was captured: the first sample must give the same outputs on its own."""
+    """The same past every layer that was captured: the first sample must give the same outputs on its own."""
     samples = len(capture.outputs)
     random = _random.snapshot(capture.outputs.device)
     try:
         alone = capture.forward(capture.model, _batch.part(capture.inputs, slice(0, 1), samples))
-        drawn = not torch.equal(_random.snapshot(capture.outputs.device).cpu, random.cpu)
+        drawn = _random.drawn_since(random)
+    except Exception:  # whatever a model does not like about one sample
+        return
     finally:
         _random.restore(random)
-    if not drawn and not agree(alone.detach().reshape(1, -1), capture.outputs[:1].detach()):
+    capture.check_inputs()
+    first = capture.outputs[:1].detach()
+    if drawn or not bool(torch.isfinite(first).all()):  # nan is another's concern
+        return
+    # loosely: a GPU computes one sample by other kernels than many
+    if not agree(alone.detach().reshape(1, -1), first, digits=0.25):
         raise ValueError(
             f"the outputs of the first sample of {samples} change when it is run on its own: rows per sample do "
-            "not exist where the model mixes the samples of a batch"
+            "not exist where the model mixes the samples of a batch, or changes from one run to the next (as "
+            "spectral_norm does in training mode; call .eval() on it)"
         )

@@ -7,11 +7,13 @@ Three exact ways, from fast to slow, for a model that was run on a batch of n sa
     graph    ordinary autograd on the graph of the batch itself, sample after sample
 
 `func` needs a model that torch.func can transform, and both `func` and `chunks` one that computes for some samples
-what it computes for all (no dropout, say). Which works is found out once, by comparing outputs.
+what it computes for all (no dropout, say). Which works is found out by comparing outputs, at every batch: a model
+may change its mind (`model.train()`).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +65,8 @@ def written_rows(
 ) -> tuple[Vector, str]:
     """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on.
 
-    way is what was found to work for this model before, if anything; the one that did comes back.
+    way is what was found to work for this model before, if anything, and is tried first; the one that did comes
+    back.
     """
     window = slice(start, start + len(columns))
     inputs = _batch.part(made.inputs, window, len(made.outputs))
@@ -74,7 +77,9 @@ def written_rows(
     for name, compute in ways.items():
         if way not in (None, name):
             continue
-        random = _random.snapshot(columns.device) if way is None else None
+        # To compare would make a device wait: there what was found holds until the model changes its mode.
+        known = way is not None and columns.device.type != "cpu"
+        random = None if known else _random.snapshot(columns.device)
         try:
             outputs, rows = compute()
         except torch.OutOfMemoryError:
@@ -82,19 +87,20 @@ def written_rows(
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
             way = None
         else:
-            if way is not None or agree(outputs, made.outputs[window]):
+            if random is None or agree(outputs, made.outputs[window]):
                 return rows, name
+            way = None
         if random is not None:
             _random.restore(random)
     return rows_on_graph(made.outputs, parameters, columns, start), "graph"
 
 
-def agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two passes gave the same up to rounding."""
+def agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
+    """Whether two passes gave the same up to rounding, in this share of the digits."""
     if a.shape != b.shape:
         return False
-    tolerance = torch.finfo(a.dtype).eps ** 0.5
-    return torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+    tolerance, size = torch.finfo(a.dtype).eps ** digits, float(b.detach().abs().max())
+    return math.isfinite(size) and torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * size)
 
 
 def rows_by_func(

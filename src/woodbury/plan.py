@@ -28,7 +28,8 @@ class Findings:
     """What running a model has told about it."""
 
     unfit: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
-    way: str | None = None  # to rows past the rules: a key of `functional.WAYS`
+    way: str | None = None  # to rows past the rules, as `functional` names them
+    modes: tuple[bool, ...] = ()  # training or not, of every module, when that was found
 
 
 def _mixes_samples(norm: nn.Module) -> bool:
@@ -52,6 +53,7 @@ class Plan:
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
     tied: bool  # whether some parameter is used by several layers
+    training: bool  # the model's mode, which decides what running it tells
     findings: Findings = field(default_factory=Findings, compare=False)
 
     @cached_property
@@ -76,6 +78,8 @@ class Plan:
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether planning again would give the same, as far as can be told without walking the model."""
+        if model.training != self.training:
+            return False
         for layer in self.layers:
             if model.get_submodule(layer.name) is not layer.module:
                 return False
@@ -87,7 +91,8 @@ class Plan:
                 return False
         for name in self.rest:
             block, local = self.block_of[name]
-            if model.get_submodule(block)._parameters.get(local) is not self.parameters[name]:
+            own = model.get_submodule(block)._parameters
+            if local not in own or own[local] is not self.parameters[name]:  # a scripted module has no `get`
                 return False
         return (
             all(parameter.requires_grad for parameter in self.parameters.values())
@@ -119,6 +124,12 @@ def plan_layers(
             else "none of the optimizer's belongs to the model any more"
         )
         raise ValueError(f"no trainable parameter: {why}")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and a step is defined for real numbers: keep it as a real "
+                "parameter of shape (..., 2) and take torch.view_as_complex of it in forward"
+            )
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
     owned: dict[str, dict[str, str]] = {}
@@ -159,4 +170,15 @@ def plan_layers(
                 "fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
             )
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
-    return Plan(tuple(layers), owned, frozenset(rest), parameters, fallback, max_bytes, frozen, tuple(norms), tied)
+    return Plan(
+        tuple(layers),
+        owned,
+        frozenset(rest),
+        parameters,
+        fallback,
+        max_bytes,
+        frozen,
+        tuple(norms),
+        tied,
+        model.training,
+    )

@@ -4,13 +4,15 @@ small      784-500-10, N1/N2 = 60/30: eager and recorded into a CUDA graph (capt
 large      604 million parameters, N1/N2 = 4096/1024
 largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
 long       10000 steps of the small network: does a step get slower, does memory grow?
-precision  time and error of p with the small system in float64, and with bfloat16 autocast
+precision  time and error of p with the small system in float64
+mixed      67 million parameters, N1/N2 = 1024/256: passes in bfloat16 (autocast), Gram and solve in float32
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -140,12 +142,42 @@ def _direction(
     return _vector.flatten(optimizer.direction(inputs, targets, subset=chosen))
 
 
+def mixed() -> dict[str, Any]:
+    """Milliseconds of steps in float32 and with bfloat16 passes, and the error that makes in p."""
+    network = Network((8192, 4096, 8192, 10), 1024, 256, iterations=15)
+    inputs, targets = _batch(network)
+    model, loss = network.build().to(DEVICE), network.loss()
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def sgd(cast: bool) -> None:
+        plain.zero_grad()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=cast):
+            value = loss(model(inputs), targets)
+        value.backward()
+        plain.step()
+
+    steps: dict[str, Step] = {"sgd": partial(sgd, False), "sgd bfloat16": partial(sgd, True)}
+    chosen = torch.arange(network.curvature_samples)
+    directions = []
+    for name, kind in (("smw-ng", None), ("smw-ng bfloat16", torch.bfloat16)):
+        optimizer = OPTIMIZERS["smw-ng"](
+            network.build().to(DEVICE), loss, lr=1e-3, curvature_samples=network.curvature_samples, autocast=kind
+        )
+        directions.append(_vector.flatten(optimizer.direction(inputs, targets, subset=chosen)))
+        steps[name] = partial(optimizer.step, inputs, targets)
+    seconds = _interleaved(steps, rounds=7, block=5)
+    error = float((directions[1] - directions[0]).norm() / directions[0].norm())
+    result: dict[str, Any] = {name: {"ms": _figure(1e3 * value)} for name, value in seconds.items()}
+    return result | {"error_of_p": _figure(error)}
+
+
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "small": small,
     "large": large,
     "largest": largest,
     "long": long,
     "precision": precision,
+    "mixed": mixed,
 }
 
 

@@ -45,9 +45,9 @@ def linear_maps(samples: int, names: Mapping[int, str], record: Record) -> Itera
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         places = place(weight), place(bias)
-        if places == (None, None):
-            return plain(input, weight, bias)
         flat = input.dim() == 2
+        if places == (None, None) or (flat and len(input) % samples):  # the latter has no sample axis
+            return plain(input, weight, bias)
         given = (input.unflatten(0, (-1, samples)) if flat else input).transpose(0, 1)  # (n, positions, features)
         outputs = plain(given, weight, bias)
         record(given, outputs, places)

@@ -278,12 +278,25 @@ class ExplicitRows:
 def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowForm]:
     """The forms of several pieces of a batch, one piece after the other, layer by layer."""
     forms: dict[str, RowForm] = {}
-    for name in pieces[0]:
-        own = [piece[name] for piece in pieces]
-        if len({type(form) for form in own}) > 1:  # pieces of different sizes may look different to a rule
-            own = [ExplicitRows(form.dense()) for form in own]
+    for name in dict.fromkeys(name for piece in pieces for name in piece):
+        own = [piece[name] for piece in pieces if name in piece]
+        # pieces may look different to a rule, or take another way through the model (layers left out at random)
+        if len(own) < len(pieces) or len({(type(form), form.parameters) for form in own}) > 1:
+            own = _written_out(pieces, name)
         forms[name] = own[0].concatenate(own)
     return forms
+
+
+def _written_out(pieces: Sequence[Mapping[str, RowForm]], name: str) -> list[RowForm]:
+    """The rows of a layer in every piece as `ExplicitRows`: zeros where a piece did not use it, or a parameter."""
+    written = [piece[name].dense() if name in piece else {} for piece in pieces]
+    examples = {own: rows for piece in written for own, rows in piece.items()}
+    result: list[RowForm] = []
+    for piece, rows in zip(pieces, written, strict=True):
+        height = len(next(iter(piece.values())).new_rows(0))
+        zeros = {own: like.new_zeros(height, *like.shape[1:]) for own, like in examples.items() if own not in rows}
+        result.append(ExplicitRows({**rows, **zeros}))
+    return result
 
 
 def _flat(rows: Tensor) -> Tensor:

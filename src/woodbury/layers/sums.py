@@ -78,6 +78,12 @@ def _kind(form: RowForm) -> object:
     return None if isinstance(form, ExplicitRows) else id(form)
 
 
+def _signature(use: Use) -> object:
+    """What must agree for the same use in several pieces of a batch to be one form."""
+    kind = _kind(use.form) if isinstance(use.form, SharedRows | EmbeddingRows) else None
+    return type(use.form), use.form.parameters, tuple(use.places.items()), kind
+
+
 def _join(forms: Sequence[Any]) -> RowForm:
     """The sum of forms of one kind."""
     first: RowForm = forms[0]
@@ -180,7 +186,9 @@ class SumRows:
         return {name: self.slab(name, slice(0, shape[0]), dtype) for name, shape in self.shapes.items()}
 
     @staticmethod
-    def concatenate(forms: Sequence[SumRows]) -> SumRows:
+    def concatenate(forms: Sequence[SumRows]) -> RowForm:
+        if len({tuple(_signature(use) for use in form.uses) for form in forms}) > 1:  # used in other ways
+            return ExplicitRows.concatenate([ExplicitRows(form.dense()) for form in forms])
         uses = [
             Use(own[0].form.concatenate([use.form for use in own]), own[0].places)
             for own in zip(*(form.uses for form in forms), strict=True)

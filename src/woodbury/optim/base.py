@@ -340,6 +340,8 @@ class SecondOrder(torch.optim.Optimizer):
     def _check_surroundings(self) -> None:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
+        if self._device().type == "meta":
+            raise ValueError("the model is on the meta device, which holds no numbers: bring it to another first")
         if torch.is_autocast_enabled(self._device().type):
             raise RuntimeError(
                 "a step inside torch.autocast is not supported: take it outside, and pass autocast=torch.bfloat16 "
