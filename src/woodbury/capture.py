@@ -291,8 +291,8 @@ def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | 
     return None
 
 
-def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any) -> str | None:
-    """Why a call cannot be captured: it must use the very parameters of the plan, as they are."""
+def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, cast: bool) -> str | None:
+    """Why a call cannot be captured: it must use the very parameters of the plan, as they are or all cast."""
     if maps is None:
         own = layer.module._parameters
         used = [plan.parameters[full] for full in layer.parameters.values()]
@@ -304,7 +304,7 @@ def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any) -> str | N
             f"layer {layer.name!r} is called with other parameters than its own (torch.func.functional_call), or "
             "with its own frozen for the call: use .detach() on values instead, or pass fallback='autograd'"
         )
-    if used[0].dtype.itemsize > outputs.dtype.itemsize:
+    if used[0].dtype.itemsize > outputs.dtype.itemsize and not cast:
         return (
             f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used[0].dtype} (torch.autocast "
             "inside the model?): leave that out, or pass fallback='autograd'"
@@ -315,6 +315,7 @@ def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any) -> str | N
 def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: list[Call] = []
+    cast = torch.is_autocast_enabled(next(iter(plan.parameters.values())).device.type)
     obstacles: list[str] = []
 
     def keep(layer: Layer, given: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
@@ -322,7 +323,9 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
         if constant or layer.name in plan.findings.unfit:  # constant: called under torch.no_grad()
             return
-        obstacle = _obstacle(layer.name, given[0], outputs, samples) or _substitute(plan, layer, outputs, maps)
+        obstacle = _obstacle(layer.name, given[0], outputs, samples) or _substitute(
+            plan, layer, outputs, maps, cast
+        )
         if obstacle is None:
             versions = (*(tensor._version for tensor in given), outputs._version)
             calls.append(Call(layer, given, outputs, get_gradient_edge(outputs), versions, maps))
