@@ -789,3 +789,24 @@ def test_hooks_on_gradients_are_followed(at):
     torch.manual_seed(0)
     inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
     check_directions(Hooked(at).double(), LOSS, inputs, targets, [1, 3])
+
+
+class Sorted(nn.Module):
+    """Mixes samples, but not those of a batch that is in order already."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.layer(x)[x[:, 0].argsort()]
+
+
+def test_mixing_that_shows_later_is_refused_when_it_is_looked_for_again():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
+    inputs = inputs[inputs[:, 0].argsort()]
+    optimizer = woodbury.NaturalGradient(Sorted(), LOSS)
+    optimizer.step(inputs, targets)
+    with pytest.raises(ValueError, match="mixes the samples"):
+        optimizer.step(inputs.flip(0), targets)

@@ -293,20 +293,25 @@ def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | 
 
 def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, cast: bool) -> str | None:
     """Why a call cannot be captured: it must use the very parameters of the plan, as they are or all cast."""
+    same = True
     if maps is None:
         own = layer.module._parameters
-        used = [plan.parameters[full] for full in layer.parameters.values()]
-        same = all(own.get(local) is plan.parameters[full] for local, full in layer.parameters.items())
+        for local, full in layer.parameters.items():
+            used = plan.parameters[full]
+            same = same and own.get(local) is used and used.requires_grad
     else:
-        used, same = [plan.parameters[place.name] for place in maps if place], True
-    if not same or not all(parameter.requires_grad for parameter in used):
+        for place in maps:
+            if place is not None:
+                used = plan.parameters[place.name]
+                same = same and used.requires_grad
+    if not same:
         return (
             f"layer {layer.name!r} is called with other parameters than its own (torch.func.functional_call), or "
             "with its own frozen for the call: use .detach() on values instead, or pass fallback='autograd'"
         )
-    if used[0].dtype.itemsize > outputs.dtype.itemsize and not cast:
+    if outputs.dtype != used.dtype and used.dtype.itemsize > outputs.dtype.itemsize and not cast:
         return (
-            f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used[0].dtype} (torch.autocast "
+            f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used.dtype} (torch.autocast "
             "inside the model?): leave that out, or pass fallback='autograd'"
         )
     return None

@@ -100,7 +100,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.fallback = fallback
         self.last: StepInfo | None = None
         self._planned: tuple[Plan, list[int]] | None = None
-        self._checked: Plan | None = None  # the plan whose model was seen to keep samples apart
+        self._passes: tuple[Plan | None, int] = (None, 0)  # through the model, by this plan
         self._chain: bool | None = None  # whether the model is a chain; None until seen
         self._recorder: Recorder | None = None
         self._rule = loss_rule(loss)
@@ -246,7 +246,7 @@ class SecondOrder(torch.optim.Optimizer):
         settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
         memory = [parameter.data_ptr() for parameter in plan.parameters.values()]
         key = ((id(plan), str(settings), str(self.damping), tuple(memory)), captured.shape_of(inputs, targets))
-        if not recorder.is_due(key):
+        if not recorder.is_due(key, plan):
             return None
         kept = self._draws()
         count = self._curvature_count(samples)
@@ -393,9 +393,12 @@ class SecondOrder(torch.optim.Optimizer):
     def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture:
         with self._cast():
             captured = capture(plan, self.model, self.forward, inputs, samples)
-        if self._checked is not plan and samples > 1:
-            check_samples_apart(captured)
-            self._checked = plan
+        if samples > 1:
+            count = self._passes[1] + 1 if self._passes[0] is plan else 1
+            self._passes = plan, count
+            # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
+            if count == 1 or (count & (count - 1) == 0 and self._device().type == "cpu"):
+                check_samples_apart(captured)
         return captured
 
     def _cast(self) -> AbstractContextManager[Any]:
@@ -552,7 +555,7 @@ class SecondOrder(torch.optim.Optimizer):
         kept = {name: value for name, value in vars(self).items() if name not in names}
         return {name: value for name, value in kept.items() if "hooks" not in name} | {
             "_planned": None,
-            "_checked": None,
+            "_passes": (None, 0),
             "_chain": None,
             "_recorder": None if self._recorder is None else Recorder(),
         }

@@ -57,11 +57,15 @@ class Recorder:
         self.recording: Recording | None = None
         self._key: Hashable = None  # what the recording holds for
         self._seen: dict[Hashable, int] = {}
+        self._owner: object = None  # kept alive, as the key holds its id
         self._refused = False
         self._told = False
 
-    def is_due(self, key: Hashable) -> bool:
-        """Whether a step of this kind is replayed, or recorded now; else it is an ordinary one."""
+    def is_due(self, key: Hashable, owner: object) -> bool:
+        """Whether a step of this kind is replayed, or recorded now; else it is an ordinary one.
+
+        key is a pair: what else must not change, with the id of `owner` in it, and the shape of the batch.
+        """
         if self._refused:
             return False
         if key == self._key:
@@ -70,7 +74,7 @@ class Recorder:
         if self._seen[key] <= WARM_UP:
             return False
         if self.recording is None or not _same_but_shape(key, self._key):
-            self.recording, self._key = None, key
+            self.recording, self._key, self._owner = None, key, owner
             return True
         self._tell(
             "a batch has another shape than the one whose step was recorded: batches of that shape take ordinary "
