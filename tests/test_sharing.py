@@ -182,7 +182,37 @@ def tied(draw):
     return Tied(width), (width,)
 
 
-MODELS = {"attention": attending(), "bilinear": pairs(), "repeated": repeated(), "words": words(), "tied": tied()}
+class LanguageModel(nn.Module):
+    """A transformer block between an embedding and a head that share their table, and logits at every position."""
+
+    def __init__(self, count, norm_first, bias):
+        super().__init__()
+        self.words, self.places = nn.Embedding(count, 4), nn.Embedding(4, 4)
+        self.block = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True, norm_first=norm_first)
+        self.head = nn.Linear(4, count, bias=bias)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1]).expand(x.shape)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).double()
+        h = self.block(self.words(x) + self.places(places), src_mask=mask, is_causal=True)
+        return self.head(h).transpose(1, 2)
+
+
+@st.composite
+def language_models(draw):
+    model = LanguageModel(draw(st.integers(2, 4)), draw(st.booleans()), draw(st.booleans()))
+    return model, (draw(st.integers(1, 4)),)
+
+
+MODELS = {
+    "attention": attending(),
+    "bilinear": pairs(),
+    "repeated": repeated(),
+    "words": words(),
+    "tied": tied(),
+    "language model": language_models(),
+}
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -193,13 +223,15 @@ def test_rows_and_directions_equal_dense_autograd(name, data):
     model, shape = data.draw(MODELS[name])
     n = data.draw(st.integers(1, 4))
     inputs = torch.randn(n, *shape, dtype=torch.float64)
-    if isinstance(model, Words):
+    if hasattr(model, "words"):
         inputs = torch.randint(model.words.num_embeddings, (n, *shape))
     model = model.double()
     model(inputs)
     shaken(model)
     loss, targets = LOSS, torch.randint(CLASSES, (n,))
-    if data.draw(st.booleans()):
+    if isinstance(model, LanguageModel):
+        targets = torch.randint(model.words.num_embeddings, (n, *shape))
+    elif data.draw(st.booleans()):
         loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
     subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
     max_bytes = data.draw(st.sampled_from([None, 2000, 1]))
