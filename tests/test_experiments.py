@@ -379,6 +379,7 @@ def test_a_damaged_run_folder_is_named_and_not_trained_over(damage: str, tmp_pat
 
 
 def test_asking_to_stop_keeps_the_step_whole() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
     with training.asked_to_stop() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
