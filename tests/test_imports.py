@@ -61,7 +61,6 @@ SIBLINGS = {
     ("bench.peers", "bench.timing"),
     ("bench.peers", "experiments.models"),
     ("bench.draw", "bench.peer_steps"),  # what peers compute
-    ("bench.draw", "bench.scale"),
     ("bench.draw", "experiments.looks"),
     ("bench.__main__", "bench"),
     ("bench.__main__", "bench.draw"),

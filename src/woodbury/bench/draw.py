@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from woodbury.bench.peer_steps import GN, NG
-from woodbury.bench.scale import exponent
 from woodbury.experiments.looks import looks_of
 
 _MARKERS = {
@@ -123,7 +122,7 @@ def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
             ]
             milliseconds = [1e3 * seconds for seconds in over]
             style = {"color": look.colour, "marker": _MARKERS[look.marker], "markersize": 5}
-            label = f"{name} {exponent(values, over):.2f} ({entry['predicted']:.2f})"
+            label = f"{name} {entry['exponent']:.2f} ({entry['predicted']:.2f})"
             panel.plot(values, milliseconds, label=label, **style)
             guide = [milliseconds[-1] * (value / values[-1]) ** entry["predicted"] for value in values]
             panel.plot(values, guide, color=look.colour, linewidth=1, linestyle=":")
@@ -131,6 +130,7 @@ def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
         panel.set_yscale("log")
         panel.set_xticks(values, [_short(value) for value in values])
         panel.minorticks_off()
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.set_title(_MEANING.get(sweep, sweep), loc="left", fontsize=11)
         panel.legend(fontsize=7.5, frameon=True, framealpha=0.8, edgecolor="none", handlelength=1.5)
     for panel in panels[: len(sweeps) : columns]:

@@ -227,7 +227,7 @@ def _in_own_process(key: str, name: str, limit: float, small: bool) -> dict[str,
     program = "import sys; from woodbury.bench import peers; peers.main(sys.argv[1:])"
     command = [sys.executable, "-W", "ignore", "-c", program, key, name, str(limit), str(int(small))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * limit + _START)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit + _START)
     except subprocess.TimeoutExpired:
         return {"status": f"over {limit:g} s"}
     if done.returncode == 0:

@@ -105,12 +105,16 @@ def bench_scale(
             name: {
                 "seconds": _rounded(seconds[name]),
                 "sgd": _rounded(reference[name]),
-                "exponent": round(exponent(values, _over(seconds[name], reference[name])), 2),
-                "predicted": round(exponent(values, [predicted_cost(name, net) for _, net in points]), 2),
+                "exponent": _slope(values, _over(seconds[name], reference[name])),
+                "predicted": _slope(values, [predicted_cost(name, net) for _, net in points]),
             }
             for name in names
         }
     return result
+
+
+def _slope(values: Sequence[float], costs: Sequence[float]) -> float:
+    return round(exponent(values, costs), 2) + 0.0  # no -0.0
 
 
 def _over(times: Sequence[float], reference: Sequence[float]) -> list[float]:
