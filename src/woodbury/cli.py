@@ -267,23 +267,26 @@ def bench_peers(
         return
     for problem in found["problems"].values():
         title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
-        table = Table("step", "computes", title=title, title_justify="left")
-        for heading in ("seconds", "in steps of woodbury's", "memory, MiB", "p differs by"):
+        table = Table("step", "computes", title=title, title_justify="left", box=None, header_style="bold")
+        for heading in ("seconds", "x woodbury", "MiB", "p differs"):
             table.add_column(heading, justify="right")
         for entry in problem["peers"]:
             if entry["status"] != "ok":
-                table.add_row(entry["peer"], entry["status"])
                 continue
             memory, difference = entry["memory"], entry["difference"]
             table.add_row(
                 entry["peer"],
                 entry["computes"],
                 f"{entry['seconds']:.4g}",
-                f"{entry['ratio']:.3g} {entry['versus']}",
+                f"{entry['ratio']:.3g}",
                 "-" if memory is None else f"{memory / 2**20:.0f}",
-                "-" if difference is None else f"{difference:.1e}",
+                "-" if difference is None else f"{difference:.0e}",
             )
         console.print(table)
+        for entry in problem["peers"]:
+            if entry["status"] != "ok":
+                console.print(f"{entry['peer']}: {entry['status']}", soft_wrap=True, markup=False, highlight=False)
+        console.print()
 
 
 @bench.command("draw")
@@ -296,7 +299,9 @@ def bench_draw(
         written = draw_bench(files, out)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror or error}")
-    except ValueError as error:  # no JSON, or not ours
+    except json.JSONDecodeError as error:
+        _fail(f"not JSON: {error}")
+    except ValueError as error:  # not ours
         _fail(_one_line(error))
     for path in written:
         print(path)

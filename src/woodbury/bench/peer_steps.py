@@ -94,7 +94,7 @@ def _functional_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("torch.func per-sample gradients, NG", "smw-ng", NG)
+@_peer("torch.func gradients, NG", "smw-ng", NG)
 def _functional_natural_gradient(task: Task) -> Step:
     """U by `vmap(grad(loss))`, the recipe of torch's documentation."""
 
@@ -120,7 +120,7 @@ def _functional_natural_gradient(task: Task) -> Step:
     GN,
     package="torch-levenberg-marquardt",
     modules=("torch_levenberg_marquardt",),
-    exceptions={"CrossEntropyLoss": "GN of the root of the loss"},
+    exceptions={"CrossEntropyLoss": "GN of √loss"},
 )
 def _torch_levenberg_marquardt(task: Task) -> Step:
     """Its own training step, new loss included. Its squares have no factor 2, so its damping is half of ours."""
@@ -177,7 +177,7 @@ def _backpack_natural_gradient(task: Task) -> Step:
     return step
 
 
-@_peer("ASDL, SmwEmpNaturalGradient", "smw-ng", NG, package="asdfghjkl", modules=("asdl",))
+@_peer("ASDL, SMW empirical NG", "smw-ng", NG, package="asdfghjkl", modules=("asdl",))
 def _asdl(task: Task) -> Step:
     smw = importlib.import_module("asdl.precondition.smw")
     config = smw.SmwEmpNaturalGradientConfig(data_size=len(task.inputs), damping=task.damping)
@@ -194,7 +194,7 @@ def _asdl(task: Task) -> Step:
     return step
 
 
-@_peer("TorchJD, Gramian of the outputs", "smw-gn", GN, package="torchjd", modules=("torchjd.autogram",))
+@_peer("TorchJD, Gram of outputs", "smw-gn", GN, package="torchjd", modules=("torchjd.autogram",))
 def _torchjd_gauss_newton(task: Task) -> Step:
     """J J^T from its engine, S on both sides, and one backward pass for p."""
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
@@ -213,7 +213,7 @@ def _torchjd_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("TorchJD, Gramian of the losses", "smw-ng", NG, package="torchjd", modules=("torchjd.autogram",))
+@_peer("TorchJD, Gram of losses", "smw-ng", NG, package="torchjd", modules=("torchjd.autogram",))
 def _torchjd_natural_gradient(task: Task) -> Step:
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
 
@@ -280,7 +280,7 @@ def _curvlinops_kfac(task: Task) -> Step:
     return step
 
 
-@_peer("SINGD, dense", "smw-ng", "running Kronecker factors", package="singd", modules=("singd",))
+@_peer("SINGD, dense", "smw-ng", "Kronecker, running", package="singd", modules=("singd",))
 def _singd(task: Task) -> Step:
     """Preconditioner updated at every step."""
     optim = importlib.import_module("singd.optim.optimizer")

@@ -167,7 +167,8 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
     """Time a peer beside woodbury's step in this process.
 
     Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None
-    where the peer computes another p), "memory" in bytes (None where /proc does not tell) and "rounds".
+    where the peer computes another p), "memory" in bytes (None where /proc does not tell) and "rounds" (0
+    if there was time for the first step alone, which is not warmed up).
     """
     own = _own_step(peer.versus)
     for make in (own, peer.make):  # libraries load much of themselves on first use
@@ -178,7 +179,7 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
     start = _flat(theirs.model)
     _return_free_memory()
     before, begun = _reset_peak(), time.perf_counter()
-    step()
+    used = _timed(step, theirs.model, start)
     first = time.perf_counter() - begun
     memory = None if before is None else max(0, _status("VmHWM") - before)
     if first > limit:
@@ -187,21 +188,21 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
     step_beside = own(ours)
     step_beside()
     expected = _flat(ours.model) - start
-    times: dict[str, list[float]] = {"theirs": [], "ours": []}
-    rounds = 0
-    while rounds < _ROUNDS:
+    seconds: list[float] = []
+    beside = [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
+    while len(seconds) < _ROUNDS:
         elapsed = time.perf_counter() - begun
-        if rounds and (elapsed + first > limit or (rounds >= 5 and elapsed > limit / 4)):
+        if elapsed + first > limit or (len(seconds) >= 5 and elapsed > limit / 4):
             break
-        times["theirs"].append(_timed(step, theirs.model, start))
-        times["ours"] += [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
-        rounds += 1
+        seconds.append(_timed(step, theirs.model, start))
+        beside += [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
+    rounds = len(seconds)
+    seconds = seconds or [used]  # no time for a second step
     same = peer.computed(ours.loss) in (GN, NG)
-    seconds, beside = median(times["theirs"]), median(times["ours"])
     return {
-        "seconds": _digits(seconds),
-        "woodbury": _digits(beside),
-        "ratio": _digits(seconds / beside),
+        "seconds": _digits(median(seconds)),
+        "woodbury": _digits(median(beside)),
+        "ratio": _digits(median(seconds) / median(beside)),
         "difference": _digits(float((moved - expected).norm() / expected.norm())) if same else None,
         "memory": memory,
         "rounds": rounds,
@@ -227,7 +228,7 @@ def _in_own_process(key: str, name: str, limit: float, small: bool) -> dict[str,
     program = "import sys; from woodbury.bench import peers; peers.main(sys.argv[1:])"
     command = [sys.executable, "-W", "ignore", "-c", program, key, name, str(limit), str(int(small))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit + _START)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * limit + _START)
     except subprocess.TimeoutExpired:
         return {"status": f"over {limit:g} s"}
     if done.returncode == 0:
