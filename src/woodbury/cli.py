@@ -257,7 +257,7 @@ def bench_scale(
 @bench.command("peers")
 def bench_peers(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    limit: Annotated[float, typer.Option(min=0.1, help="Seconds of timing for each peer.")] = 60.0,
+    limit: Annotated[float, typer.Option(min=0.1, help="CPU seconds for each peer.")] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
 ) -> None:
     """Steps of other libraries beside woodbury's, those that are installed (10 minutes with all of them)."""

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     scale = commands.add_parser("scale", help="growth of the step cost with n, N1, N2, classes and width")
     scale.add_argument("--quick", action="store_true", help="tiny networks, to see that it runs")
     peers = commands.add_parser("peers", help="steps of other libraries beside woodbury's")
-    peers.add_argument("--limit", type=float, default=60.0, help="seconds of timing for each peer (default 60)")
+    peers.add_argument("--limit", type=float, default=60.0, help="CPU seconds for each peer (default 60)")
     peers.add_argument("--quick", action="store_true", help="tiny networks, to see that it runs")
     peers.add_argument("--peer", action="append", choices=[*OWN, *PEERS], help="only this one; may be repeated")
     peers.add_argument("--problem", action="append", choices=list(PROBLEMS), help="only this one")

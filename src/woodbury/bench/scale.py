@@ -9,8 +9,9 @@ The table (section 6) gives the extra cost of a step over the gradient, in O-not
 
 Measured is the time of a step less that of an SGD step on the same batch; the two are timed in turns. An exponent
 is the slope of a least-squares line through log cost against log value; "predicted" is the same slope for the
-table's expression with every constant set to one. The table is for the direction p alone: every method here also
-evaluates the loss at theta + p on the N1 samples, which is why the cost grows with N1 where the table says 0.
+table's expression with every constant set to one. The table is for the direction p and knows no N1. Every method
+here also evaluates the loss at theta + p on the N1 samples, and the SMW methods keep the gradient rows of the
+samples outside S2 beside the factor rows, in a Gram matrix of all of them: N1^2 sum m_l.
 """
 
 from __future__ import annotations
