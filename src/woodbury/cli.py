@@ -239,7 +239,7 @@ def bench_scale(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all seconds.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
 ) -> None:
-    """Growth of the step cost with n, N1, N2, classes and width, beside the paper's cost table (8 minutes)."""
+    """Growth of the step cost with n, N1, N2, classes and width, beside the paper's cost table (10 minutes)."""
     sweeps: dict[str, dict[str, Any]] = _measure("scale", *(["--quick"] if quick else []))
     if as_json:
         print(json.dumps(sweeps))
@@ -260,7 +260,7 @@ def bench_peers(
     limit: Annotated[float, typer.Option(min=0.1, help="CPU seconds for each peer.")] = 60.0,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
 ) -> None:
-    """Steps of other libraries beside woodbury's, those that are installed (10 minutes with all of them)."""
+    """Steps of other libraries beside woodbury's, those that are installed (15 minutes with all of them)."""
     found: dict[str, Any] = _measure("peers", "--limit", str(limit), *(["--quick"] if quick else []))
     if as_json:
         print(json.dumps(found))
