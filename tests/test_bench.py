@@ -1,14 +1,20 @@
-"""`woodbury.bench step` prints what it promises; the ratios are for a quiet machine, not for a test."""
+"""The measurements print what they promise; their figures are for a quiet machine, not for a test."""
 
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from woodbury.bench import scale
+from woodbury.bench import draw, peer_steps, peers, scale
 from woodbury.bench.timing import Network
+
+RUN = [sys.executable, "-m", "woodbury.bench"]
+ALONE = os.environ | {"OMP_NUM_THREADS": "1"}  # else the measurements start themselves again
 
 
 @pytest.mark.parametrize("threads", [None, "1"])
@@ -16,7 +22,7 @@ def test_step_benchmark_prints_one_object(threads):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if threads:
         environment["OMP_NUM_THREADS"] = threads
-    command = [sys.executable, "-m", "woodbury.bench", "step", "--json", "--repeats", "1"]
+    command = [*RUN, "step", "--json", "--repeats", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     ratios = json.loads(done.stdout)
     assert set(ratios) == {"mnist", "cifar10", "webspam"}
@@ -40,12 +46,164 @@ def test_predicted_cost_is_the_papers_table():
     assert scale.predicted_cost("kfac", network) == (8 + 64 + 8) + 5 * (4 + 16 + 4)
 
 
-def test_scale_benchmark_fits_every_sweep(monkeypatch):
-    sweep = ((2, 4), lambda m: Network((6, 5, 3), samples=8, curvature_samples=m, iterations=3))
-    monkeypatch.setattr(scale, "SWEEPS", {"N2": sweep})
-    monkeypatch.setattr(scale, "_SECONDS", 0.01)
-    row = scale.bench_scale()["N2"]
-    assert row["values"] == [2, 4] and len(row["sgd"]) == 2
-    for name in ("smw-gn", "smw-ng", "hf", "kfac"):
-        assert len(row[name]["seconds"]) == 2 and min(row[name]["seconds"]) > 0
-        assert {"exponent", "predicted"} < set(row[name])
+def test_scale_benchmark_fits_every_sweep():
+    done = subprocess.run(
+        [*RUN, "scale", "--quick", "--json"], capture_output=True, text=True, check=True, env=ALONE
+    )
+    sweeps = json.loads(done.stdout)
+    assert set(sweeps) == set(scale.SWEEPS) == {"n", "N1", "N2", "C", "width"}
+    assert "width = 32" in done.stderr  # how far it has come
+    for row in sweeps.values():
+        assert len(row["values"]) == len(row["sgd"]) == 2
+        for name in scale.METHODS:
+            entry = row[name]
+            assert min(entry["seconds"]) > 0 and min(entry["sgd"]) > 0 and len(entry["seconds"]) == 2
+            assert {"exponent", "predicted"} < set(entry)
+    assert all(sweeps["N1"][name]["predicted"] == 0 for name in scale.METHODS)
+
+
+@pytest.mark.parametrize("sweep", scale.SWEEPS)
+def test_values_of_a_sweep_are_those_of_its_networks(sweep):
+    read = {
+        "n": lambda network: sum(parameter.numel() for parameter in network.build().parameters()),
+        "N1": lambda network: network.samples,
+        "N2": lambda network: network.curvature_samples,
+        "C": lambda network: network.widths[-1],
+        "width": lambda network: network.widths[0],
+    }[sweep]
+    for value, network in [*scale.QUICK[sweep], *scale.SWEEPS[sweep]]:
+        assert value == read(network)
+        assert network.curvature_samples <= network.samples
+
+
+PLAIN = [peer for peer in peer_steps.PEERS.values() if peer.package is None]
+
+
+@pytest.mark.parametrize("key", peers.SMALL)
+@pytest.mark.parametrize("peer", PLAIN, ids=lambda peer: peer.versus)
+def test_rows_by_torch_func_give_the_same_p(peer, key):
+    """The bar is 1e-4 in float32; networks this small leave little to rounding."""
+    entry = peers.measure(peers.SMALL[key], peer, limit=1.0, warmup=peers.SMALL[key])
+    assert entry["difference"] <= 1e-5
+    assert entry["seconds"] > 0 and entry["woodbury"] > 0 and entry["rounds"] >= 1
+
+
+def test_rows_by_torch_func_give_the_same_p_at_a_small_damping_and_with_several_outputs():
+    for loss in (nn.MSELoss, nn.CrossEntropyLoss):
+        problem = replace(peers.SMALL["classes"], loss=loss, damping=0.05)
+        for peer in PLAIN:
+            assert peers.measure(problem, peer, limit=1.0, warmup=problem)["difference"] <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("key", peers.SMALL)
+@pytest.mark.parametrize(
+    "peer", [peer for peer in peer_steps.PEERS.values() if peer.package is not None], ids=lambda peer: peer.name
+)
+def test_installed_peers_that_compute_the_same_p_agree(peer, key):
+    problem = peers.SMALL[key]
+    if peers.describe(peer, problem)["status"] != "ok":
+        pytest.skip(f"{peer.package} is not installed")
+    entry = peers.measure(problem, peer, limit=1.0, warmup=problem)
+    if peer.computed(problem.loss()) in (peer_steps.GN, peer_steps.NG):
+        assert entry["difference"] <= 1e-4
+    else:
+        assert entry["difference"] is None
+
+
+def test_the_problem_of_the_bar_has_one_output_a_million_parameters_and_a_thousand_samples():
+    problem = peers.PROBLEMS["million"]
+    assert problem.widths[-1] == 1 and problem.samples == 1000
+    assert problem.parameters == pytest.approx(1e6, rel=0.01)
+    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == problem.parameters
+
+
+def test_a_missing_peer_is_reported_and_the_rest_measured(monkeypatch):
+    absent = peer_steps.Peer(
+        "absent", lambda task: None, "smw-gn", peer_steps.GN, "no-such-peer", ("no_such_peer",)
+    )
+    monkeypatch.setitem(peer_steps.PEERS, "absent", absent)
+    said = []
+    names = ["absent", "woodbury.GaussNewton"]
+    result = peers.bench_peers(limit=1.0, names=names, problems=["classes"], small=True, say=said.append)
+    missing, own = result["problems"]["classes"]["peers"]
+    assert missing["status"] == "not installed: pip install no-such-peer" and "seconds" not in missing
+    assert own["status"] == "ok" and own["difference"] == 0 and own["ratio"] > 0
+    assert any("not installed" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (MemoryError(), "out of memory"),
+        (TypeError("changed\nits mind"), "failed: TypeError: changed its mind"),
+    ],
+)
+def test_a_peer_that_fails_is_reported(monkeypatch, error, status):
+    def make(task):
+        raise error
+
+    monkeypatch.setitem(peer_steps.PEERS, "broken", peer_steps.Peer("broken", make, "smw-gn", peer_steps.GN))
+    monkeypatch.setattr(peers, "_keep_within_memory", lambda: None)  # it would hold for the other tests too
+    assert peers.work("classes", "broken", 1.0, small=True) == {"status": status}
+
+
+def test_a_peer_over_the_limit_is_reported():
+    entry = peers.measure(peers.SMALL["classes"], PLAIN[0], limit=0.0, warmup=peers.SMALL["classes"])
+    assert entry == {"status": "over 0 s"}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak memory from /proc")
+def test_memory_of_a_step_is_its_peak():
+    """A step that holds 64 MiB for a moment, in a process whose peak has been higher before."""
+
+    def make(task):
+        def step():
+            torch.ones(2**24)
+
+        return step
+
+    high = torch.ones(2**26)
+    del high
+    peer = peer_steps.Peer("", make, "smw-gn", "nothing")
+    entry = peers.measure(peers.SMALL["classes"], peer, limit=1.0, warmup=peers.SMALL["classes"])
+    assert 60 * 2**20 < entry["memory"] < 80 * 2**20
+
+
+def test_peers_benchmark_prints_one_object():
+    command = [*RUN, "peers", "--quick", "--json", "--limit", "1", "--problem", "million"]
+    command += ["--peer", "torch.func rows, GN", "--peer", "torch-levenberg-marquardt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ALONE)
+    problem = json.loads(done.stdout)["problems"]["million"]
+    assert [entry["peer"] for entry in problem["peers"]] == ["torch.func rows, GN", "torch-levenberg-marquardt"]
+    assert problem["peers"][0]["difference"] <= 1e-5
+    assert problem["peers"][1]["status"] == "ok" or "pip install torch-levenberg" in problem["peers"][1]["status"]
+
+
+def test_draw_writes_a_figure_for_each_kind(tmp_path):
+    pytest.importorskip("matplotlib")
+    methods = {
+        name: {"seconds": [2.0, 5.0], "sgd": [1.0, 2.0], "exponent": 1.6, "predicted": 1} for name in ("hf",)
+    }
+    entry = {"peer": "a", "computes": "exact GN", "status": "ok", "seconds": 2.0, "ratio": 3.0}
+    missing = {"peer": "b", "computes": "exact GN", "status": "not installed: pip install b"}
+    problem = {"network": "2-1", "loss": "MSELoss", "samples": 3, "parameters": 3, "peers": [entry, missing]}
+    contents = {
+        "step": {"mnist": {"sgd": 1.0, "smw-gn": 2.0, "hf": 20.0}},
+        "again": {"mnist": {"sgd": 1.0, "smw-gn": 2.2, "hf": 25.0}},
+        "scale": {"N2": {"values": [1, 2], "sgd": [1.0, 2.0]} | methods},
+        "peers": {"machine": {}, "problems": {"one": problem}},
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    written = draw.draw([tmp_path / f"{name}.json" for name in contents], tmp_path / "figures")
+    assert [path.name for path in written] == ["bench-step.png", "bench-scale.png", "bench-peers.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_draw_refuses_what_it_does_not_know(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="not the JSON of bench"):
+        draw.draw([path], tmp_path)

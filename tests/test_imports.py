@@ -58,7 +58,16 @@ SIBLINGS = {
     ("bench.timing", "experiments.models"),  # the networks of the experiments
     ("bench.step", "bench.timing"),
     ("bench.scale", "bench.timing"),
+    ("bench.peer_steps", "bench.timing"),
+    ("bench.peers", "bench.peer_steps"),
+    ("bench.peers", "bench.timing"),
+    ("bench.peers", "experiments.models"),
+    ("bench.draw", "bench.peer_steps"),  # what peers compute
+    ("bench.draw", "experiments.looks"),
     ("bench.__main__", "bench"),
+    ("bench.__main__", "bench.draw"),
+    ("bench.__main__", "bench.peer_steps"),
+    ("bench.__main__", "bench.peers"),
     ("bench.__main__", "bench.step"),
     ("bench.__main__", "bench.scale"),
     ("bench.__main__", "bench.gpu"),

@@ -27,6 +27,7 @@ try:
     from rich.progress import Progress as ProgressBar
     from rich.table import Table
 
+    from woodbury.bench.draw import draw as draw_bench
     from woodbury.experiments import report
     from woodbury.experiments.config import RunConfig, RunFolderError
     from woodbury.experiments.data import DATASETS, load_dataset
@@ -236,9 +237,10 @@ def bench_step(
 @bench.command("scale")
 def bench_scale(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
 ) -> None:
-    """Growth of the step cost with N2, classes and width, beside the paper's cost table (5 minutes)."""
-    sweeps: dict[str, dict[str, Any]] = _measure("scale")
+    """Growth of the step cost with n, N1, N2, classes and width, beside the paper's cost table (10 minutes)."""
+    sweeps: dict[str, dict[str, Any]] = _measure("scale", *(["--quick"] if quick else []))
     if as_json:
         print(json.dumps(sweeps))
         return
@@ -252,16 +254,69 @@ def bench_scale(
     console.print(table)
 
 
+@bench.command("peers")
+def bench_peers(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    limit: Annotated[float, typer.Option(min=0.1, help="CPU seconds for each peer.")] = 60.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
+) -> None:
+    """Steps of other libraries beside woodbury's, those that are installed (15 minutes with all of them)."""
+    found: dict[str, Any] = _measure("peers", "--limit", str(limit), *(["--quick"] if quick else []))
+    if as_json:
+        print(json.dumps(found))
+        return
+    for problem in found["problems"].values():
+        title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
+        table = Table("step", "computes", title=title, title_justify="left", box=None, header_style="bold")
+        for heading in ("seconds", "x woodbury", "MiB", "p differs"):
+            table.add_column(heading, justify="right")
+        for entry in problem["peers"]:
+            if entry["status"] != "ok":
+                continue
+            memory, difference = entry["memory"], entry["difference"]
+            table.add_row(
+                entry["peer"],
+                entry["computes"],
+                f"{entry['seconds']:.4g}",
+                f"{entry['ratio']:.3g}",
+                "-" if memory is None else f"{memory / 2**20:.0f}",
+                "-" if difference is None else f"{difference:.0e}",
+            )
+        console.print(table)
+        for entry in problem["peers"]:
+            if entry["status"] != "ok":
+                console.print(f"{entry['peer']}: {entry['status']}", soft_wrap=True, markup=False, highlight=False)
+        console.print()
+
+
+@bench.command("draw")
+def bench_draw(
+    files: Annotated[list[Path], typer.Argument(help="What the other commands print with --json.")],
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path(),
+) -> None:
+    """Draw bench-step.png, bench-scale.png and bench-peers.png from the JSON of the other commands."""
+    try:
+        written = draw_bench(files, out)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror or error}")
+    except json.JSONDecodeError as error:
+        _fail(f"not JSON: {error}")
+    except ValueError as error:  # not ours
+        _fail(_one_line(error))
+    for path in written:
+        print(path)
+
+
 # -- what the commands are made of ----------------------------------------------------------------------------
 
 
-def _measure(what: str) -> Any:
+def _measure(*what: str) -> Any:
     """The JSON that `python -m woodbury.bench` prints, run in a process of its own.
 
     The thread count must be set before torch is imported to hold for BLAS too.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "woodbury.bench", what, "--json"]
+    command = [sys.executable, "-m", "woodbury.bench", *what, "--json"]
     finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if finished.returncode != 0:
         raise typer.Exit(finished.returncode)

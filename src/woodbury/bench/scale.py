@@ -1,4 +1,4 @@
-"""How the cost of a step grows with N2, the number of classes and the width, beside the paper's cost table.
+"""How the cost of a step grows with n, N1, N2, the number of classes and the width, beside the paper's cost table.
 
 The table (section 6) gives the extra cost of a step over the gradient, in O-notation:
 
@@ -7,9 +7,11 @@ The table (section 6) gives the extra cost of a step over the gradient, in O-not
     HF       iterations x N2 n
     KFAC     sum m_l^3 + N2 sum m_l^2
 
-Measured is the time of a step less that of an SGD step on the same batch. An exponent is the slope of a
-least-squares line through log cost against log value; "predicted" is the same slope for the table's expression
-with every constant set to one.
+Measured is the time of a step less that of an SGD step on the same batch; the two are timed in turns. An exponent
+is the slope of a least-squares line through log cost against log value; "predicted" is the same slope for the
+table's expression with every constant set to one. The table is for the direction p and knows no N1. Every method
+here also evaluates the loss at theta + p on the N1 samples, and the SMW methods keep the gradient rows of the
+samples outside S2 beside the factor rows, in a Gram matrix of all of them: N1^2 sum m_l.
 """
 
 from __future__ import annotations
@@ -17,27 +19,51 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 
-from woodbury.bench.timing import Network, median_within, optimizer_step, sgd_step
+from woodbury.bench.timing import Network, medians_within, optimizer_step, sgd_step
 
-_SECONDS = 2.0  # of timing spent on each point
+METHODS = ("smw-gn", "smw-ng", "hf", "kfac")
+_SECONDS = 2.5  # of timing spent on each method at each point
 _REPEATS = 200
 _ITERATIONS = 15  # of CG
 
-SWEEPS: dict[str, tuple[tuple[int, ...], Callable[[int], Network]]] = {
-    "N2": ((16, 32, 64, 128, 256), lambda m: Network((784, 500, 10), 256, m, _ITERATIONS)),
-    "C": ((5, 10, 20, 40, 80), lambda c: Network((784, 500, c), 60, 30, _ITERATIONS)),
-    "width": ((128, 256, 512, 1024, 2048), lambda w: Network((w, w, w, 10), 60, 30, _ITERATIONS)),
+Sweep = Sequence[tuple[int, Network]]  # the value at each point, and the network there
+
+
+def _deep(depth: int) -> tuple[int, Network]:
+    """So many hidden layers of 256: n grows in proportion, and so does the sum of the widths."""
+    network = Network((256,) * (depth + 1) + (10,), 60, 30, _ITERATIONS)
+    return parameter_count(network), network
+
+
+def parameter_count(network: Network) -> int:
+    return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(network.widths))
+
+
+SWEEPS: dict[str, Sweep] = {
+    "n": [_deep(depth) for depth in (1, 2, 4, 8, 16)],
+    "N1": [(n, Network((784, 500, 10), n, 32, _ITERATIONS)) for n in (64, 128, 256, 512, 1024)],
+    "N2": [(m, Network((784, 500, 10), 256, m, _ITERATIONS)) for m in (16, 32, 64, 128, 256)],
+    "C": [(c, Network((784, 500, c), 60, 30, _ITERATIONS)) for c in (5, 10, 20, 40, 80)],
+    "width": [(w, Network((w, w, w, 10), 60, 30, _ITERATIONS)) for w in (128, 256, 512, 1024, 2048)],
+}
+QUICK: dict[str, Sweep] = {
+    "n": [_deep(depth) for depth in (1, 2)],
+    "N1": [(n, Network((20, 15, 4), n, 5, 3)) for n in (10, 20)],
+    "N2": [(m, Network((20, 15, 4), 10, m, 3)) for m in (4, 8)],
+    "C": [(c, Network((20, 15, c), 10, 5, 3)) for c in (3, 6)],
+    "width": [(w, Network((w, w, 4), 10, 5, 3)) for w in (16, 32)],
 }
 
 
 def predicted_cost(name: str, network: Network) -> float:
     """The paper's extra cost with every constant one."""
     m, rows, outputs = network.widths, network.curvature_samples, network.widths[-1]
-    n = sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(m))
+    n = parameter_count(network)
     if name == "smw-gn":
         rows *= outputs
     if name in ("smw-gn", "smw-ng", "smw-ng-bd"):
@@ -54,29 +80,42 @@ def exponent(values: Sequence[float], costs: Sequence[float]) -> float:
     return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
 
 
-def bench_scale(names: Sequence[str] = ("smw-gn", "smw-ng", "hf", "kfac")) -> dict[str, Any]:
-    """{sweep: {"values", "sgd": seconds, optimizer: {"seconds", "exponent", "predicted"}}}."""
+def bench_scale(
+    names: Sequence[str] = METHODS, quick: bool = False, say: Callable[[str], object] = lambda line: None
+) -> dict[str, Any]:
+    """{sweep: {"values", "sgd": seconds, optimizer: {"seconds", "sgd", "exponent", "predicted"}}}.
+
+    The "sgd" of an optimizer holds the SGD steps timed in turns with it. quick: tiny networks, a step or two each.
+    """
     result = {}
-    for sweep, (values, network_at) in SWEEPS.items():
-        networks = [network_at(value) for value in values]
-        reference: list[float] = []
+    for sweep, points in (QUICK if quick else SWEEPS).items():
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        for network in networks:
+        reference: dict[str, list[float]] = {name: [] for name in names}
+        for value, network in points:
+            say(f"{sweep} = {value} ...")
             torch.manual_seed(0)
             batch = network.batch()
-            reference.append(median_within(sgd_step(network, *batch), _SECONDS, _REPEATS))
             for name in names:
-                step = optimizer_step(name, network, *batch)
-                seconds[name].append(median_within(step, _SECONDS, _REPEATS))
-        result[sweep] = {"values": list(values), "sgd": _rounded(reference)} | {
+                pair = {"sgd": sgd_step(network, *batch), name: optimizer_step(name, network, *batch)}
+                both = medians_within(pair, 0.01 if quick else _SECONDS, _REPEATS)
+                seconds[name].append(both[name])
+                reference[name].append(both["sgd"])
+        values = [value for value, _ in points]
+        together = [median(times) for times in zip(*reference.values(), strict=True)]
+        result[sweep] = {"values": values, "sgd": _rounded(together)} | {
             name: {
-                "seconds": _rounded(times),
-                "exponent": round(exponent(values, _over(times, reference)), 2),
-                "predicted": round(exponent(values, [predicted_cost(name, net) for net in networks]), 2),
+                "seconds": _rounded(seconds[name]),
+                "sgd": _rounded(reference[name]),
+                "exponent": _slope(values, _over(seconds[name], reference[name])),
+                "predicted": _slope(values, [predicted_cost(name, net) for _, net in points]),
             }
-            for name, times in seconds.items()
+            for name in names
         }
     return result
+
+
+def _slope(values: Sequence[float], costs: Sequence[float]) -> float:
+    return round(exponent(values, costs), 2) + 0.0  # no -0.0
 
 
 def _over(times: Sequence[float], reference: Sequence[float]) -> list[float]:

@@ -77,6 +77,10 @@ def median_seconds(steps: dict[str, Step], repeats: int, warmup: int = 10) -> di
 
 def median_within(step: Step, seconds: float, most: int) -> float:
     """Median CPU seconds of a function, called as often as fits in about so many seconds, at most `most` times."""
-    once = median_seconds({"": step}, 1, warmup=1)[""]
-    repeats = max(1, min(most, round(seconds / max(once, 1e-9))))
-    return median_seconds({"": step}, repeats, warmup=0)[""]
+    return medians_within({"": step}, seconds, most)[""]
+
+
+def medians_within(steps: dict[str, Step], seconds: float, most: int) -> dict[str, float]:
+    """The same for several functions, called in turns."""
+    once = sum(median_seconds(steps, 1, warmup=1).values())
+    return median_seconds(steps, max(1, min(most, round(seconds / max(once, 1e-9)))), warmup=0)

@@ -1,0 +1,198 @@
+"""Figures from the JSON of the other commands. Needs matplotlib, imported only when something is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from woodbury.bench.peer_steps import GN, NG
+from woodbury.experiments.looks import looks_of
+
+_MARKERS = {
+    "circle": "o",
+    "square": "s",
+    "triangle": "^",
+    "diamond": "D",
+    "wedge": "v",
+    "plus": "P",
+    "cross": "X",
+}
+_COLOURS = {GN: "#0072B2", NG: "#D55E00", "": "#999999"}  # by what a peer computes
+_MEANING = {
+    "n": "parameters n (depth 1 to 16)",
+    "N1": "batch N1",
+    "N2": "curvature samples N2",
+    "C": "classes C",
+    "width": "width",
+}
+
+
+def draw(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Draw one figure for each kind of measurement among the files and return the paths of the figures.
+
+    Several files of `bench step` give one figure with the range of the runs; of the other kinds the last counts.
+    """
+    found: dict[str, list[Any]] = {}
+    for path in files:
+        content = json.loads(path.read_text())
+        found.setdefault(_kind(content, path), []).append(content)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for kind, contents in found.items():
+        path = folder / f"bench-{kind}.png"
+        _FIGURES[kind](contents).savefig(path, dpi=130)
+        written.append(path)
+    return written
+
+
+def _kind(content: Any, path: Path) -> str:
+    """Which command a file comes from."""
+    if isinstance(content, dict) and content:
+        if "problems" in content:
+            return "peers"
+        rows = list(content.values())
+        if all(isinstance(row, dict) and "values" in row for row in rows):
+            return "scale"
+        if all(isinstance(row, dict) and "sgd" in row for row in rows):
+            return "step"
+    raise ValueError(f"{path} is not the JSON of bench step, scale or peers")
+
+
+def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_axisbelow(True)
+        panel.grid(color="#E4E4E4", linewidth=0.7)
+    return figure, panels
+
+
+def draw_step(runs: Sequence[dict[str, dict[str, float]]]) -> Any:
+    """A group of bars per network: the median over the runs, with a line from the smallest to the largest."""
+    figure, (panel,) = _figure(9, 3.6, 1)
+    networks = list(runs[0])
+    names = [name for name in runs[0][networks[0]] if name != "sgd"]
+    looks = looks_of(names)
+    for index, (name, look) in enumerate(zip(names, looks, strict=True)):
+        places = [group + (index - (len(names) - 1) / 2) * 0.16 for group in range(len(networks))]
+        values = [[run[network][name] for run in runs] for network in networks]
+        middles = [median(ratios) for ratios in values]
+        spread = [
+            [middle - min(ratios) for middle, ratios in zip(middles, values, strict=True)],
+            [max(ratios) - middle for middle, ratios in zip(middles, values, strict=True)],
+        ]
+        panel.bar(places, middles, 0.14, color=look.colour, label=name, yerr=spread if len(runs) > 1 else None)
+        for place, middle, above in zip(places, middles, spread[1], strict=True):
+            panel.text(place, (middle + above) * 1.06, f"{middle:.3g}", ha="center", va="bottom", fontsize=8)
+    panel.axhline(1, color="#444444", linewidth=1)
+    panel.set_yscale("log")
+    panel.set_ylim(0.8, None)
+    panel.grid(visible=False, axis="x")
+    panel.set_xticks(range(len(networks)), networks)
+    panel.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1 (SGD)", "2", "5", "10", "20", "50", "100"])
+    panel.minorticks_off()
+    panel.set_title("CPU time of a step, in steps of torch.optim.SGD on the same batch", loc="left", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    return figure
+
+
+def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
+    """A panel per sweep: cost beyond SGD's step, with the slope of the paper's table as a dotted line."""
+    from matplotlib.lines import Line2D
+
+    sweeps = runs[-1]
+    columns = min(3, len(sweeps))
+    figure, panels = _figure(
+        4 * columns, 3.3 * -(-len(sweeps) // columns) + 0.4, columns, -(-len(sweeps) // columns)
+    )
+    names = [name for name, entry in next(iter(sweeps.values())).items() if isinstance(entry, dict)]
+    looks = dict(zip(names, looks_of(names), strict=True))
+    for panel, (sweep, row) in zip(panels, sweeps.items(), strict=False):
+        values = row["values"]
+        for name, look in looks.items():
+            entry = row[name]
+            over = [
+                max(time - base, 0.01 * base) for time, base in zip(entry["seconds"], entry["sgd"], strict=True)
+            ]
+            milliseconds = [1e3 * seconds for seconds in over]
+            style = {"color": look.colour, "marker": _MARKERS[look.marker], "markersize": 5}
+            label = f"{name} {entry['exponent']:.2f} ({entry['predicted']:.2f})"
+            panel.plot(values, milliseconds, label=label, **style)
+            guide = [milliseconds[-1] * (value / values[-1]) ** entry["predicted"] for value in values]
+            panel.plot(values, guide, color=look.colour, linewidth=1, linestyle=":")
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        panel.set_xticks(values, [_short(value) for value in values])
+        panel.minorticks_off()
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.set_title(_MEANING.get(sweep, sweep), loc="left", fontsize=11)
+        panel.legend(fontsize=7.5, frameon=True, framealpha=0.8, edgecolor="none", handlelength=1.5)
+    for panel in panels[: len(sweeps) : columns]:
+        panel.set_ylabel("ms beyond SGD's step")
+    for panel in panels[len(sweeps) :]:
+        panel.set_axis_off()
+        lines = [Line2D([], [], color="#444444", linestyle=style) for style in ("-", ":")]
+        texts = ["measured", "slope of the paper's table,\nthrough the last point"]
+        panel.legend(lines, texts, loc="center left", frameon=False)
+    figure.suptitle("Growth of a step: exponent measured (and from the paper's cost table)", x=0.01, ha="left")
+    return figure
+
+
+def draw_peers(runs: Sequence[dict[str, Any]]) -> Any:
+    """A panel per problem: seconds of each peer's step, woodbury's on top."""
+    from matplotlib.patches import Patch
+
+    problems = runs[-1]["problems"]
+    most = max(len(problem["peers"]) for problem in problems.values())
+    figure, panels = _figure(6.6 * len(problems), 0.34 * most + 1.5, len(problems))
+    for panel, problem in zip(panels, problems.values(), strict=True):
+        entries = problem["peers"][::-1]
+        timed = [entry["seconds"] for entry in entries if entry["status"] == "ok"]
+        least = min(timed, default=1.0) / 2
+        for place, entry in enumerate(entries):
+            if entry["status"] != "ok":
+                panel.text(
+                    least, place, f" {entry['status'].split(':')[0]}", va="center", fontsize=8, color="#666666"
+                )
+                continue
+            colour = _COLOURS.get(entry["computes"], _COLOURS[""])
+            panel.barh(place, entry["seconds"] - least, left=least, color=colour, height=0.7)
+            words = _seconds(entry["seconds"])
+            if not entry["peer"].startswith("woodbury"):
+                words += f", {entry['ratio']:.3g}x"
+            panel.text(entry["seconds"] * 1.1, place, words, va="center", fontsize=8)
+        panel.set_xscale("log")
+        panel.set_xlim(least, max(timed, default=1.0) * 8)
+        panel.set_yticks(range(len(entries)), [entry["peer"] for entry in entries], fontsize=8.5)
+        panel.grid(visible=False, axis="y")
+        panel.set_xlabel("CPU seconds of a step")
+        title = "{network}, {loss},\n{samples} samples, {parameters:,} parameters".format(**problem)
+        panel.set_title(title, loc="left", fontsize=11)
+    handles = [Patch(color=colour) for colour in _COLOURS.values()]
+    labels = ["exact Gauss-Newton", "exact natural gradient (empirical Fisher)", "something else"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+_FIGURES: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "step": draw_step,
+    "scale": draw_scale,
+    "peers": draw_peers,
+}
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _short(value: float) -> str:
+    """2.1M, 66k, 2048."""
+    if value >= 1e6:
+        return f"{value / 1e6:.2g}M"
+    return f"{value / 1e3:.3g}k" if value >= 1e4 else f"{value:g}"

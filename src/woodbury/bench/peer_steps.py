@@ -1,0 +1,380 @@
+"""One step of other libraries on the same network, as functions that move the parameters by p.
+
+Libraries that give rows or a Gram matrix and no step are finished here in the cheapest way known to us: with
+the whole batch as S2 the gradient lies in the row space, g = U^T e, so that
+
+    p = -U^T (U U^T + lambda I)^{-1} e
+
+needs one matrix with a row per row of U and no product with g. None of this uses woodbury's own code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury.bench.timing import Step
+
+GN, NG, OTHER = "exact GN", "exact NG", "something else"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one step works on: a network of its own, the batch, and the damping lambda."""
+
+    model: nn.Sequential
+    loss: nn.Module  # CrossEntropyLoss or MSELoss, mean
+    inputs: Tensor
+    targets: Tensor
+    damping: float
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    @property
+    def classes(self) -> bool:
+        return isinstance(self.loss, nn.CrossEntropyLoss)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A step of another library."""
+
+    name: str
+    make: Callable[[Task], Step]
+    versus: str  # the optimizer of woodbury that it is timed beside
+    computes: str  # GN and NG: the same p as that optimizer; else what it is
+    package: str | None = None  # as pip knows it; None: torch itself
+    modules: tuple[str, ...] = ()  # what has to be importable
+    exceptions: dict[str, str] = field(default_factory=dict)  # by loss: what it computes there instead
+
+    def computed(self, loss: nn.Module) -> str:
+        return self.exceptions.get(type(loss).__name__, self.computes)
+
+
+PEERS: dict[str, Peer] = {}
+
+
+def _peer(name: str, versus: str, computes: str, **about: Any) -> Callable[[Callable[[Task], Step]], Any]:
+    def register(make: Callable[[Task], Step]) -> Callable[[Task], Step]:
+        PEERS[name] = Peer(name, make, versus, computes, **about)
+        return make
+
+    return register
+
+
+# -- torch alone: every row of U written out ----------------------------------------------------------------------
+
+
+@_peer("torch.func rows, GN", "smw-gn", GN)
+def _functional_gauss_newton(task: Task) -> Step:
+    """U by `vmap` over samples of the vector-Jacobian products with the columns of S."""
+
+    def step() -> None:
+        with torch.no_grad():
+            S, e = _factor(task.loss, task.model(task.inputs), task.targets)
+
+        def rows(x: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+            def outputs(*parameters: Tensor) -> Tensor:
+                return _call(task, parameters, x)
+
+            pull = torch.func.vjp(outputs, *task.parameters)[1]
+            return torch.func.vmap(pull)(columns.T)
+
+        blocks = torch.func.vmap(rows)(task.inputs, S)
+        _move_by_rows(task, [_two_axes(block, 2) for block in blocks], 1 / math.sqrt(len(e)), e.flatten())
+
+    return step
+
+
+@_peer("torch.func gradients, NG", "smw-ng", NG)
+def _functional_natural_gradient(task: Task) -> Step:
+    """U by `vmap(grad(loss))`, the recipe of torch's documentation."""
+
+    def value(parameters: tuple[Tensor, ...], x: Tensor, target: Tensor) -> Tensor:
+        return task.loss(_call(task, parameters, x).unsqueeze(0), target.unsqueeze(0))
+
+    gradients = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0, 0))
+
+    def step() -> None:
+        blocks = gradients(tuple(task.parameters), task.inputs, task.targets)
+        n = len(task.inputs)
+        _move_by_rows(task, [_two_axes(block, 1) for block in blocks], 1 / math.sqrt(n), torch.ones(n))
+
+    return step
+
+
+# -- other libraries --------------------------------------------------------------------------------------------
+
+
+@_peer(
+    "torch-levenberg-marquardt",
+    "smw-gn",
+    GN,
+    package="torch-levenberg-marquardt",
+    modules=("torch_levenberg_marquardt",),
+    exceptions={"CrossEntropyLoss": "GN of √loss"},
+)
+def _torch_levenberg_marquardt(task: Task) -> Step:
+    """Its own training step, new loss included. Its squares have no factor 2, so its damping is half of ours."""
+    training = importlib.import_module("torch_levenberg_marquardt.training")
+    damping = importlib.import_module("torch_levenberg_marquardt.damping")
+    losses = importlib.import_module("torch_levenberg_marquardt.loss")
+    module = training.LevenbergMarquardtModule(
+        task.model,
+        loss_fn=losses.CrossEntropyLoss() if task.classes else losses.MSELoss(),
+        damping_strategy=damping.StandardDampingStrategy(task.damping / 2, dec_factor=1.0, inc_factor=1.0),
+        learning_rate=1.0,
+        attempts_per_step=1,
+        solve_method="cholesky",  # the fastest of its three
+    )
+    return lambda: module.training_step(task.inputs, task.targets)
+
+
+@_peer("BackPACK, SqrtGGNExact", "smw-gn", GN, package="backpack-for-pytorch", modules=("backpack",))
+def _backpack_gauss_newton(task: Task) -> Step:
+    """U as BackPACK stores it. g comes with it; e does not, so that U g has to be formed."""
+    backpack = importlib.import_module("backpack")
+    extension = importlib.import_module("backpack.extensions").SqrtGGNExact
+    model, loss = backpack.extend(task.model), backpack.extend(_fresh(task.loss))
+
+    def step() -> None:
+        model.zero_grad()
+        with backpack.backpack(extension()):
+            loss(model(task.inputs), task.targets).backward()
+        blocks = [_two_axes(_taken(parameter, "sqrt_ggn_exact"), 2) for parameter in task.parameters]
+        gradients = [parameter.grad.flatten() for parameter in task.parameters if parameter.grad is not None]
+        images = [block @ gradient for block, gradient in zip(blocks, gradients, strict=True)]
+        d = _solve(_gram(blocks), torch.stack(images).sum(0), task.damping)
+        with torch.no_grad():
+            for parameter, block, gradient in zip(task.parameters, blocks, gradients, strict=True):
+                parameter.sub_((gradient - block.T @ d).view_as(parameter) / task.damping)
+
+    return step
+
+
+@_peer("BackPACK, BatchGrad", "smw-ng", NG, package="backpack-for-pytorch", modules=("backpack",))
+def _backpack_natural_gradient(task: Task) -> Step:
+    backpack = importlib.import_module("backpack")
+    extension = importlib.import_module("backpack.extensions").BatchGrad
+    model, loss = backpack.extend(task.model), backpack.extend(_fresh(task.loss))
+
+    def step() -> None:
+        model.zero_grad()
+        with backpack.backpack(extension()):
+            loss(model(task.inputs), task.targets).backward()
+        blocks = [_two_axes(_taken(parameter, "grad_batch"), 1) for parameter in task.parameters]
+        n = len(task.inputs)  # each row is the gradient of a sample over n
+        _move_by_rows(task, blocks, math.sqrt(n), torch.ones(n))
+
+    return step
+
+
+@_peer("ASDL, SMW empirical NG", "smw-ng", NG, package="asdfghjkl", modules=("asdl",))
+def _asdl(task: Task) -> Step:
+    smw = importlib.import_module("asdl.precondition.smw")
+    config = smw.SmwEmpNaturalGradientConfig(data_size=len(task.inputs), damping=task.damping)
+    maker = smw.SmwEmpNaturalGradientMaker(task.model, config)
+    loss = nn.functional.cross_entropy if task.classes else _squares
+
+    def step() -> None:
+        task.model.zero_grad()
+        outputs = maker.setup_model_call(task.model, task.inputs)
+        maker.setup_loss_call(loss, outputs, task.targets)
+        maker.forward_and_backward()
+        _move_against_gradient(task)
+
+    return step
+
+
+@_peer("TorchJD, Gram of outputs", "smw-gn", GN, package="torchjd", modules=("torchjd.autogram",))
+def _torchjd_gauss_newton(task: Task) -> Step:
+    """J J^T from its engine, S on both sides, and one backward pass for p."""
+    engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
+
+    def step() -> None:
+        task.model.zero_grad()
+        outputs = task.model(task.inputs)
+        S, e = _factor(task.loss, outputs.detach(), task.targets)
+        n, c, k = S.shape
+        gram = engine.compute_gramian(outputs).view(n, c, n, c)
+        K = torch.einsum("nck,ncmd,mdl->nkml", S, gram, S).reshape(n * k, n * k) / n
+        a = _solve(K, e.flatten() / math.sqrt(n), task.damping).view(n, k, 1)
+        outputs.backward((S @ a).squeeze(-1) / math.sqrt(n))
+        _move_against_gradient(task)
+
+    return step
+
+
+@_peer("TorchJD, Gram of losses", "smw-ng", NG, package="torchjd", modules=("torchjd.autogram",))
+def _torchjd_natural_gradient(task: Task) -> Step:
+    engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
+
+    def step() -> None:
+        task.model.zero_grad()
+        losses = _values(task, task.model(task.inputs))
+        n = len(losses)
+        K = engine.compute_gramian(losses) / n
+        losses.backward(_solve(K, torch.full((n,), 1 / n), task.damping))
+        _move_against_gradient(task)
+
+    return step
+
+
+@_peer(
+    "curvlinops, CG on the GGN",
+    "smw-gn",
+    GN,
+    package="curvlinops-for-pytorch",
+    modules=("curvlinops", "linear_operator"),
+)
+def _curvlinops_conjugate_gradient(task: Task) -> Step:
+    """Matrix-free, to a relative residual of 1e-5 or 1000 iterations."""
+    curvlinops = importlib.import_module("curvlinops")
+    identity = importlib.import_module("curvlinops.examples").IdentityLinearOperator
+    shapes = [tuple(parameter.shape) for parameter in task.parameters]
+
+    def step() -> None:
+        gradients = _gradients(task)
+        ggn = curvlinops.GGNLinearOperator(
+            task.model, task.loss, task.parameters, [(task.inputs, task.targets)], check_deterministic=False
+        )
+        like = task.parameters[0]
+        damped = ggn + task.damping * identity(shapes, like.device, like.dtype)
+        inverse = curvlinops.CGInverseLinearOperator(damped, eps=0.0, tolerance=1e-5, max_iter=1000)
+        _move(task, inverse @ gradients)
+
+    return step
+
+
+@_peer(
+    "curvlinops, KFAC inverse",
+    "smw-gn",
+    "KFAC",
+    package="curvlinops-for-pytorch",
+    modules=("curvlinops", "linear_operator"),
+)
+def _curvlinops_kfac(task: Task) -> Step:
+    curvlinops = importlib.import_module("curvlinops")
+
+    def step() -> None:
+        kfac = curvlinops.KFACLinearOperator(
+            task.model,
+            task.loss,
+            task.parameters,
+            [(task.inputs, task.targets)],
+            fisher_type="type-2",
+            separate_weight_and_bias=False,
+            check_deterministic=False,
+        )
+        inverse = curvlinops.KFACInverseLinearOperator(kfac, damping=task.damping, use_heuristic_damping=True)
+        _move(task, inverse @ _gradients(task))
+
+    return step
+
+
+@_peer("SINGD, dense", "smw-ng", "Kronecker, running", package="singd", modules=("singd",))
+def _singd(task: Task) -> Step:
+    """Preconditioner updated at every step."""
+    optim = importlib.import_module("singd.optim.optimizer")
+    optimizer = optim.SINGD(task.model, lr=0.1, momentum=0.0, damping=task.damping, T=1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(task.model(task.inputs), task.targets).backward()
+        optimizer.step()
+
+    return step
+
+
+# -- what they share ----------------------------------------------------------------------------------------------
+
+
+def _factor(loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """S (n, c, k) with S S^T the Hessian of each sample's loss, and e (n, k) with S e its gradient."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        probabilities = outputs.softmax(1)
+        root = probabilities.sqrt()
+        residual = probabilities - nn.functional.one_hot(targets, outputs.shape[1]).to(outputs)
+        return torch.diag_embed(root) - probabilities.unsqueeze(2) * root.unsqueeze(1), residual / root
+    n, c = outputs.shape
+    scale = math.sqrt(2 / c)
+    return scale * torch.eye(c).to(outputs).expand(n, c, c), 2 / c * (outputs - targets) / scale
+
+
+def _call(task: Task, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The output of one sample."""
+    names = [name for name, _ in task.model.named_parameters()]
+    return torch.func.functional_call(task.model, dict(zip(names, parameters, strict=True)), (x.unsqueeze(0),))[0]
+
+
+def _two_axes(block: Tensor, leading: int) -> Tensor:
+    """(rows, numbers) from the rows of one parameter with so many axes for the row."""
+    return block.detach().flatten(leading).flatten(0, leading - 1)
+
+
+def _taken(parameter: nn.Parameter, name: str) -> Tensor:
+    """What BackPACK left on a parameter, which loses it: the memory is needed again in the next step."""
+    value: Tensor = getattr(parameter, name)
+    delattr(parameter, name)
+    return value
+
+
+def _gram(blocks: Sequence[Tensor]) -> Tensor:
+    """U U^T from the columns of U in blocks."""
+    K = blocks[0] @ blocks[0].T
+    for block in blocks[1:]:
+        K.addmm_(block, block.T)
+    return K
+
+
+def _solve(K: Tensor, rhs: Tensor, damping: float) -> Tensor:
+    """(K + damping I)^{-1} rhs."""
+    K = K.clone()
+    K.diagonal().add_(damping)
+    return torch.cholesky_solve(rhs.unsqueeze(1), torch.linalg.cholesky(K)).squeeze(1)
+
+
+@torch.no_grad()
+def _move_by_rows(task: Task, blocks: Sequence[Tensor], scale: float, e: Tensor) -> None:
+    """Add p for U = scale x blocks and g = U^T e / sqrt(n)."""
+    coefficients = _solve(scale**2 * _gram(blocks), e / math.sqrt(len(task.inputs)), task.damping) * scale
+    for parameter, block in zip(task.parameters, blocks, strict=True):
+        parameter.sub_((block.T @ coefficients).view_as(parameter))
+
+
+@torch.no_grad()
+def _move(task: Task, step: Sequence[Tensor]) -> None:
+    for parameter, change in zip(task.parameters, step, strict=True):
+        parameter.sub_(change)
+
+
+def _move_against_gradient(task: Task) -> None:
+    _move(task, [parameter.grad for parameter in task.parameters if parameter.grad is not None])
+
+
+def _gradients(task: Task) -> list[Tensor]:
+    return list(torch.autograd.grad(task.loss(task.model(task.inputs), task.targets), task.parameters))
+
+
+def _values(task: Task, outputs: Tensor) -> Tensor:
+    """The loss of each sample."""
+    if task.classes:
+        return nn.functional.cross_entropy(outputs, task.targets, reduction="none")
+    return _squares(outputs, task.targets, reduction="none")
+
+
+def _squares(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    values = (outputs - targets).square().mean(1)
+    return values if reduction == "none" else values.mean()
+
+
+def _fresh(loss: nn.Module) -> nn.Module:
+    return type(loss)()

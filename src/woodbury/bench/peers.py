@@ -1,0 +1,308 @@
+"""The step of other libraries beside woodbury's: seconds, memory, and how far apart the two p are.
+
+Every peer gets a process of its own, in which its step and woodbury's are timed in turns from the same
+parameters on the same batch; p is what the parameters moved by in the first step. Memory is the peak of the
+resident set during that first step above what it was before, with libraries loaded and model and batch made.
+Peers that cannot be imported are reported as such.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury._memory import available_bytes
+from woodbury.bench.peer_steps import GN, NG, PEERS, Peer, Task
+from woodbury.bench.timing import Step
+from woodbury.experiments.models import mlp
+from woodbury.optim import OPTIMIZERS
+
+_START = 45.0  # seconds a process may take to import libraries and make its model
+_PATIENCE = 3.0  # how much longer than its CPU time a process may take on a busy machine
+_ROUNDS = 30  # of timing, at most
+_TURNS = 3  # of woodbury in a round
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network of linear layers and sigmoids, its loss and its batch, all of which enters the curvature."""
+
+    widths: tuple[int, ...]
+    samples: int
+    loss: type[nn.Module]
+    damping: float = 1.0
+
+    @property
+    def parameters(self) -> int:
+        return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(self.widths))
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(self.samples, self.widths[0], generator=generator)
+        if self.loss is nn.CrossEntropyLoss:
+            return inputs, torch.randint(self.widths[-1], (self.samples,), generator=generator)
+        return inputs, torch.randn(self.samples, self.widths[-1], generator=generator)
+
+    def task(self, batch: tuple[Tensor, Tensor]) -> Task:
+        return Task(mlp(self.widths, seed=0), self.loss(), *batch, damping=self.damping)
+
+
+PROBLEMS = {
+    "classes": Problem((784, 500, 10), 60, nn.CrossEntropyLoss),
+    "million": Problem((500, 1000, 500, 1), 1000, nn.MSELoss),
+}
+SMALL = {
+    "classes": Problem((8, 6, 3), 5, nn.CrossEntropyLoss),
+    "million": Problem((7, 6, 4, 1), 9, nn.MSELoss),
+}
+
+
+def _own_step(name: str) -> Callable[[Task], Step]:
+    def make(task: Task) -> Step:
+        optimizer = OPTIMIZERS[name](task.model, task.loss, lr=1.0, damping=task.damping)
+        return lambda: optimizer.step(task.inputs, task.targets)
+
+    return make
+
+
+# Our own steps as peers of themselves: what they cost in memory, and what the clock makes of equals.
+OWN = {
+    "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn", GN),
+    "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng", NG),
+}
+
+
+def bench_peers(
+    limit: float = 60.0,
+    names: Sequence[str] = (),
+    problems: Sequence[str] = (),
+    small: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+    """{"machine", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}, see `measure` for entries.
+
+    limit is for the timing of each peer, in CPU seconds. names and problems choose some of `PEERS` and `PROBLEMS`.
+    """
+    known = OWN | PEERS
+    chosen = [known[name] for name in names] if names else list(known.values())
+    result: dict[str, Any] = {"machine": machine(), "limit": limit, "problems": {}}
+    for key in problems or PROBLEMS:
+        problem = (SMALL if small else PROBLEMS)[key]
+        entries = []
+        for peer in chosen:
+            say(f"{key}: {peer.name} ...")
+            entry = describe(peer, problem)
+            if entry["status"] == "ok":
+                entry |= _in_own_process(key, peer.name, limit, small)
+            entries.append(entry)
+            say(f"{key}: {line_of(entry)}")
+        result["problems"][key] = {
+            "network": "-".join(map(str, problem.widths)),
+            "loss": problem.loss.__name__,
+            "samples": problem.samples,
+            "parameters": problem.parameters,
+            "damping": problem.damping,
+            "peers": entries,
+        }
+    return result
+
+
+def describe(peer: Peer, problem: Problem) -> dict[str, Any]:
+    """What is known of a peer before it runs; "status" is "ok" if its modules are there."""
+    entry: dict[str, Any] = {
+        "peer": peer.name,
+        "computes": peer.computed(problem.loss()),
+        "versus": peer.versus,
+        "package": peer.package,
+        "status": "ok",
+    }
+    try:
+        if peer.package is not None:
+            entry["version"] = importlib.metadata.version(peer.package)
+        for module in peer.modules:
+            if importlib.util.find_spec(module.split(".")[0]) is None:
+                raise ModuleNotFoundError(module)
+    except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
+        entry["status"] = f"not installed: pip install {peer.package}"
+    return entry
+
+
+def line_of(entry: dict[str, Any]) -> str:
+    """An entry in words."""
+    words = f"{entry['peer']:36} {entry['computes']:26} "
+    if entry["status"] != "ok":
+        return words + entry["status"]
+    memory = "-" if entry["memory"] is None else f"{entry['memory'] / 2**20:.0f} MiB"
+    words += f"{1e3 * entry['seconds']:9.1f} ms  {entry['ratio']:7.2f} x {entry['versus']}  {memory:>9}"
+    return words if entry["difference"] is None else f"{words}  p differs by {entry['difference']:.1e}"
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    return {
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict[str, Any]:
+    """Time a peer beside woodbury's step in this process.
+
+    Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None
+    where the peer computes another p), "memory" in bytes (None where /proc does not tell) and "rounds" (0
+    if there was time for the first step alone, which is not warmed up).
+    """
+    own = _own_step(peer.versus)
+    for make in (own, peer.make):  # libraries load much of themselves on first use
+        make(warmup.task(warmup.batch()))()
+    batch = problem.batch()
+    theirs, ours = problem.task(batch), problem.task(batch)
+    step = peer.make(theirs)
+    start = _flat(theirs.model)
+    _return_free_memory()
+    before, begun = _reset_peak(), time.process_time()
+    first = _timed(step, theirs.model, start)
+    memory = None if before is None else max(0, _status("VmHWM") - before)
+    if first > limit:
+        return {"status": f"over {limit:g} s"}
+    moved = _flat(theirs.model) - start
+    step_beside = own(ours)
+    step_beside()
+    expected = _flat(ours.model) - start
+    seconds: list[float] = []
+    beside = [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
+    while len(seconds) < _ROUNDS:
+        elapsed = time.process_time() - begun
+        if elapsed + first > limit or (len(seconds) >= 5 and elapsed > limit / 4):
+            break
+        seconds.append(_timed(step, theirs.model, start))
+        beside += [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
+    rounds = len(seconds)
+    seconds = seconds or [first]  # no time for a second step
+    same = peer.computed(ours.loss) in (GN, NG)
+    return {
+        "seconds": _digits(median(seconds)),
+        "woodbury": _digits(median(beside)),
+        "ratio": _digits(median(seconds) / median(beside)),
+        "difference": _digits(float((moved - expected).norm() / expected.norm())) if same else None,
+        "memory": memory,
+        "rounds": rounds,
+    }
+
+
+def work(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
+    """`measure`, with what may go wrong in a peer as its "status"; for a process of its own."""
+    _keep_within_memory()
+    problem = (SMALL if small else PROBLEMS)[key]
+    try:
+        return measure(problem, (OWN | PEERS)[name], limit, SMALL[key])
+    except MemoryError:
+        return {"status": "out of memory"}
+    except Exception as error:  # a peer may fail as it likes
+        words = " ".join(str(error).split())
+        if "allocate" in words or "bad_alloc" in words:
+            return {"status": "out of memory"}
+        return {"status": f"failed: {type(error).__name__}: {words[:200]}"}
+
+
+def _in_own_process(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
+    program = "import sys; from woodbury.bench import peers; peers.main(sys.argv[1:])"
+    command = [sys.executable, "-W", "ignore", "-c", program, key, name, str(limit), str(int(small))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE * limit + _START)
+    except subprocess.TimeoutExpired:
+        return {"status": f"over {limit:g} s"}
+    if done.returncode == 0:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+    if done.returncode == -9:  # the kernel's way to say it
+        return {"status": "out of memory"}
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return {"status": f"failed: {last[:200]}"}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The process of one peer: prints one JSON object."""
+    key, name, limit, small = arguments
+    print(json.dumps(work(key, name, float(limit), small == "1")))
+
+
+def _keep_within_memory() -> None:
+    """Let allocations beyond nine tenths of what is free now fail, before the kernel ends the process."""
+    available = available_bytes(torch.device("cpu"))
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    if available is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available), resource.RLIM_INFINITY))
+
+
+def _timed(step: Step, model: nn.Module, start: Tensor) -> float:
+    """CPU seconds of a step from the given parameters."""
+    with torch.no_grad():
+        offset = 0
+        for parameter in model.parameters():
+            parameter.copy_(start[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+    begun = time.process_time()
+    step()
+    return time.process_time() - begun
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+
+
+def _return_free_memory() -> None:
+    """What the allocator keeps for later would hide a part of the next step's peak."""
+    gc.collect()
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _reset_peak() -> int | None:
+    """Bytes resident now, from where the peak counts again; None where the system has no such thing."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return _status("VmRSS")
+    except OSError:
+        return None
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
