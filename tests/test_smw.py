@@ -420,6 +420,10 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
     for pays in (False, True):
         monkeypatch.setattr(Rows, "forming_pays", lambda *args, pays=pays: pays)
         problem = problems.make(name)
+        if name == "images":  # wide enough for the first layer to be known from its Gram matrix
+            problem.inputs = torch.sin(torch.arange(40.0 * problems.N)).reshape(-1, 40).double()
+            torch.manual_seed(0)
+            problem.model = problems.mlp(40, 50, 3).double()
         optimizer = method(problem.model, problem.loss, lr=0.7, damping=0.1, blocks=blocks, gram_dtype=gram_dtype)
         directions.append(flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset)))
         infos.append(optimizer.step(problem.inputs, problem.targets, subset=subset).as_dict())
@@ -440,4 +444,5 @@ def test_forming_pays_for_large_batches_on_wide_layers_only():
         return made.forming_pays(samples)
 
     assert rows(4096, 16384, 1024)
+    assert rows(1024, 784, 32)
     assert not rows(60, 784, 30)

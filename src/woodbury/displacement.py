@@ -28,7 +28,8 @@ class Displacement:
     """p = base - scales * Z^T c for rows Z and coefficients c (blocks, r): one row of c, or one per layer.
 
     Either part may be absent. With a base or scales p is formed; otherwise it stays in factors, unless `form` asks
-    for it. Then the first layer has its factors too: for the trial pass they are cheaper.
+    for it. Then the first layer has its factors too if its products v V^T are at hand: for the trial pass they are
+    cheaper.
     """
 
     def __init__(
@@ -51,8 +52,7 @@ class Displacement:
             for index, (name, own_rows) in enumerate(rows.forms.items()):
                 own = blocks[index if len(blocks) > 1 else 0]
                 factored = isinstance(own_rows, OuterRows) and own_rows.affine
-                if factored and not (form and index):
-                    assert isinstance(own_rows, OuterRows)
+                if isinstance(own_rows, OuterRows) and factored and (not form or own_rows.inner is not None):
                     self._factors.append((layers[name], own_rows, own_rows.contract(own)))
                 if form or not factored:
                     names = rows.plan.owned[name]

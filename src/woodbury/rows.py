@@ -36,6 +36,12 @@ class Slab(NamedTuple):
     size: int
 
 
+def _inner_pays(form: OuterRows) -> bool:
+    """Whether v V^T of all samples, and its product with Hbar, cost less than the layer itself."""
+    i, o = form.inputs.shape[1], form.grads.shape[1]
+    return form.layout.samples * (i + o) < i * o
+
+
 class Rows:
     """The rows of U, layer by layer, times `scale`. See the module docstring for their order."""
 
@@ -66,14 +72,14 @@ class Rows:
     def gram_head(self, count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The first `count` rows of the Gram matrix of each layer, (count, r), where all rows are outer products.
 
-        The products of the first layer's inputs are kept in full: the trial pass wants them.
+        The products of the first layer's inputs are kept in full where the trial pass gains by them.
         """
         grams = []
         with full_precision():
             for index, form in enumerate(self.forms.values()):
                 assert isinstance(form, OuterRows)
                 head = form.head(count)
-                if index == 0:
+                if index == 0 and _inner_pays(form):
                     form.inner = form.input_gram(form.inputs, dtype=dtype)
                     inner = form.inner[: head.layout.samples]
                 else:
@@ -94,8 +100,10 @@ class Rows:
             n, r = form.layout.samples, self.count
             m = count if form.layout.is_plain else form.layout.pieces[0][0]
             i, o = form.inputs.shape[1], form.grads.shape[1]
-            factored += 2 * n * n * i + 2 * r * r * o + (2 * n * n * (i + o) if index else 0)
-            formed += 2 * (m if index else n) * n * i + 2 * count * r * o + _PASSES * i * o
+            factored += 2 * n * n * i + 2 * r * r * o + 2 * n * n * (i + o if index else o)
+            formed += 2 * m * n * i + 2 * count * r * o + _PASSES * i * o
+            if index == 0:  # the first layer in the trial pass: known from its Gram matrix, or computed
+                formed += min(2 * n * n * (i + o), 2 * n * i * o)
         return formed < factored
 
     def layer_grams(
