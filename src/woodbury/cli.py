@@ -289,6 +289,16 @@ def bench_peers(
         console.print()
 
 
+@bench.command("gpu")
+def bench_gpu(
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="Of small, large, largest, long, precision, mixed (default all).")
+    ] = None,
+) -> None:
+    """Steps on a CUDA device: eager and recorded into a graph, up to 10^9 parameters. Prints one JSON object."""
+    print(json.dumps(_measure("gpu", *(parts or [])), indent=2))
+
+
 @bench.command("draw")
 def bench_draw(
     files: Annotated[list[Path], typer.Argument(help="What the other commands print with --json.")],
