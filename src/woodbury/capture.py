@@ -282,7 +282,8 @@ def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | 
             "use torch.autograd.grad(..., create_graph=True) instead, or pass fallback='autograd'"
         )
     for what, tensor in (("input", given), ("output", outputs)):
-        if tensor.dim() == 0 or tensor.shape[0] != samples:
+        shape = tensor.shape
+        if not shape or shape[0] != samples:
             return (
                 f"layer {name!r} has an {what} of shape {tuple(tensor.shape)} in a batch of {samples} samples: "
                 "the first axis must be the sample axis. Bring it there (what is the same for all samples: "
