@@ -66,17 +66,6 @@ class Layout:
             samples = samples.index_select(1, other.sample_of_row(samples.device))
         return samples
 
-    def sum_over_columns(self, rows: Tensor) -> Tensor:
-        """Sum the rows (r, ...) of each sample: (n, ...)."""
-        if self.is_plain:
-            return rows
-        parts, row = [], 0
-        for n, k in self.pieces:
-            part = rows[row : row + n * k]
-            parts.append(part if k == 1 else part.unflatten(0, (n, k)).sum(1))
-            row += n * k
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
 
 # Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
 @cache
@@ -188,7 +177,18 @@ class OuterRows:
 
     def contract(self, coefficients: Tensor) -> Tensor:
         """sum over the columns of each sample of c h, (n, o): all that U^T c needs beside the inputs."""
-        return self.layout.sum_over_columns(coefficients.to(self.grads.dtype).unsqueeze(1) * self.grads)
+        coefficients = coefficients.to(self.grads.dtype)
+        if self.layout.is_plain:
+            return coefficients.unsqueeze(1) * self.grads
+        parts, row = [], 0
+        for n, k in self.layout.pieces:
+            c, h = coefficients[row : row + n * k], self.grads[row : row + n * k]
+            if k == 1:
+                parts.append(c.unsqueeze(1) * h)
+            else:
+                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
+            row += n * k
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         contracted = self.contract(coefficients)
