@@ -398,7 +398,7 @@ class SecondOrder(torch.optim.Optimizer):
             self._passes = plan, count
             # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
             if count == 1 or (count & (count - 1) == 0 and self._device().type == "cpu"):
-                check_samples_apart(captured)
+                check_samples_apart(captured, first=count == 1)
         return captured
 
     def _cast(self) -> AbstractContextManager[Any]:
