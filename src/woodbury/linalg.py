@@ -36,7 +36,7 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
         x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
     else:
         x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
-    return Solution(x, (info == 0).all(), 1)
+    return Solution(x, ~info.any(), 1)
 
 
 def solve_conjugate_gradient(

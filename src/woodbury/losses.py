@@ -326,6 +326,8 @@ class Softmax(_Structured):
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions = _positions(targets)
+        if targets.dim() == 1 and not _smoothing(loss):  # every one counts
+            return F.cross_entropy(outputs, targets, reduction="none", ignore_index=_UNUSED)
         logarithms = by_position(outputs, positions).log_softmax(1)
         if targets.is_floating_point():
             values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
