@@ -258,11 +258,11 @@ def test_forms_of_shared_parameters():
 class Bare(nn.Module):
     """Parameters of the model itself, one of them a single number, and a position table used by all samples."""
 
-    def __init__(self):
+    def __init__(self, length=3, width=4):
         super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(4))
-        self.places = nn.Parameter(torch.randn(3, 4))
-        self.head = nn.Linear(4, CLASSES)
+        self.gain, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(width))
+        self.places = nn.Parameter(torch.randn(length, width))
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x):
         return self.head(torch.tanh(self.gain * x + self.shift + self.places).mean(1))
@@ -271,10 +271,10 @@ class Bare(nn.Module):
 class Positions(nn.Module):
     """An embedding of positions that has no sample axis, as language models write it."""
 
-    def __init__(self, lead):
+    def __init__(self, lead, length=3, width=4):
         super().__init__()
-        self.place, self.inner, self.head = nn.Embedding(3, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES)
-        self.lead = lead
+        self.place, self.inner = nn.Embedding(length, width), nn.Linear(width, width)
+        self.head, self.lead = nn.Linear(width, CLASSES), lead
 
     def forward(self, x):
         place = torch.arange(x.shape[1])
@@ -283,18 +283,18 @@ class Positions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind, width=4):
         super().__init__()
-        self.cell, self.head = kind(4, 3, batch_first=True), nn.Linear(3, CLASSES)
+        self.cell, self.head = kind(width, 3, batch_first=True), nn.Linear(3, CLASSES)
 
     def forward(self, x):
         return self.head(self.cell(x)[0][:, -1])
 
 
 class Computed(nn.Module):
-    def __init__(self, make):
+    def __init__(self, make, width=4):
         super().__init__()
-        self.inner, self.head = make(nn.Linear(4, 4)), nn.Linear(4, CLASSES)
+        self.inner, self.head = make(nn.Linear(width, width)), nn.Linear(width, CLASSES)
 
     def forward(self, x):
         return self.head(torch.tanh(self.inner(x)).mean(1))
@@ -303,9 +303,10 @@ class Computed(nn.Module):
 class Extended(nn.Module):
     """Attention with learnt extra keys and values, for which there is no rule."""
 
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.attend, self.head = attention(add_bias_kv=True, batch_first=True), nn.Linear(4, CLASSES)
+        self.attend = nn.MultiheadAttention(width, 2, dropout=0.0, add_bias_kv=True, batch_first=True)
+        self.head = nn.Linear(width, CLASSES)
 
     def forward(self, x):
         return self.head(self.attend(x, x, x)[0].mean(1))
@@ -314,37 +315,48 @@ class Extended(nn.Module):
 class Functional(nn.Module):
     """A table used as an embedding by its module and as a head by a function."""
 
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
-        self.table, self.inner = nn.Linear(4, CLASSES, bias=False), nn.Linear(4, 4)
+        self.table, self.inner = nn.Linear(width, CLASSES, bias=False), nn.Linear(width, width)
 
     def forward(self, x):
         return F.linear(torch.tanh(self.inner(self.table(x) @ self.table.weight)).mean(1), self.table.weight)
 
 
+def encoder(length=3, width=4):
+    layer = nn.TransformerEncoderLayer(width, 2, 5, dropout=0.0, batch_first=True)
+    return nn.Sequential(layer, nn.Flatten(), nn.Linear(length * width, CLASSES))
+
+
+# Each takes the number of positions and an even width.
 FALLBACKS = {
     "bare": Bare,
-    "positions (t,)": lambda: Positions(False),
-    "positions (1, t)": lambda: Positions(True),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
-    "weight norm": lambda: Computed(parametrizations.weight_norm),
-    "orthogonal": lambda: Computed(parametrizations.orthogonal),
-    "attention with extra keys": Extended,
-    "function": Functional,
-    "encoder": lambda: nn.Sequential(
-        nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(12, CLASSES)
-    ),
+    "positions (t,)": lambda t=3, w=4: Positions(False, t, w),
+    "positions (1, t)": lambda t=3, w=4: Positions(True, t, w),
+    "lstm": lambda t=3, w=4: Recurrent(nn.LSTM, w),
+    "gru": lambda t=3, w=4: Recurrent(nn.GRU, w),
+    "weight norm": lambda t=3, w=4: Computed(parametrizations.weight_norm, w),
+    "orthogonal": lambda t=3, w=4: Computed(parametrizations.orthogonal, w),
+    "attention with extra keys": lambda t=3, w=4: Extended(w),
+    "function": lambda t=3, w=4: Functional(w),
+    "encoder": encoder,
 }
 
 
 @pytest.mark.parametrize("name", list(FALLBACKS))
-@pytest.mark.parametrize("max_bytes", [None, 1])
-@pytest.mark.parametrize("subset", [[3], [4, 0, 2], [0, 1, 2, 3, 4]], ids=["one", "part", "all"])
-def test_the_fallback_gives_the_dense_direction(name, subset, max_bytes):
-    torch.manual_seed(0)
-    model = shaken(FALLBACKS[name]().double())
-    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_the_fallback_gives_the_dense_direction(name, data):
+    torch.manual_seed(data.draw(st.integers(0, 10**6)))
+    length, width, n = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.sampled_from([2, 4])),
+        data.draw(st.integers(1, 5)),
+    )
+    model = shaken(FALLBACKS[name](length, width).double())
+    inputs, targets = torch.randn(n, length, width, dtype=torch.float64), torch.randint(CLASSES, (n,))
+    subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+    max_bytes = data.draw(st.sampled_from([None, 1]))
     check_directions(model, LOSS, inputs, targets, subset, fallback="autograd", max_bytes=max_bytes)
 
 

@@ -512,7 +512,9 @@ _VIEWS = frozenset(
 def check_samples_apart(capture: Capture, first: bool = True) -> None:
     """Raise if the outputs of the first or the last sample depend on another sample's activations.
 
-    The first time the first sample is also run on its own: mixing may lie past every layer.
+    A layer may only seem to see samples, where as many positions happen to come first: with a fallback its calls
+    are left to that. Then, and the first time, the first sample is also run on its own: mixing may lie past every
+    layer.
     """
     for _ in _graph(capture.outputs):  # refuses what autograd cannot see through
         pass
@@ -527,12 +529,17 @@ def check_samples_apart(capture: Capture, first: bool = True) -> None:
         if not edges:
             break
         grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
-        for call, grad in zip(capture.calls, grads, strict=True):
-            if grad is not None and bool((grad[others].abs() > 0).any()):  # nan is another's concern
+        for call, grad in zip(list(capture.calls), grads, strict=True):
+            if grad is None or not bool((grad[others].abs() > 0).any()):  # nan is another's concern
+                continue
+            if capture.plan.fallback is None:
                 raise ValueError(
                     f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: rows "
                     "per sample do not exist where the model mixes the samples of a batch"
                 )
+            capture.plan.findings.unfit.add(call.layer.name)
+            capture.calls = [other for other in capture.calls if other.layer is not call.layer]
+            first = True
     if first:
         _check_first_alone(capture)
 
