@@ -60,6 +60,29 @@ def has_samples(leaf: Any, samples: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
 
 
+def whole_leaves(tree: Any, samples: int, known: frozenset[Any]) -> frozenset[Any]:
+    """What was known to have no sample axis and what else in the tree has none, each by its place.
+
+    Raises where something that had none before now has as many entries in its first axis as there are samples: it
+    would be cut by sample.
+    """
+    if isinstance(tree, Tensor):
+        return known
+    leaves, structure = pytree.tree_flatten(tree)
+    shape = str(structure)
+    for index, leaf in enumerate(leaves):
+        if has_samples(leaf, samples) and (shape, index) in known:
+            raise ValueError(
+                f"tensor {index + 1} of the inputs, of shape {tuple(leaf.shape)}, had no sample axis in an "
+                f"earlier batch, and now its first axis has as many entries as there are samples ({samples}): "
+                "whether it is to be cut by sample cannot be told. Keep what is the same for all samples in the "
+                "model, or in forward="
+            )
+        if isinstance(leaf, Tensor) and not has_samples(leaf, samples):
+            known = known | {(shape, index)}
+    return known
+
+
 def take(tree: Any, index: Tensor, samples: int) -> Any:
     """The samples at `index` of every tensor in the tree whose first axis has `samples` entries."""
 

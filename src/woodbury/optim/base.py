@@ -101,6 +101,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.last: StepInfo | None = None
         self._planned: tuple[Plan, list[int]] | None = None
         self._passes: tuple[Plan | None, int] = (None, 0)  # through the model, by this plan
+        self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
         self._chain: bool | None = None  # whether the model is a chain; None until seen
         self._recorder: Recorder | None = None
         self._rule = loss_rule(loss)
@@ -323,6 +324,7 @@ class SecondOrder(torch.optim.Optimizer):
         """Check the batch, choose S2 and read the settings."""
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
+        self._whole = _batch.whole_leaves(inputs, samples, self._whole)
         plan = self._plan()
         self._is_chain(plan, inputs, samples)
         batch = self._choose(inputs, targets, samples, subset)
