@@ -83,11 +83,15 @@ def block_mask(model):
 def dense_direction(
     model, loss, inputs, targets, subset, damping, kind, blocks="full", decay=None, shift=None, forward=None
 ):
-    """argmin_p g.p + p B p / 2 + W (theta.p + p.p/2) + damping |p - shift|^2 / 2, all dense."""
+    """argmin_p g.p + p B p / 2 + W (theta.p + p.p/2) + damping |p - shift|^2 / 2, all dense.
+
+    damping may be a function of B.
+    """
     samples = per_sample(model, loss, chosen(inputs, subset), targets[subset], forward)
     B = curvature_matrix(samples, kind)
     if blocks == "layer":
         B = B * block_mask(model).to(B)
+    damping = damping(B) if callable(damping) else damping
     g = gradient(model, loss, inputs, targets, forward)
     theta = flat([p.detach() for p in parameters(model).values()])
     W = torch.zeros_like(theta) if decay is None else decay
