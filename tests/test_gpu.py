@@ -175,11 +175,13 @@ def test_a_recorded_step_does_not_wait_for_the_device():
     ((_, _), (problem, optimizer)) = recorded("softmax", "smw-ng", curvature_samples=4)
     for _ in range(4):
         optimizer.step(problem.inputs, problem.targets)
-    torch.cuda.set_sync_debug_mode("error")
+    assert optimizer._recorder.recording is not None
+    torch.cuda.set_sync_debug_mode("error")  # a wait raises
     try:
-        optimizer.step(problem.inputs, problem.targets)
+        info = optimizer.step(problem.inputs, problem.targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert info.accepted
 
 
 def test_infos_of_replayed_steps_keep_their_numbers():

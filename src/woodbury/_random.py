@@ -38,13 +38,6 @@ def snapshot(device: torch.device) -> Snapshot:
     return Snapshot(torch.get_rng_state(), cuda, device)
 
 
-def is_at(state: Snapshot) -> bool:
-    """Whether nothing has been drawn since."""
-    now = snapshot(state.device)
-    pairs = zip(now[:2], state[:2], strict=True)
-    return all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
-
-
 def restore(state: Snapshot) -> None:
     """Put the global random state back."""
     torch.set_rng_state(state.cpu)

@@ -129,7 +129,7 @@ class Capture:
 
         segments are columns (m, k, C) for consecutive samples, from the first on. Row (i, a) is the
         derivative of columns[i, a] . outputs[i] in the module's parameters. The last thing to ask of a capture:
-        the graph is freed on the way back, which halves the memory at the peak.
+        the graph is freed on the way back.
         """
         self.check_inputs()
         if self.chain is not None:

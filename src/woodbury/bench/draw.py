@@ -9,17 +9,8 @@ from statistics import median
 from typing import Any
 
 from woodbury.bench.peer_steps import GN, NG
-from woodbury.experiments.looks import looks_of
+from woodbury.experiments.looks import MARKERS, looks_of
 
-_MARKERS = {
-    "circle": "o",
-    "square": "s",
-    "triangle": "^",
-    "diamond": "D",
-    "wedge": "v",
-    "plus": "P",
-    "cross": "X",
-}
 _COLOURS = {GN: "#0072B2", NG: "#D55E00", "": "#999999"}  # by what a peer computes
 _MEANING = {
     "n": "parameters n (depth 1 to 16)",
@@ -121,7 +112,7 @@ def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
                 max(time - base, 0.01 * base) for time, base in zip(entry["seconds"], entry["sgd"], strict=True)
             ]
             milliseconds = [1e3 * seconds for seconds in over]
-            style = {"color": look.colour, "marker": _MARKERS[look.marker], "markersize": 5}
+            style = {"color": look.colour, "marker": MARKERS[look.marker], "markersize": 5}
             label = f"{name} {entry['exponent']:.2f} ({entry['predicted']:.2f})"
             panel.plot(values, milliseconds, label=label, **style)
             guide = [milliseconds[-1] * (value / values[-1]) ** entry["predicted"] for value in values]

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from woodbury.damping import LevenbergMarquardt
 from woodbury.experiments.groups import Group, grouped
-from woodbury.experiments.looks import Look
+from woodbury.experiments.looks import MARKERS, Look
 from woodbury.experiments.medians import RATIO_RANGE, Curve, curves_of
 from woodbury.experiments.runs import Run
 
@@ -26,15 +26,6 @@ LOG_TIME_ABOVE = 8.0
 THRESHOLDS = (LevenbergMarquardt.threshold, 1 - LevenbergMarquardt.threshold)  # of the ratio
 
 _DECADES = 1e-30  # of the largest value: what is smaller is as good as zero on a logarithmic axis
-_MARKERS = {
-    "circle": "o",
-    "square": "s",
-    "triangle": "^",
-    "diamond": "D",
-    "wedge": "v",
-    "plus": "P",
-    "cross": "X",
-}
 
 _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "font.family": "sans-serif",
@@ -142,7 +133,7 @@ def _line_style(look: Look) -> dict[str, Any]:
         "color": look.colour,
         "linewidth": 1.4 if look.dashed else 1.7,
         "linestyle": (0, (3, 2.5)) if look.dashed else "-",
-        "marker": _MARKERS[look.marker],
+        "marker": MARKERS[look.marker],
         "markersize": 5.5 if look.dashed else 5,
         "markerfacecolor": "none" if look.dashed else look.colour,
         "markeredgecolor": look.colour if look.dashed else "white",

@@ -16,6 +16,16 @@ class Look:
     dashed: bool = False  # with hollow markers
 
 
+MARKERS = {  # as matplotlib names them
+    "circle": "o",
+    "square": "s",
+    "triangle": "^",
+    "diamond": "D",
+    "wedge": "v",
+    "plus": "P",
+    "cross": "X",
+}
+
 # Okabe and Ito's palette, told apart with every common form of colour blindness; markers help in print.
 _OWN = {
     "smw-gn": Look("#0072B2", "#4C97E8", "circle"),

@@ -142,7 +142,7 @@ class SecondOrder(torch.optim.Optimizer):
                 random = _random.snapshot(self._device())
                 *numbers, accepted = self._take(problem, random)
                 loss, damping, rho, predicted, norm = tensors(numbers)
-                if self._recorder is not None and not _random.is_at(random):
+                if self._recorder is not None and _random.drawn_since(random):
                     self._recorder.refuse("the model draws random numbers")
             else:
                 loss, damping, rho, predicted, norm, moved = replayed.unbind()

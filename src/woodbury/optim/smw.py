@@ -256,12 +256,11 @@ class _SampleSpace(SecondOrder):
         rows, number = batch.curvature * k, raw.element_size()
         columns = rows * (raw.numel() // raw.shape[0]) * number
         wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
+        size = height = rows + batch.samples - batch.curvature
+        written_out = 0
         if self._in_parameter_space(problem, rows):
             size = self._largest_block(problem)
             written_out = rows * sum(problem.plan.block_sizes)
-        else:
-            size, written_out = rows + batch.samples - batch.curvature, 0
-        height = rows + batch.samples - batch.curvature
         written_out += height * sum(problem.plan.parameters[name].numel() for name in problem.plan.rest)
         # written out and collected; the matrix, with damping, and its factor
         blocks = len(problem.plan.block_sizes) if self.blocks == "layer" else 1
