@@ -15,7 +15,7 @@ ROOT = Path(woodbury.__file__).parent
 LAYERS = [
     ["_vector", "_scalar", "_batch", "_random", "_memory"],
     ["layers", "factors", "losses", "linalg"],
-    ["plan", "functional", "capture", "rows", "displacement", "products", "damping"],
+    ["plan", "chain", "functional", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
     [
         "bench",
@@ -35,12 +35,15 @@ LAYERS = [
 ]
 SIBLINGS = {
     ("losses", "factors"),  # S in the form its structure allows
+    ("chain", "plan"),
     ("capture", "plan"),  # what to capture
+    ("capture", "chain"),  # the way back along a chain
     ("capture", "functional"),  # rows past the rules
     ("rows", "plan"),
     ("rows", "capture"),  # U is made of what was captured
     ("displacement", "plan"),
     ("displacement", "capture"),
+    ("displacement", "chain"),
     ("displacement", "rows"),
     ("optim.step", "optim.settings"),
     ("optim.base", "optim.settings"),

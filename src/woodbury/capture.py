@@ -9,19 +9,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury import _batch, _random
+from woodbury.chain import ACTIVATIONS, Stage, rows_along
 from woodbury.functional import Forward, Pass, agree, grads_of_many, written_rows
 from woodbury.layers.attention import attention_rows, linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, Layout, OuterRows, RowForm, concatenate_forms
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.registry import as_form
 from woodbury.layers.rules import has_own, linear_rows, sequence_rows
 from woodbury.layers.shared import SharedRows
@@ -116,7 +117,7 @@ class Capture:
     calls: list[Call]  # in the order they were made
 
     @cached_property
-    def chain(self) -> list[Link] | None:
+    def chain(self) -> list[Stage] | None:
         return chain_of(self)
 
     def call_of(self, layer: Layer) -> Call | None:
@@ -133,7 +134,7 @@ class Capture:
         """
         self.check_inputs()
         if self.chain is not None:
-            return self._rows_along(self.chain, segments)
+            return rows_along(self.chain, segments)
         unseen = unseen_parameters(self)
         if unseen and self.plan.fallback is None:
             name, layer = next(iter(unseen.items()))
@@ -212,36 +213,6 @@ class Capture:
         if len(uses) == 1:
             return {block: Use(form, places) for block, places in uses.items()}
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
-
-    def _rows_along(self, chain: Sequence[Link], segments: Sequence[Tensor]) -> dict[str, RowForm]:
-        """Rows of a plain chain z_1 -> v_2 = phi(z_1) -> z_2 ..., last layer first in `chain`.
-
-        h_l = (h_{l+1} W_{l+1}) phi'(z_l) for all rows of all segments at once: one product a layer (the
-        paper's Algorithm 5, for many right-hand sides).
-        """
-        layout = Layout(tuple((columns.shape[0], columns.shape[1]) for columns in segments))
-        flat = [columns.flatten(0, 1) for columns in segments]
-        grads = flat[0] if len(flat) == 1 else torch.cat(flat)  # h (r, C)
-        forms: dict[str, RowForm] = {}
-        for index, link in enumerate(chain):
-            layer, call = link.layer, link.call
-            inputs = call.inputs
-            if layout.samples < inputs.shape[0]:
-                inputs = inputs[: layout.samples]
-            bias = None if layer.module.bias is None else "bias"
-            form = OuterRows(inputs, grads, layout, bias=bias, affine=True)
-            forms[layer.name] = form.restrict(layer.parameters)
-            if index + 1 < len(chain):
-                weight = layer.module.weight
-                assert isinstance(weight, Tensor)
-                below = chain[index + 1].call
-                grads = grads.mm(weight.detach())
-                if link.backward is not None:
-                    grads = link.backward(grads, layout.of_rows(inputs))
-                else:
-                    slope = torch.autograd.grad(call.given[0], [below.edge], torch.ones_like(call.inputs))[0]
-                    grads = grads.mul_(layout.of_rows(slope[: layout.samples]))
-        return {link.layer.name: forms[link.layer.name] for link in reversed(chain)}
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
@@ -391,24 +362,16 @@ _ELEMENTWISE = frozenset(
         *("Mul", "Div", "Add", "Sub"),  # with a constant: they have one parent then
     )
 )
-# h phi'(z) from h and v = phi(z), where that is one operation; autograd gives the others.
-_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SigmoidBackward0": torch.ops.aten.sigmoid_backward.default,  # h (1 - v) v
-    "TanhBackward0": torch.ops.aten.tanh_backward.default,  # h (1 - v^2)
-    "ReluBackward0": lambda h, v: torch.ops.aten.threshold_backward.default(h, v, 0),  # h where v > 0
+# Those whose derivative is one operation in v = phi(z) alone; autograd gives the others.
+_BY_OUTPUT: dict[str, type[nn.Module]] = {
+    "SigmoidBackward0": nn.Sigmoid,
+    "TanhBackward0": nn.Tanh,
+    "ReluBackward0": nn.ReLU,
 }
 
 
-class Link(NamedTuple):
-    """A layer of a chain, and h, v -> h phi' for the activation between it and the layer below, if simple."""
-
-    layer: Layer
-    call: Call
-    backward: Callable[[Tensor, Tensor], Tensor] | None
-
-
-def chain_of(capture: Capture) -> list[Link] | None:
-    """The layers from last to first if outputs = z_L and every v_{l+1} is an elementwise function of z_l.
+def chain_of(capture: Capture) -> list[Stage] | None:
+    """The layers from first to last if outputs = z_L and every v_{l+1} is an elementwise function of z_l.
 
     Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
     plan's Linear layers and one-input elementwise nodes. None for any other model.
@@ -417,16 +380,16 @@ def chain_of(capture: Capture) -> list[Link] | None:
     if plan.rest or plan.tied:
         return None
     owners = {call.edge.node: call for call in capture.calls}
-    chain: list[Link] = []
-    between: list[str] = []  # names of the nodes since the last layer
+    calls: list[Call] = []  # last first
+    nodes: list[list[str]] = []  # names of those below each layer
     node, shape = capture.outputs.grad_fn, capture.outputs.shape
     while node is not None:
         call = owners.get(node)
         if call is None:
             parents = [parent for parent, _ in node.next_functions if parent is not None]
-            between.append(node.name())
-            if not chain or len(parents) != 1 or between[-1] not in _ELEMENTWISE:
+            if not calls or len(parents) != 1 or node.name() not in _ELEMENTWISE:
                 return None
+            nodes[-1].append(node.name())
             node = parents[0]
             continue
         given = call.given[0]
@@ -435,15 +398,24 @@ def chain_of(capture: Capture) -> list[Link] | None:
             return None
         if not has_own(call.layer.module) or given._backward_hooks or call.outputs._backward_hooks:
             return None  # what autograd sees there is more than W v + b
-        if chain:
-            backward = _BACKWARD.get(between[0]) if len(between) == 1 else None
-            chain[-1] = Link(chain[-1].layer, chain[-1].call, backward)
-        chain.append(Link(call.layer, call, None))
-        node, shape, between = given.grad_fn, given.shape, []
+        calls.append(call)
+        nodes.append([])
+        node, shape = given.grad_fn, given.shape
         if node is None and given.requires_grad:
             return None
-    once = len({link.layer.name for link in chain}) == len(chain) == len(capture.calls)
-    return chain if once else None
+    if not len({call.layer.name for call in calls}) == len(calls) == len(capture.calls):
+        return None
+    backs = [_back(call, below, names) for call, below, names in zip(calls, calls[1:], nodes, strict=False)]
+    stages = [Stage(call.layer, call.inputs, back) for call, back in zip(calls, [*backs, None], strict=True)]
+    return stages[::-1]
+
+
+def _back(call: Call, below: Call, nodes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """From gradients in the input of a layer to those in the output of the one below."""
+    kind = _BY_OUTPUT.get(nodes[0]) if len(nodes) == 1 else None
+    if kind is not None:
+        return partial(ACTIVATIONS[kind].backward, None, call.inputs, call.inputs)
+    return lambda grads: torch.autograd.grad(call.given[0], [below.edge], grads)[0]
 
 
 def _graph(outputs: Tensor) -> Iterator[tuple[Any, Any]]:

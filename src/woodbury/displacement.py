@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from woodbury._scalar import Scalar, Truth, constant, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, replaced_forward
+from woodbury.chain import ChainPass
 from woodbury.layers.forms import OuterRows
 from woodbury.plan import Layer
 from woodbury.rows import Rows
@@ -108,6 +111,32 @@ class Displacement:
         finally:
             for parameter, data in before:
                 parameter.data = data
+
+    @torch.no_grad()
+    def outputs_along(self, made: ChainPass) -> Tensor:
+        """What the chain gives at theta + p for the batch of a pass at theta."""
+        factored = {layer.name: (form, contracted) for layer, form, contracted in self._factors}
+        outputs = v = made.given[0]
+        for index, layer in enumerate(made.chain.layers):
+            weight, bias = layer.module.weight, layer.module.bias
+            form, contracted = factored.get(layer.name, (None, None))
+            if form is None or contracted is None:
+                outputs = F.linear(v, self._moved(layer, "weight", weight), self._moved(layer, "bias", bias))
+            elif index == 0 and form.inner is not None and len(form.inner) == len(v):
+                inner = form.inner.to(contracted.dtype)
+                outputs = torch.addmm(made.sums[0], inner, contracted, alpha=-1)  # z is known
+            elif form.weight is None:
+                outputs = F.linear(v, weight, bias).sub_(contracted.sum(0))
+            else:
+                outputs = F.linear(v, weight, bias).addmm_(form.input_gram(v).t(), contracted, alpha=-1)
+            if index + 1 < len(made.chain.layers):
+                v = made.chain.activate(index, outputs)
+        return outputs
+
+    def _moved(self, layer: Layer, local: str, parameter: Any) -> Any:
+        """A parameter of a layer (None where it has none) at theta + p."""
+        change = self._vector.get(layer.parameters.get(local, ""))
+        return parameter if change is None else parameter + change
 
     @torch.no_grad()
     def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -54,6 +54,9 @@ class Plan:
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
     tied: bool  # whether some parameter is used by several layers
     training: bool  # the model's mode, which decides what running it tells
+    way: tuple[
+        tuple[Mapping[str, nn.Module | None], str, nn.Module], ...
+    ]  # to each layer: what holds it, and as what
     findings: Findings = field(default_factory=Findings, compare=False)
 
     @cached_property
@@ -80,9 +83,10 @@ class Plan:
         """Whether planning again would give the same, as far as can be told without walking the model."""
         if model.training != self.training:
             return False
-        for layer in self.layers:
-            if model.get_submodule(layer.name) is not layer.module:
+        for modules, key, module in self.way:
+            if modules.get(key) is not module:
                 return False
+        for layer in self.layers:
             own = layer.module._parameters
             for local, name in layer.parameters.items():
                 if own.get(local) is not self.parameters[name]:
@@ -181,4 +185,20 @@ def plan_layers(
         tuple(norms),
         tied,
         model.training,
+        tuple(_way(model, layers)),
     )
+
+
+def _way(
+    model: nn.Module, layers: Sequence[Layer]
+) -> Iterator[tuple[Mapping[str, nn.Module | None], str, nn.Module]]:
+    """Every step on the way from the model to its layers, as (modules of a module, name, module there)."""
+    taken: set[str] = set()
+    for layer in layers:
+        module, path = model, ""
+        for name in layer.name.split(".") if layer.name else ():
+            holder, path = module._modules, f"{path}.{name}"
+            module = model.get_submodule(path[1:])
+            if path not in taken:
+                taken.add(path)
+                yield holder, name, module

@@ -59,6 +59,18 @@ class Layout:
         """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
         return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
 
+    def multiply_(self, rows: Tensor, samples: Tensor) -> Tensor:
+        """Rows (r, o), each multiplied in place by the entry of its sample, of (n, o)."""
+        row = sample = 0
+        for n, k in self.pieces:
+            own, factors = rows[row : row + n * k], samples[sample : sample + n]
+            if k == 1:
+                own.mul_(factors)
+            else:
+                own.view(n, k, -1).mul_(factors.unsqueeze(1))
+            row, sample = row + n * k, sample + n
+        return rows
+
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
         samples = self.of_rows(samples)

@@ -23,6 +23,7 @@ from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, magnitude, placed, ratio_where, root, scalar, tensors
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
+from woodbury.chain import Chain, ChainPass, read_chain
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
 from woodbury.losses import check_count, loss_rule
@@ -102,7 +103,8 @@ class SecondOrder(torch.optim.Optimizer):
         self._planned: tuple[Plan, list[int]] | None = None
         self._passes: tuple[Plan | None, int] = (None, 0)  # through the model, by this plan
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
-        self._chain: bool | None = None  # whether the model is a chain; None until seen
+        self._chain: Chain | None = None  # what the model is by its structure, if that
+        self._is_chain: bool | None = None  # whether passes through it show a chain; None until seen
         self._recorder: Recorder | None = None
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -139,10 +141,10 @@ class SecondOrder(torch.optim.Optimizer):
                 replayed = self._recorded_step(self._recorder, inputs, targets)
             if replayed is None:
                 problem = self._pose(inputs, targets, subset, full)
-                random = _random.snapshot(self._device())
+                random = None if self._runs_chain(inputs) else _random.snapshot(self._device())
                 *numbers, accepted = self._take(problem, random)
                 loss, damping, rho, predicted, norm = tensors(numbers)
-                if self._recorder is not None and _random.drawn_since(random):
+                if self._recorder is not None and random is not None and _random.drawn_since(random):
                     self._recorder.refuse("the model draws random numbers")
             else:
                 loss, damping, rho, predicted, norm, moved = replayed.unbind()
@@ -290,7 +292,10 @@ class SecondOrder(torch.optim.Optimizer):
         """The layers to train, made anew whenever something about the model has changed."""
         groups = [len(group["params"]) for group in self.param_groups]
         if self._planned is not None and self._planned[1] == groups and self._planned[0].is_current(self.model):
-            return self._planned[0]
+            plan = self._planned[0]
+            if self._chain is not None and not self._chain.is_current():
+                self._chain = None
+            return plan
         named = dict(self.model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
@@ -298,23 +303,31 @@ class SecondOrder(torch.optim.Optimizer):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
         plan = plan_layers(self.model, named, self.fallback, self.by_layers, self.max_bytes)
         self._planned = (plan, groups)
-        self._chain = None
-        return self._planned[0]
+        self._chain = self._is_chain = None
+        if self.by_layers and self.autocast is None and self.forward is call_model:
+            self._chain = read_chain(plan, self.model)
+        return plan
 
-    def _is_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
-        """Whether the model is a plain chain of Linear layers: seen once per plan, on one sample."""
-        if self._chain is None and self.autocast is not None:
-            self._chain = False  # its layers are cast in between
-        if self._chain is None:
+    def _runs_chain(self, inputs: Any) -> bool:
+        """Whether a batch is run along the chain that the model is, by hand."""
+        return self._chain is not None and self._chain.takes(inputs)
+
+    def _shows_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
+        """Whether passes through the model show a plain chain of Linear layers: seen once per plan, on a sample."""
+        if self._runs_chain(inputs):
+            return True
+        if self._is_chain is None and self.autocast is not None:
+            self._is_chain = False  # its layers are cast in between
+        if self._is_chain is None:
             random = _random.snapshot(self._device())
             try:
                 one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
-                self._chain = capture(plan, self.model, self.forward, one, 1).chain is not None
+                self._is_chain = capture(plan, self.model, self.forward, one, 1).chain is not None
             except (ValueError, TypeError, RuntimeError, IndexError):
-                self._chain = False  # the batch itself will tell, in its own words
+                self._is_chain = False  # the batch itself will tell, in its own words
             finally:
                 _random.restore(random)
-        return self._chain
+        return self._is_chain
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
@@ -326,7 +339,6 @@ class SecondOrder(torch.optim.Optimizer):
         samples = _batch.check_batch(inputs, targets)
         self._whole = _batch.whole_leaves(inputs, samples, self._whole)
         plan = self._plan()
-        self._is_chain(plan, inputs, samples)
         batch = self._choose(inputs, targets, samples, subset)
         self.state["damping"] = placed(self.state["damping"], self._device())
         return self._problem(plan, batch, full)
@@ -337,7 +349,8 @@ class SecondOrder(torch.optim.Optimizer):
         """The problem of this batch with the settings as they are now, or with other learning rates by group."""
         hyper = read_settings(self.param_groups, plan.parameters, rates)
         damping = self.state["damping"] + self.damping.floor
-        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), bool(self._chain))
+        chain = self._shows_chain(plan, batch.inputs, batch.samples)
+        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), chain)
 
     def _check_surroundings(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -392,7 +405,10 @@ class SecondOrder(torch.optim.Optimizer):
             for name, parameter in plan.parameters.items()
         }
 
-    def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture:
+    def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture | ChainPass:
+        """A pass over a batch at theta."""
+        if self._chain is not None and self._chain.takes(inputs):
+            return self._chain.run(inputs)
         with self._cast():
             captured = capture(plan, self.model, self.forward, inputs, samples)
         if samples > 1:
@@ -500,9 +516,12 @@ class SecondOrder(torch.optim.Optimizer):
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         differences = []
         for index, piece in enumerate(pieces):
-            with displacement.applied(piece.capture, index), self._trial_mode(), self._cast():
-                outputs = self.forward(self.model, piece.inputs).detach()
-            piece.capture.check_inputs()  # the update still needs them
+            if isinstance(piece.capture, ChainPass):
+                outputs = displacement.outputs_along(piece.capture)
+            else:
+                with displacement.applied(piece.capture, index), self._trial_mode(), self._cast():
+                    outputs = self.forward(self.model, piece.inputs).detach()
+                piece.capture.check_inputs()  # the update still needs them
             if outputs.dim() != 2:
                 outputs = outputs.reshape(piece.values.shape[0], -1)
             differences.append(piece.values - self._values(outputs, piece.targets))
@@ -559,6 +578,7 @@ class SecondOrder(torch.optim.Optimizer):
             "_planned": None,
             "_passes": (None, 0),
             "_chain": None,
+            "_is_chain": None,
             "_recorder": None if self._recorder is None else Recorder(),
         }
 

@@ -13,6 +13,7 @@ from woodbury._batch import Batch
 from woodbury._scalar import Scalar, Truth, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Capture
+from woodbury.chain import ChainPass
 from woodbury.displacement import Displacement
 from woodbury.losses import check_count
 from woodbury.optim.settings import Hyperparameters
@@ -49,7 +50,7 @@ class Piece:
     targets: Tensor  # as the loss rule prepared them
     values: Tensor  # loss of each sample, float64
     count: Scalar  # what their mean divides by: f = sum of values / count
-    capture: Capture
+    capture: Capture | ChainPass
 
 
 def mean_of(values: Sequence[Tensor], count: Scalar) -> Scalar:

@@ -1,0 +1,241 @@
+"""Plain chains of Linear layers and activations, run and differentiated by hand.
+
+    z_l = W_l v_l + b_l,   v_{l+1} = phi_l(z_l),   outputs = z_L
+
+A chain needs neither a graph nor calls to watch: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns
+back in one product a layer (the paper's Algorithm 5). An `nn.Sequential` shows by its structure that it is one,
+whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any other model is run by
+`woodbury.capture`, which takes the same way back where the graph of a pass turns out to be a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as hooks
+
+from woodbury.layers.forms import Layout, OuterRows, RowForm
+from woodbury.layers.rules import has_own, linear_rows
+from woodbury.plan import Layer, Plan
+
+aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    """phi(z), and h phi'(z) from z, v = phi(z) and h; both read the settings of the module as they are."""
+
+    forward: Callable[[Any, Tensor], Tensor]
+    backward: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS: dict[type[nn.Module], Activation] = {
+    nn.Sigmoid: Activation(
+        lambda module, z: torch.sigmoid(z),
+        lambda module, z, v, h: aten.sigmoid_backward.default(h, v),
+    ),
+    nn.Tanh: Activation(
+        lambda module, z: torch.tanh(z),
+        lambda module, z, v, h: aten.tanh_backward.default(h, v),
+    ),
+    nn.ReLU: Activation(
+        lambda module, z: torch.relu(z),
+        lambda module, z, v, h: aten.threshold_backward.default(h, v, 0),
+    ),
+    nn.SiLU: Activation(
+        lambda module, z: F.silu(z),
+        lambda module, z, v, h: aten.silu_backward.default(h, z),
+    ),
+    nn.GELU: Activation(
+        lambda module, z: F.gelu(z, approximate=module.approximate),
+        lambda module, z, v, h: aten.gelu_backward.default(h, z, approximate=module.approximate),
+    ),
+    nn.Softplus: Activation(
+        lambda module, z: F.softplus(z, module.beta, module.threshold),
+        lambda module, z, v, h: aten.softplus_backward.default(h, z, module.beta, module.threshold),
+    ),
+    nn.ELU: Activation(
+        lambda module, z: F.elu(z, module.alpha),
+        lambda module, z, v, h: aten.elu_backward.default(h, module.alpha, 1.0, 1.0, False, z),
+    ),
+    nn.LeakyReLU: Activation(
+        lambda module, z: F.leaky_relu(z, module.negative_slope),
+        lambda module, z, v, h: aten.leaky_relu_backward.default(h, z, module.negative_slope, False),
+    ),
+}
+
+
+class Stage(NamedTuple):
+    """A layer of a chain at one batch of n samples."""
+
+    layer: Layer
+    inputs: Tensor  # v (n, i)
+    back: Callable[[Tensor], Tensor] | None  # h, v = phi(z): h phi'(z), (n, i); None for the first layer
+
+
+def rows_along(stages: Sequence[Stage], segments: Sequence[Tensor]) -> dict[str, RowForm]:
+    """Rows of a chain, first layer first, for columns (m, k, C) of consecutive samples, from the first on."""
+    layout = Layout(tuple((columns.shape[0], columns.shape[1]) for columns in segments))
+    flat = [columns.flatten(0, 1) for columns in segments]
+    grads = flat[0] if len(flat) == 1 else torch.cat(flat)  # h (r, C)
+    forms: list[tuple[str, RowForm]] = []
+    for layer, inputs, back in reversed(stages):
+        given, samples = inputs, layout.samples
+        if samples < inputs.shape[0]:
+            given = inputs[:samples]
+        bias = None if layer.module.bias is None else "bias"
+        form = OuterRows(given, grads, layout, bias=bias, affine=True)
+        forms.append((layer.name, form.restrict(layer.parameters)))
+        if back is not None:
+            weight = layer.module.weight
+            assert isinstance(weight, Tensor)
+            grads = grads.mm(weight.detach())
+            if layout.is_plain and given is inputs:
+                grads = back(grads)
+            else:
+                layout.multiply_(grads, back(torch.ones_like(inputs))[:samples])
+    return dict(reversed(forms))
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model that is a chain by its structure."""
+
+    plan: Plan
+    containers: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]  # of modules, and what they hold
+    modules: tuple[nn.Module, ...]  # all of them
+    layers: tuple[Layer, ...]
+    activations: tuple[nn.Module, ...]  # between them, one less
+
+    def is_current(self) -> bool:
+        """Whether the model is still made of these very modules, with nothing hung on any of them."""
+        if hooks._has_any_global_hook():
+            return False
+        return all(tuple(held.values()) == kept for held, kept in self.containers) and all(
+            _is_bare(module) for module in self.modules
+        )
+
+    def takes(self, inputs: Any) -> bool:
+        """Whether a batch is what the chain is made for: vectors of the parameters' own type."""
+        weight = self.layers[0].module.weight
+        return (
+            type(inputs) is Tensor
+            and inputs.dim() == 2
+            and inputs.shape[1] == weight.shape[1]
+            and inputs.dtype == weight.dtype
+            and inputs.device == weight.device
+            and not inputs.requires_grad
+        )
+
+    def run(self, inputs: Tensor) -> ChainPass:
+        """One pass over a batch (n, i)."""
+        with torch.no_grad():
+            given, sums = [inputs], []
+            for index, layer in enumerate(self.layers):
+                module = layer.module
+                z = F.linear(given[-1], module.weight, module.bias)
+                sums.append(z)
+                if index < len(self.activations):
+                    given.append(self.activate(index, z))
+        return ChainPass(self, given, sums)
+
+    def activate(self, index: int, z: Tensor) -> Tensor:
+        """v of the layer after the one of this index, from z."""
+        module = self.activations[index]
+        return ACTIVATIONS[type(module)].forward(module, z)
+
+
+@dataclass
+class ChainPass:
+    """A pass along a chain: the inputs v_l (n, i) of its layers and the sums z_l (n, o) they gave."""
+
+    chain: Chain
+    given: list[Tensor]
+    sums: list[Tensor]
+
+    @property
+    def plan(self) -> Plan:
+        return self.chain.plan
+
+    @property
+    def outputs(self) -> Tensor:
+        """(n, C)."""
+        return self.sums[-1]
+
+    raw = outputs
+
+    def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+        """Rows of every layer for columns (m, k, C) of consecutive samples, as `Capture.rows` gives them."""
+        with torch.no_grad():
+            return rows_along(list(self._stages()), segments)
+
+    def gradient(self, weights: Tensor) -> dict[str, Tensor]:
+        """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
+        gradient: dict[str, Tensor] = {}
+        for layer, form in zip(self.chain.layers, self.rows([weights.unsqueeze(1)]).values(), strict=True):
+            assert isinstance(form, OuterRows)
+            if form.weight is not None:
+                gradient[layer.parameters[form.weight]] = form.grads.t() @ form.inputs
+            if form.bias is not None:
+                gradient[layer.parameters[form.bias]] = form.grads.sum(0)
+        return {name: gradient[name] for name in self.plan.parameters}
+
+    def check_inputs(self) -> None:
+        """Nothing can have changed them."""
+
+    def _stages(self) -> Iterator[Stage]:
+        for index, layer in enumerate(self.chain.layers):
+            back = None
+            if index:
+                module = self.chain.activations[index - 1]
+                back = partial(ACTIVATIONS[type(module)].backward, module, self.sums[index - 1], self.given[index])
+            yield Stage(layer, self.given[index], back)
+
+
+def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
+    """The chain an `nn.Sequential` (also of others) is, if its layers and activations are all known here."""
+    if plan.rest or plan.tied or type(model) is not nn.Sequential:
+        return None
+    modules = list(_called(model))
+    layers = {id(layer.module): layer for layer in plan.layers if layer.rule is linear_rows}
+    leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
+    linear, between = leaves[::2], leaves[1::2]
+    if (
+        len(leaves) % 2 == 0
+        or len(linear) != len(plan.layers)
+        or not all(id(module) in layers and type(module) is nn.Linear and has_own(module) for module in linear)
+        or not all(type(module) in ACTIVATIONS for module in between)
+        or len({id(module) for module in linear}) < len(linear)
+        or not all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    ):
+        return None
+    containers = tuple(
+        (module._modules, tuple(module._modules.values())) for module in modules if type(module) is nn.Sequential
+    )
+    chain = Chain(plan, containers, tuple(modules), tuple(layers[id(module)] for module in linear), tuple(between))
+    return chain if chain.is_current() else None
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """A Sequential and everything in it, in the order of the calls."""
+    yield model
+    if type(model) is nn.Sequential:
+        for module in model._modules.values():
+            assert module is not None
+            yield from _called(module)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether calling a module computes what its class says, and nothing else."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
