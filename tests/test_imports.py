@@ -15,7 +15,7 @@ ROOT = Path(woodbury.__file__).parent
 LAYERS = [
     ["_vector", "_scalar", "_batch", "_random", "_memory"],
     ["layers", "factors", "losses", "linalg"],
-    ["plan", "chain", "functional", "capture", "rows", "displacement", "products", "damping"],
+    ["plan", "chain", "chain_step", "functional", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
     [
         "bench",
@@ -36,6 +36,7 @@ LAYERS = [
 SIBLINGS = {
     ("losses", "factors"),  # S in the form its structure allows
     ("chain", "plan"),
+    ("chain_step", "chain"),
     ("capture", "plan"),  # what to capture
     ("capture", "chain"),  # the way back along a chain
     ("capture", "functional"),  # rows past the rules

@@ -7,7 +7,6 @@ float costs a fraction of a 0-dim tensor, and a small step consists of many such
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -23,8 +22,8 @@ def scalar(value: Tensor) -> Scalar:
 
 
 def truth(value: Tensor) -> Truth:
-    """A 0-dim boolean tensor as a truth value of its device."""
-    return bool(value) if value.device.type == "cpu" else value
+    """A boolean tensor with one entry as a truth value of its device."""
+    return bool(value) if value.device.type == "cpu" else value.reshape(())
 
 
 def placed(value: Scalar, device: torch.device) -> Scalar:
@@ -44,6 +43,13 @@ def constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device=device)
 
 
+# Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
+@cache
+def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector of ones kept on a device."""
+    return torch.ones(count, dtype=dtype, device=device)
+
+
 def where(condition: Truth, a: Scalar, b: Scalar) -> Scalar:
     """a where the condition holds, else b."""
     if isinstance(condition, Tensor):
@@ -59,13 +65,6 @@ def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Sca
     return a / b if condition else otherwise
 
 
-def subtract_scaled(a: Tensor, b: Tensor, scale: Scalar) -> Tensor:
-    """a - scale b, as one operation."""
-    if isinstance(scale, Tensor):
-        return torch.addcmul(a, b, scale, value=-1)
-    return torch.sub(a, b, alpha=scale)
-
-
 def magnitude(value: Scalar) -> Scalar:
     """|value|."""
     return value.abs() if isinstance(value, Tensor) else abs(value)
@@ -78,8 +77,6 @@ def root(value: Scalar) -> Scalar:
     return max(value, 0.0) ** 0.5 if value == value else value
 
 
-def tensors(values: Sequence[Scalar]) -> Sequence[Tensor]:
-    """The numbers as 0-dim tensors."""
-    if all(isinstance(value, Tensor) for value in values):
-        return [value.double() for value in values if isinstance(value, Tensor)]
-    return torch.tensor(values, dtype=torch.float64).unbind()
+def as_double(value: Scalar) -> Tensor:
+    """The number as a 0-dim tensor in double precision."""
+    return value.double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

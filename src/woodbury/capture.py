@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury import _batch, _random
-from woodbury.chain import ACTIVATIONS, Stage, rows_along
+from woodbury.chain import ACTIVATIONS, Back, rows_along
 from woodbury.functional import Forward, Pass, agree, grads_of_many, written_rows
 from woodbury.layers.attention import attention_rows, linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
@@ -117,7 +117,7 @@ class Capture:
     calls: list[Call]  # in the order they were made
 
     @cached_property
-    def chain(self) -> list[Stage] | None:
+    def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
         return chain_of(self)
 
     def call_of(self, layer: Layer) -> Call | None:
@@ -134,7 +134,7 @@ class Capture:
         """
         self.check_inputs()
         if self.chain is not None:
-            return rows_along(self.chain, segments)
+            return rows_along(*self.chain, segments)
         unseen = unseen_parameters(self)
         if unseen and self.plan.fallback is None:
             name, layer = next(iter(unseen.items()))
@@ -370,8 +370,10 @@ _BY_OUTPUT: dict[str, type[nn.Module]] = {
 }
 
 
-def chain_of(capture: Capture) -> list[Stage] | None:
-    """The layers from first to last if outputs = z_L and every v_{l+1} is an elementwise function of z_l.
+def chain_of(capture: Capture) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
+    """Layers, their inputs and the ways back between them if outputs = z_L and every v_{l+1} = phi(z_l).
+
+    phi may be any function of each number by itself.
 
     Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
     plan's Linear layers and one-input elementwise nodes. None for any other model.
@@ -406,11 +408,11 @@ def chain_of(capture: Capture) -> list[Stage] | None:
     if not len({call.layer.name for call in calls}) == len(calls) == len(capture.calls):
         return None
     backs = [_back(call, below, names) for call, below, names in zip(calls, calls[1:], nodes, strict=False)]
-    stages = [Stage(call.layer, call.inputs, back) for call, back in zip(calls, [*backs, None], strict=True)]
-    return stages[::-1]
+    calls = calls[::-1]
+    return [call.layer for call in calls], [call.inputs for call in calls], backs[::-1]
 
 
-def _back(call: Call, below: Call, nodes: Sequence[str]) -> Callable[[Tensor], Tensor]:
+def _back(call: Call, below: Call, nodes: Sequence[str]) -> Back:
     """From gradients in the input of a layer to those in the output of the one below."""
     kind = _BY_OUTPUT.get(nodes[0]) if len(nodes) == 1 else None
     if kind is not None:

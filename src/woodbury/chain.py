@@ -4,8 +4,9 @@
 
 A chain needs neither a graph nor calls to watch: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns
 back in one product a layer (the paper's Algorithm 5). An `nn.Sequential` shows by its structure that it is one,
-whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any other model is run by
-`woodbury.capture`, which takes the same way back where the graph of a pass turns out to be a chain.
+whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any other model, and one with frozen
+parameters, is run by `woodbury.capture`, which takes the same way back where the graph of a pass turns out to be
+a chain.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,36 +71,42 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 }
 
 
-class Stage(NamedTuple):
-    """A layer of a chain at one batch of n samples."""
-
-    layer: Layer
-    inputs: Tensor  # v (n, i)
-    back: Callable[[Tensor], Tensor] | None  # h, v = phi(z): h phi'(z), (n, i); None for the first layer
+Back = Callable[[Tensor], Tensor]  # from gradients in v = phi(z), (n, o), to those in z
 
 
-def rows_along(stages: Sequence[Stage], segments: Sequence[Tensor]) -> dict[str, RowForm]:
-    """Rows of a chain, first layer first, for columns (m, k, C) of consecutive samples, from the first on."""
+def columns_back(
+    segments: Sequence[Tensor], weights: Sequence[Any], backs: Sequence[Back], samples: int
+) -> tuple[Layout, list[Tensor]]:
+    """h (r, o) in the outputs of every layer, first layer first, for columns (m, k, C) of consecutive samples.
+
+    weights are those of every layer; backs lead through the activations below all but the first.
+    """
     layout = Layout(tuple((columns.shape[0], columns.shape[1]) for columns in segments))
     flat = [columns.flatten(0, 1) for columns in segments]
-    grads = flat[0] if len(flat) == 1 else torch.cat(flat)  # h (r, C)
-    forms: list[tuple[str, RowForm]] = []
-    for layer, inputs, back in reversed(stages):
-        given, samples = inputs, layout.samples
-        if samples < inputs.shape[0]:
-            given = inputs[:samples]
+    grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
+    whole = layout.samples == samples
+    for weight, back in zip(reversed(weights), reversed(backs), strict=False):
+        below = grads[-1].mm(weight.detach())
+        if whole and layout.is_plain:
+            below = back(below)
+        else:
+            layout.multiply_(below, back(below.new_ones(samples, below.shape[1]))[: layout.samples])
+        grads.append(below)
+    return layout, grads[::-1]
+
+
+def rows_along(
+    layers: Sequence[Layer], given: Sequence[Tensor], backs: Sequence[Back], segments: Sequence[Tensor]
+) -> dict[str, RowForm]:
+    """Rows of a chain for such columns, from the inputs v (n, i) of its layers."""
+    weights = [layer.module._parameters["weight"] for layer in layers]
+    layout, grads = columns_back(segments, weights, backs, given[0].shape[0])
+    forms: dict[str, RowForm] = {}
+    for layer, inputs, own in zip(layers, given, grads, strict=True):
         bias = None if layer.module.bias is None else "bias"
-        form = OuterRows(given, grads, layout, bias=bias, affine=True)
-        forms.append((layer.name, form.restrict(layer.parameters)))
-        if back is not None:
-            weight = layer.module.weight
-            assert isinstance(weight, Tensor)
-            grads = grads.mm(weight.detach())
-            if layout.is_plain and given is inputs:
-                grads = back(grads)
-            else:
-                layout.multiply_(grads, back(torch.ones_like(inputs))[:samples])
-    return dict(reversed(forms))
+        form = OuterRows(inputs[: layout.samples], own, layout, bias=bias, affine=True)
+        forms[layer.name] = form.restrict(layer.parameters)
+    return forms
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Chain:
     containers: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]  # of modules, and what they hold
     modules: tuple[nn.Module, ...]  # all of them
     layers: tuple[Layer, ...]
+    weights: tuple[nn.Parameter, ...]  # of each
+    biases: tuple[nn.Parameter | None, ...]
     activations: tuple[nn.Module, ...]  # between them, one less
 
     def is_current(self) -> bool:
@@ -122,7 +131,7 @@ class Chain:
 
     def takes(self, inputs: Any) -> bool:
         """Whether a batch is what the chain is made for: vectors of the parameters' own type."""
-        weight = self.layers[0].module.weight
+        weight = self.weights[0]
         return (
             type(inputs) is Tensor
             and inputs.dim() == 2
@@ -134,11 +143,10 @@ class Chain:
 
     def run(self, inputs: Tensor) -> ChainPass:
         """One pass over a batch (n, i)."""
+        given, sums = [inputs], []
         with torch.no_grad():
-            given, sums = [inputs], []
-            for index, layer in enumerate(self.layers):
-                module = layer.module
-                z = F.linear(given[-1], module.weight, module.bias)
+            for index, weight in enumerate(self.weights):
+                z = F.linear(given[-1], weight, self.biases[index])
                 sums.append(z)
                 if index < len(self.activations):
                     given.append(self.activate(index, z))
@@ -169,10 +177,14 @@ class ChainPass:
 
     raw = outputs
 
+    def columns_back(self, segments: Sequence[Tensor]) -> tuple[Layout, list[Tensor]]:
+        """The layout of columns (m, k, C) of consecutive samples, and h (r, o) in the outputs of every layer."""
+        return columns_back(segments, self.chain.weights, self._backs(), self.given[0].shape[0])
+
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-        """Rows of every layer for columns (m, k, C) of consecutive samples, as `Capture.rows` gives them."""
+        """Rows of every layer for such columns, as `Capture.rows` gives them."""
         with torch.no_grad():
-            return rows_along(list(self._stages()), segments)
+            return rows_along(self.chain.layers, self.given, self._backs(), segments)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
@@ -188,13 +200,11 @@ class ChainPass:
     def check_inputs(self) -> None:
         """Nothing can have changed them."""
 
-    def _stages(self) -> Iterator[Stage]:
-        for index, layer in enumerate(self.chain.layers):
-            back = None
-            if index:
-                module = self.chain.activations[index - 1]
-                back = partial(ACTIVATIONS[type(module)].backward, module, self.sums[index - 1], self.given[index])
-            yield Stage(layer, self.given[index], back)
+    def _backs(self) -> list[Back]:
+        return [
+            partial(ACTIVATIONS[type(module)].backward, module, z, v)
+            for module, z, v in zip(self.chain.activations, self.sums, self.given[1:], strict=False)
+        ]
 
 
 def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
@@ -205,19 +215,26 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     layers = {id(layer.module): layer for layer in plan.layers if layer.rule is linear_rows}
     leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
     linear, between = leaves[::2], leaves[1::2]
+    own = [module for module in linear if type(module) is nn.Linear and id(module) in layers and has_own(module)]
     if (
         len(leaves) % 2 == 0
         or len(linear) != len(plan.layers)
-        or not all(id(module) in layers and type(module) is nn.Linear and has_own(module) for module in linear)
+        or len(own) < len(linear)
         or not all(type(module) in ACTIVATIONS for module in between)
         or len({id(module) for module in linear}) < len(linear)
-        or not all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        or not all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
+        or len(plan.parameters) < len(list(model.parameters()))
     ):
         return None
-    containers = tuple(
-        (module._modules, tuple(module._modules.values())) for module in modules if type(module) is nn.Sequential
+    chain = Chain(
+        plan,
+        tuple((module._modules, tuple(module._modules.values())) for module in modules if module._modules),
+        tuple(modules),
+        tuple(layers[id(module)] for module in own),
+        tuple(cast(nn.Parameter, module.weight) for module in own),
+        tuple(cast("nn.Parameter | None", module.bias) for module in own),
+        tuple(between),
     )
-    chain = Chain(plan, containers, tuple(modules), tuple(layers[id(module)] for module in linear), tuple(between))
     return chain if chain.is_current() else None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, Truth, constant, scalar
+from woodbury._scalar import Scalar, Truth, constant, ones, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, replaced_forward
 from woodbury.chain import ChainPass
@@ -28,7 +28,7 @@ from woodbury.rows import Rows
 
 
 class Displacement:
-    """p = base - scales * Z^T c for rows Z and coefficients c (blocks, r): one row of c, or one per layer.
+    """p = base - scales * Z^T c for rows Z and coefficients c (r,), or (layers, r) to give each layer its own.
 
     Either part may be absent. With a base or scales p is formed; otherwise it stays in factors, unless `form` asks
     for it. Then the first layer has its factors too if its products v V^T are at hand: for the trial pass they are
@@ -51,9 +51,8 @@ class Displacement:
             self._vector = _formed(rows, coefficients, base, scales)
         else:
             layers = {layer.name: layer for layer in rows.plan.layers}
-            blocks = coefficients.unbind()
             for index, (name, own_rows) in enumerate(rows.forms.items()):
-                own = blocks[index if len(blocks) > 1 else 0]
+                own = coefficients[index] if coefficients.dim() == 2 else coefficients
                 factored = isinstance(own_rows, OuterRows) and own_rows.affine
                 if isinstance(own_rows, OuterRows) and factored and (not form or own_rows.inner is not None):
                     self._factors.append((layers[name], own_rows, own_rows.contract(own)))
@@ -112,13 +111,12 @@ class Displacement:
             for parameter, data in before:
                 parameter.data = data
 
-    @torch.no_grad()
     def outputs_along(self, made: ChainPass) -> Tensor:
         """What the chain gives at theta + p for the batch of a pass at theta."""
         factored = {layer.name: (form, contracted) for layer, form, contracted in self._factors}
         outputs = v = made.given[0]
         for index, layer in enumerate(made.chain.layers):
-            weight, bias = layer.module.weight, layer.module.bias
+            weight, bias = made.chain.weights[index], made.chain.biases[index]
             form, contracted = factored.get(layer.name, (None, None))
             if form is None or contracted is None:
                 outputs = F.linear(v, self._moved(layer, "weight", weight), self._moved(layer, "bias", bias))
@@ -138,9 +136,11 @@ class Displacement:
         change = self._vector.get(layer.parameters.get(local, ""))
         return parameter if change is None else parameter + change
 
-    @torch.no_grad()
     def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth) -> None:
-        """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device."""
+        """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device.
+
+        To be called under torch.no_grad().
+        """
         if not isinstance(accepted, Tensor) and not accepted:
             return
         for name, change in self._vector.items():
@@ -162,7 +162,9 @@ class Displacement:
                 if local == form.weight:
                     self.parameters[name].addmm_(change.t(), inputs, alpha=-rate)
                 else:
-                    self.parameters[name].sub_(change.sum(0), alpha=rate)
+                    self.parameters[name].addmv_(
+                        change.t(), ones(len(change), change.dtype, change.device), alpha=-rate
+                    )
 
 
 def _formed(
@@ -172,7 +174,7 @@ def _formed(
     if rows is None or coefficients is None:
         assert base is not None
         return base
-    product = rows.rmatvec(coefficients if len(coefficients) > 1 else coefficients[0])
+    product = rows.rmatvec(coefficients)
     if scales is not None:
         product = {name: value * scales[name] for name, value in product.items()}
     return {name: -value if base is None else base[name] - value for name, value in product.items()}

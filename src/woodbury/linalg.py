@@ -1,26 +1,25 @@
 """Solvers for the small symmetric positive definite systems, and the products that feed them.
 
-Everything here knows tensors only. Systems carry a leading block axis b: one block for the full
-curvature matrix, one per layer for the block-diagonal one.
+Everything here knows tensors only. Where curvature is block-diagonal, systems carry a leading axis b of blocks,
+one per layer: shapes below say (b, m) for (m,) or (b, m).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scalar, scalar, subtract_scaled
+from woodbury._scalar import Scalar, Truth, ones, scalar, truth
 
 
 class Solution(NamedTuple):
     """What a solver returns: the solution, whether it can be trusted, and how many iterations it took."""
 
     x: Tensor  # (b, m)
-    ok: Tensor  # 0-dim bool
+    ok: Truth
     iterations: int
 
 
@@ -31,12 +30,15 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
     and x holds no meaning.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if matrix.is_cuda and len(matrix) > 1:  # cholesky_solve allocates in its own way there, which no graph records
+    if (
+        matrix.is_cuda and matrix.dim() == 3
+    ):  # cholesky_solve allocates in its own way there, which no graph records
         half = torch.linalg.solve_triangular(factor, rhs.unsqueeze(-1), upper=False)
         x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
     else:
         x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
-    return Solution(x, ~info.any(), 1)
+    done = info == 0
+    return Solution(x, truth(done if done.dim() == 0 else done.all()), 1)
 
 
 def solve_conjugate_gradient(
@@ -55,7 +57,7 @@ def solve_conjugate_gradient(
     for iteration in range(max_iterations):
         active = square > goal
         if not active.any():
-            return Solution(x, torch.ones((), dtype=torch.bool, device=rhs.device), iteration)
+            return Solution(x, truth(~active.any()), iteration)
         image = product(direction)
         curvature = (direction * image).sum(-1, keepdim=True)
         # A block that has converged takes no further step: its direction may be zero.
@@ -64,7 +66,7 @@ def solve_conjugate_gradient(
         residual = residual - length * image
         previous, square = square, (residual * residual).sum(-1, keepdim=True)
         direction = residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
-    return Solution(x, (square <= goal).all(), max_iterations)
+    return Solution(x, truth((square <= goal).all()), max_iterations)
 
 
 class Minimum(NamedTuple):
@@ -127,36 +129,29 @@ def solve_in_sample_space(
     gram (b, r, r), or its first m = curvature_rows rows (b, m, r) if no more are at hand; e (m,), None for ones;
     projected_base Z p0 (b, m) on the factor rows, or None.
     With D the divisor, M the count (N2 and N1 for a mean over samples), Z's factor rows sqrt(D) U and
-    c = a / sqrt(D), the system of `woodbury.optim.smw` times D is
+    x = M lambda c = M lambda a / sqrt(D), the system of `woodbury.optim.smw` times M D lambda is
 
-        (Z Z^T + D lambda I) c = (D / M) e + Z p0 - Z g_rest / lambda
-        -sqrt(D) U p = (D / M) e - D lambda c
+        (Z Z^T + D lambda I) x = D lambda e + M lambda Z p0 - M Z g_rest
+        -sqrt(D) U p = (D / M) (e - x)
 
-    and c = 1 / (M lambda) on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the
-    solver's report.
+    and x = 1 on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the solver's report.
     """
-    blocks, _, height = gram.shape
-    m, rest = curvature_rows, height - curvature_rows
-    share = divisor / count
-    if e is None and not isinstance(share, Tensor):
-        e = gram.new_full((m,), share)
-    else:
-        e = (gram.new_ones(m) if e is None else e.to(gram.dtype)) * share
-    shift = divisor * damping
-    matrix = gram[:, :m, :m].clone()
+    m, rest = curvature_rows, gram.shape[-1] - curvature_rows
+    shift, length = divisor * damping, count * damping
+    matrix = gram[..., :m, :m].clone()
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
-    rhs = e if projected_base is None else e + projected_base
+    e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
+    rhs = e * shift
+    if projected_base is not None:
+        rhs = rhs + projected_base * length
     if rest:
-        outside = 1 / (count * damping)
-        rhs = subtract_scaled(rhs, gram[:, :m, m:].sum(-1), outside)
-    solution = solve(matrix, rhs.expand(blocks, m))
-    image = e - solution.x * shift  # rounded twice: exactly zero where nothing is to be gained
-    coefficients = solution.x
+        rhs = rhs - gram[..., :m, m:].sum(-1)
+    solution = solve(matrix, rhs.expand(matrix.shape[:-1]))
+    x = solution.x
+    bend = sum_of_squares(e - x) * divisor / (count * count)
     if rest:
-        coefficients = gram.new_empty(blocks, height)
-        coefficients[:, :m] = solution.x
-        coefficients[:, m:] = outside
-    return coefficients, sum_of_squares(image) / divisor, solution
+        x = torch.cat([x, ones(rest, gram.dtype, gram.device).expand(*x.shape[:-1], rest)], dim=-1)
+    return x / length, bend, solution
 
 
 def solve_in_parameter_space(
@@ -168,8 +163,8 @@ def solve_in_parameter_space(
     """
     matrix = curvature.clone()
     matrix.diagonal().add_(shift)
-    solution = solve_cholesky(matrix.unsqueeze(0), rhs.to(matrix.dtype).unsqueeze(0))
-    p = solution.x[0]
+    solution = solve_cholesky(matrix, rhs.to(matrix.dtype))
+    p = solution.x
     return p, scalar(torch.dot(p, curvature.mv(p))), solution
 
 
@@ -179,18 +174,25 @@ def sum_of_squares(values: Tensor) -> Scalar:
     return scalar(torch.dot(flat, flat))
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
+def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
+    """v^T A v, summed over blocks; A (b, m, m), v (b, m)."""
+    if vector.dim() == 1:
+        return torch.dot(vector, matrix.mv(vector))
+    return torch.dot(vector.flatten(), torch.bmm(matrix, vector.unsqueeze(-1)).flatten())
+
+
+class full_precision:  # noqa: N801  (a context, used as a function)
     """Keep TF32 and bfloat16 out of float32 matrix products inside, whatever the global settings say."""
-    kept = _precision()
-    if set(kept) <= _FULL:
-        yield
-        return
-    _set_precision(("ieee",) * len(kept))
-    try:
-        yield
-    finally:
-        _set_precision(kept)
+
+    def __enter__(self) -> None:
+        kept = _precision()
+        self._kept = None if set(kept) <= _FULL else kept
+        if self._kept is not None:
+            _set_precision(("ieee",) * len(kept))
+
+    def __exit__(self, *_: object) -> None:
+        if self._kept is not None:
+            _set_precision(self._kept)
 
 
 _FULL = {"ieee", "none", "highest"}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, constant, scalar
+from woodbury._scalar import Scalar, scalar
 from woodbury.factors import DenseFactor, DiagonalFactor, Factor, SoftmaxFactor, by_position, by_sample
 
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
@@ -33,6 +33,8 @@ class LossRule(ABC):
     The derived `factor` takes the Hessian of each sample's value and its positive semi-definite square
     root by an eigendecomposition (C x C a sample), so a hand-written one pays for many outputs.
     """
+
+    gives_e = False  # whether `compact_factor` always does
 
     def check(self, loss: nn.Module) -> None:
         """Raise if an option of this loss is not supported, naming the option."""
@@ -94,6 +96,8 @@ class LossRule(ABC):
 
 class _Structured(LossRule):
     """A loss whose S has a structure: `compact_factor` is written by hand and `factor` shows it."""
+
+    gives_e = True
 
     @abstractmethod
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
@@ -353,8 +357,7 @@ class Softmax(_Structured):
             return probabilities * targets.sum(1, keepdim=True) - targets
         labels, ignored = _labels(targets)
         smoothing = _smoothing(loss)
-        share = constant(smoothing - 1.0, outputs.device).to(outputs.dtype).expand(labels.shape)
-        residual = probabilities.scatter_add(1, labels, share)
+        residual = probabilities.scatter_(1, labels, smoothing - 1.0, reduce="add")
         if smoothing:
             residual -= smoothing / outputs.shape[1]
         return residual if ignored is None else residual.masked_fill(ignored, 0.0)

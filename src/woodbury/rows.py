@@ -42,6 +42,22 @@ def _inner_pays(form: OuterRows) -> bool:
     return form.layout.samples * (i + o) < i * o
 
 
+def forming_pays(shapes: Sequence[tuple[int, int]], n: int, m: int, r: int, head: int) -> bool:
+    """Whether p itself, and the first rows of K alone, cost less than p in factors and all of K.
+
+    For layers (i, o) of n samples and r rows, the first `head` of which belong to the first m samples. In factors,
+    one costs 2 n^2 i + 2 r^2 o for K and, after the first layer, 2 n^2 (i + o) in the trial pass; formed, it costs
+    several passes over its weights instead.
+    """
+    factored = formed = 0
+    for index, (i, o) in enumerate(shapes):
+        factored += 2 * n * n * i + 2 * r * r * o + 2 * n * n * (i + o if index else o)
+        formed += 2 * m * n * i + 2 * head * r * o + _PASSES * i * o
+        if index == 0:  # the first layer in the trial pass: known from its Gram matrix, or computed
+            formed += min(2 * n * n * (i + o), 2 * n * i * o)
+    return formed < factored
+
+
 class Rows:
     """The rows of U, layer by layer, times `scale`. See the module docstring for their order."""
 
@@ -88,23 +104,15 @@ class Rows:
         return grams
 
     def forming_pays(self, count: int) -> bool:
-        """Whether p itself, and the first `count` rows of K, cost less than p in factors and all of K.
-
-        In factors, a layer (i, o) of n samples and r rows costs 2 n^2 i + 2 r^2 o for K and, after the first
-        layer, 2 n^2 (i + o) in the trial pass; formed, it costs several passes over its weights instead.
-        """
-        factored = formed = 0
-        for index, form in enumerate(self.forms.values()):
+        """Whether `forming_pays` for all these layers; never where one is not affine."""
+        shapes = []
+        for form in self.forms.values():
             if not isinstance(form, OuterRows) or not form.affine or form.weight is None:
                 return False
-            n, r = form.layout.samples, self.count
-            m = count if form.layout.is_plain else form.layout.pieces[0][0]
-            i, o = form.inputs.shape[1], form.grads.shape[1]
-            factored += 2 * n * n * i + 2 * r * r * o + 2 * n * n * (i + o if index else o)
-            formed += 2 * m * n * i + 2 * count * r * o + _PASSES * i * o
-            if index == 0:  # the first layer in the trial pass: known from its Gram matrix, or computed
-                formed += min(2 * n * n * (i + o), 2 * n * i * o)
-        return formed < factored
+            shapes.append((form.inputs.shape[1], form.grads.shape[1]))
+            layout = form.layout
+        m = count if layout.is_plain else layout.pieces[0][0]
+        return forming_pays(shapes, layout.samples, m, self.count, count)
 
     def layer_grams(
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar
+from woodbury._scalar import Scalar, ones
 
 
 def limit(max_bytes: int | None, device: torch.device) -> int:
@@ -71,6 +71,20 @@ class Layout:
             row, sample = row + n * k, sample + n
         return rows
 
+    def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
+        """sum over the rows of each sample of c h, (n, o), for c (r,) and rows h (r, o)."""
+        if self.is_plain:
+            return coefficients.unsqueeze(1) * rows
+        parts, row = [], 0
+        for n, k in self.pieces:
+            c, h = coefficients[row : row + n * k], rows[row : row + n * k]
+            if k == 1:
+                parts.append(c.unsqueeze(1) * h)
+            else:
+                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
+            row += n * k
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
         samples = self.of_rows(samples)
@@ -80,11 +94,6 @@ class Layout:
 
 
 # Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
-@cache
-def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.ones(count, dtype=dtype, device=device)
-
-
 @cache
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     columns = torch.tensor([k for n, k in pieces for _ in range(n)])
@@ -169,7 +178,7 @@ class OuterRows:
         weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
         if self.weight is not None and self.bias is not None and scales is None and dtype is None:
-            return F.linear(self.inputs, inputs, _ones(inputs.shape[0], inputs.dtype, inputs.device))
+            return F.linear(self.inputs, inputs, ones(inputs.shape[0], inputs.dtype, inputs.device))
         return _product(self.inputs, inputs, dtype) * weight + bias
 
     def head(self, rows: int) -> OuterRows:
@@ -189,18 +198,7 @@ class OuterRows:
 
     def contract(self, coefficients: Tensor) -> Tensor:
         """sum over the columns of each sample of c h, (n, o): all that U^T c needs beside the inputs."""
-        coefficients = coefficients.to(self.grads.dtype)
-        if self.layout.is_plain:
-            return coefficients.unsqueeze(1) * self.grads
-        parts, row = [], 0
-        for n, k in self.layout.pieces:
-            c, h = coefficients[row : row + n * k], self.grads[row : row + n * k]
-            if k == 1:
-                parts.append(c.unsqueeze(1) * h)
-            else:
-                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
-            row += n * k
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.layout.contract(coefficients.to(self.grads.dtype), self.grads)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         contracted = self.contract(coefficients)
@@ -318,12 +316,10 @@ def _flat(rows: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     """a b^T, accumulated in `dtype` if one is given."""
-    same = a is b
+    if a is b:
+        return own_product(a, dtype)
     if dtype is not None and dtype != a.dtype:
-        a = a.to(dtype)
-        b = a if same else b.to(dtype)
-    if same and a.device.type == "cpu" and min(a.shape) >= _WORTH_HALVING:
-        return _own_product(a)
+        a, b = a.to(dtype), b.to(dtype)
     return F.linear(a, b)
 
 
@@ -331,8 +327,15 @@ _WORTH_HALVING = 192  # rows, and numbers in one, from which half of a symmetric
 _STRIPS = 4
 
 
-def _own_product(a: Tensor) -> Tensor:
-    """a a^T in strips of rows, each up to the diagonal: 5/8 of the work."""
+def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """a a^T, accumulated in `dtype` if one is given.
+
+    Where it pays, in strips of rows, each up to the diagonal: 5/8 of the work.
+    """
+    if dtype is not None and dtype != a.dtype:
+        a = a.to(dtype)
+    if a.device.type != "cpu" or min(a.shape) < _WORTH_HALVING:
+        return F.linear(a, a)
     count = a.shape[0]
     product = a.new_empty(count, count)
     for rows in windows(count, -(-count // _STRIPS)):

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, magnitude, placed, ratio_where, root, scalar, tensors
+from woodbury._scalar import Scalar, Truth, magnitude, placed, ratio_where, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
 from woodbury.chain import Chain, ChainPass, read_chain
@@ -33,6 +33,7 @@ from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
     check_curvature_samples,
+    names_by_group,
     plain_groups,
     read_settings,
     with_names,
@@ -100,7 +101,9 @@ class SecondOrder(torch.optim.Optimizer):
         self.forward = forward or call_model
         self.fallback = fallback
         self.last: StepInfo | None = None
-        self._planned: tuple[Plan, list[int]] | None = None
+        self._planned: tuple[Plan, list[int], list[list[str]]] | None = (
+            None  # for groups so long, with these names
+        )
         self._passes: tuple[Plan | None, int] = (None, 0)  # through the model, by this plan
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
         self._chain: Chain | None = None  # what the model is by its structure, if that
@@ -141,19 +144,17 @@ class SecondOrder(torch.optim.Optimizer):
                 replayed = self._recorded_step(self._recorder, inputs, targets)
             if replayed is None:
                 problem = self._pose(inputs, targets, subset, full)
-                random = None if self._runs_chain(inputs) else _random.snapshot(self._device())
-                *numbers, accepted = self._take(problem, random)
-                loss, damping, rho, predicted, norm = tensors(numbers)
+                random = None if problem.chain is not None else _random.snapshot(self._device())
+                info = StepInfo(*self._take(problem, random))
                 if self._recorder is not None and random is not None and _random.drawn_since(random):
                     self._recorder.refuse("the model draws random numbers")
             else:
-                loss, damping, rho, predicted, norm, moved = replayed.unbind()
-                accepted = moved.bool()
+                info = StepInfo(*replayed.unbind())
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(kept)
             raise
-        self.last = StepInfo(loss, damping, rho, predicted, norm, torch.as_tensor(accepted))
-        return self.last
+        self.last = info
+        return info
 
     def direction(
         self,
@@ -223,20 +224,30 @@ class SecondOrder(torch.optim.Optimizer):
     def _take(
         self, problem: Problem, random: _random.Snapshot | None
     ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Truth]:
-        """Propose, judge and move: loss, damping, ratio, predicted decrease, |p| and whether theta moved.
+        """Propose, judge and move: loss, damping, ratio, predicted decrease, |p|^2 and whether theta moved.
 
         random is where the generators stood before the first pass, for the trial pass to repeat.
         """
+        if problem.chain is not None:  # nothing is differentiated by torch, and nothing drawn
+            with torch.no_grad():
+                proposal = self._propose(problem)
+                return self._conclude(problem, proposal, proposal.evaluate(proposal.displacement))
         with _derivatives(self.twice_differentiated):
             proposal = self._propose(problem)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
+        with torch.no_grad():
+            return self._conclude(problem, proposal, actual)
+
+    def _conclude(
+        self, problem: Problem, proposal: Proposal, actual: Scalar
+    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Truth]:
+        """Judge a proposal by the actual decrease, and move."""
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
         proposal.displacement.add_(problem.hyper.lr, accepted)
         self._remember(problem, proposal, ratio, accepted, vector)
-        norm = root(proposal.squared_norm)
-        return proposal.loss, proposal.damping, ratio, proposal.predicted, norm, accepted
+        return proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted
 
     def _recorded_step(self, recorder: Recorder, inputs: Any, targets: Tensor | None) -> Tensor | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
@@ -302,20 +313,14 @@ class SecondOrder(torch.optim.Optimizer):
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
         plan = plan_layers(self.model, named, self.fallback, self.by_layers, self.max_bytes)
-        self._planned = (plan, groups)
+        self._planned = (plan, groups, names_by_group(self.param_groups, plan.parameters))
         self._chain = self._is_chain = None
         if self.by_layers and self.autocast is None and self.forward is call_model:
             self._chain = read_chain(plan, self.model)
         return plan
 
-    def _runs_chain(self, inputs: Any) -> bool:
-        """Whether a batch is run along the chain that the model is, by hand."""
-        return self._chain is not None and self._chain.takes(inputs)
-
     def _shows_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
-        """Whether passes through the model show a plain chain of Linear layers: seen once per plan, on a sample."""
-        if self._runs_chain(inputs):
-            return True
+        """Whether passes through the model show a chain of Linear layers: seen once per plan, on one sample."""
         if self._is_chain is None and self.autocast is not None:
             self._is_chain = False  # its layers are cast in between
         if self._is_chain is None:
@@ -347,17 +352,20 @@ class SecondOrder(torch.optim.Optimizer):
         self, plan: Plan, batch: Batch, full: Batches | None, rates: Sequence[float | Tensor] | None = None
     ) -> Problem:
         """The problem of this batch with the settings as they are now, or with other learning rates by group."""
-        hyper = read_settings(self.param_groups, plan.parameters, rates)
+        assert self._planned is not None
+        hyper = read_settings(self.param_groups, self._planned[2], rates)
         damping = self.state["damping"] + self.damping.floor
-        chain = self._shows_chain(plan, batch.inputs, batch.samples)
-        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), chain)
+        chain = self._chain if self._chain is not None and self._chain.takes(batch.inputs) else None
+        is_chain = chain is not None or self._shows_chain(plan, batch.inputs, batch.samples)
+        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), is_chain, chain)
 
     def _check_surroundings(self) -> None:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
-        if self._device().type == "meta":
+        device = self._device().type
+        if device == "meta":
             raise ValueError("the model is on the meta device, which holds no numbers: bring it to another first")
-        if torch.is_autocast_enabled(self._device().type):
+        if torch.is_autocast_enabled(device):
             raise RuntimeError(
                 "a step inside torch.autocast is not supported: take it outside, and pass autocast=torch.bfloat16 "
                 "to GaussNewton or NaturalGradient for passes through the model in that type"
@@ -376,7 +384,10 @@ class SecondOrder(torch.optim.Optimizer):
             order, self.state["generator"] = _random.permutation(samples, self.state["generator"])
         else:
             order, count = _batch.subset_first(subset, samples)
-        return _batch.ordered(inputs, targets, samples, order.to(self._device(), non_blocking=True), count)
+        device = self._device()
+        if device.type != "cpu":
+            order = order.to(device, non_blocking=True)
+        return _batch.ordered(inputs, targets, samples, order, count)
 
     def _curvature_count(self, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
@@ -396,7 +407,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _previous(self, plan: Plan, hyper: Hyperparameters) -> Vector | None:
         """q = mu p_prev by parameter name, or None while it is zero."""
         stored: Mapping[str, Tensor] = self.state.get("momentum", {})
-        if not stored or not any(hyper.momentum.values()):
+        if not stored or not hyper.any_momentum:
             return None
         return {
             name: hyper.momentum[name] * stored[name].to(parameter)
@@ -405,10 +416,11 @@ class SecondOrder(torch.optim.Optimizer):
             for name, parameter in plan.parameters.items()
         }
 
-    def _capture(self, plan: Plan, inputs: Any, samples: int) -> Capture | ChainPass:
-        """A pass over a batch at theta."""
-        if self._chain is not None and self._chain.takes(inputs):
-            return self._chain.run(inputs)
+    def _capture(self, problem: Problem, inputs: Any, samples: int) -> Capture | ChainPass:
+        """A pass over a batch, or part of it, at theta."""
+        if problem.chain is not None and problem.chain.takes(inputs):
+            return problem.chain.run(inputs)
+        plan = problem.plan
         with self._cast():
             captured = capture(plan, self.model, self.forward, inputs, samples)
         if samples > 1:
@@ -429,7 +441,7 @@ class SecondOrder(torch.optim.Optimizer):
         self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
     ) -> tuple[Piece, Tensor]:
         """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
-        captured = self._capture(problem.plan, inputs, samples)
+        captured = self._capture(problem, inputs, samples)
         outputs = captured.outputs.detach()
         prepared = self._rule.prepare(self.loss, captured.raw, targets)
         count = self._rule.count(self.loss, prepared)
@@ -471,7 +483,7 @@ class SecondOrder(torch.optim.Optimizer):
         count: Scalar = 0
         for inputs, targets in full:
             samples = _batch.check_batch(inputs, targets)
-            captured = self._capture(problem.plan, inputs, samples)
+            captured = self._capture(problem, inputs, samples)
             outputs = captured.outputs.detach()
             prepared = self._rule.prepare(self.loss, captured.raw, targets)
             part = captured.gradient(self._rule.residual(self.loss, outputs, prepared))
@@ -498,7 +510,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of each sample in float64: rho is a difference of nearly equal losses."""
-        return self._rule.values(self.loss, outputs.detach().double(), targets)
+        return self._rule.values(self.loss, outputs.double(), targets)
 
     def _check_loss(self, loss: Scalar) -> None:
         """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
@@ -529,7 +541,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _vector_if_needed(self, problem: Problem, proposal: Proposal) -> Vector | None:
         """p itself where momentum or weight decay ask for it."""
-        if any(problem.hyper.momentum.values()) or any(problem.hyper.weight_decay.values()):
+        if problem.hyper.any_momentum or problem.hyper.any_decay:
             return proposal.displacement.dense()
         return None
 
@@ -537,7 +549,7 @@ class SecondOrder(torch.optim.Optimizer):
         self, problem: Problem, proposal: Proposal, decrease: Scalar, vector: Vector | None
     ) -> tuple[Scalar, Truth]:
         """rho and whether theta may move."""
-        for name, decay in problem.hyper.weight_decay.items():
+        for name, decay in problem.hyper.weight_decay.items() if problem.hyper.any_decay else ():
             if decay and vector is not None:
                 # f holds decay |theta|^2 / 2: its change at theta + p, without cancellation
                 change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
@@ -562,7 +574,7 @@ class SecondOrder(torch.optim.Optimizer):
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
         self.state["damping"] = self.damping.next(value, ratio)
-        if any(problem.hyper.momentum.values()) and vector is not None:
+        if problem.hyper.any_momentum and vector is not None:
             moved = torch.as_tensor(accepted)
             self.state["momentum"] = {  # a rejected step leaves none behind
                 name: torch.where(moved, value, torch.zeros_like(value)) for name, value in vector.items()

@@ -30,7 +30,7 @@ class Recording:
     targets: Tensor | None
     rates: list[Tensor]  # the learning rate of each parameter group
     state: dict[str, Any]  # part of the optimizer's state, as buffers
-    numbers: Tensor  # (6,): loss, damping, ratio, predicted, step norm, accepted
+    numbers: Tensor  # (6,): loss, damping, ratio, predicted, squared norm, accepted
 
     def replay(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> Tensor:
         """Take the step on a batch, its samples in the given order; the numbers, in memory of their own."""

@@ -16,25 +16,33 @@ class Hyperparameters:
     lr: dict[str, float | Tensor]
     momentum: dict[str, float]
     weight_decay: dict[str, float]
+    any_momentum: bool
+    any_decay: bool
 
 
 def read_settings(
     groups: Sequence[Mapping[str, Any]],
-    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[Sequence[str]],
     rates: Sequence[float | Tensor] | None = None,
 ) -> Hyperparameters:
-    """The settings of each parameter as its group has them now; rates, one a group, stand in for its lr."""
+    """The settings of each parameter as its group has them now; rates, one a group, stand in for its lr.
+
+    names are those of the parameters in each group.
+    """
+    lr: dict[str, float | Tensor] = {}
+    momentum: dict[str, float] = {}
+    decay: dict[str, float] = {}
+    for index, (group, own) in enumerate(zip(groups, names, strict=True)):
+        lr.update(dict.fromkeys(own, group["lr"] if rates is None else rates[index]))
+        momentum.update(dict.fromkeys(own, group["momentum"]))
+        decay.update(dict.fromkeys(own, group["weight_decay"]))
+    return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()))
+
+
+def names_by_group(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """The names of the parameters in each group, without those that are not trained."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    settings = Hyperparameters({}, {}, {})
-    for index, group in enumerate(groups):
-        rate = group["lr"] if rates is None else rates[index]
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is not None:
-                settings.lr[name] = rate
-                settings.momentum[name] = group["momentum"]
-                settings.weight_decay[name] = group["weight_decay"]
-    return settings
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
 
 
 def plain_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:

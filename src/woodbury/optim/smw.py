@@ -25,15 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
+from woodbury._batch import Batch
 from woodbury._memory import available_bytes, in_words
-from woodbury._scalar import Scalar, Truth, scalar, truth
+from woodbury._scalar import Scalar, Truth, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward
+from woodbury.chain import Chain
+from woodbury.chain_step import ChainDisplacement, ChainRows
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import concatenate_forms
 from woodbury.linalg import (
     Solution,
+    quadratic_form,
     solve_cholesky,
     solve_conjugate_gradient,
     solve_in_parameter_space,
@@ -46,7 +50,7 @@ from woodbury.optim.captured import Recorder
 from woodbury.optim.settings import check_choice
 from woodbury.optim.step import Piece, Problem, Proposal, mean_of, total_count
 from woodbury.products import FactorProducts
-from woodbury.rows import Rows, curvature_divisor, loss_factor
+from woodbury.rows import Rows, curvature_divisor, forming_pays, loss_factor
 
 SOLVERS = ("cholesky", "cg", "products")
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
@@ -132,8 +136,11 @@ class _SampleSpace(SecondOrder):
         if capture and solver != "cholesky":
             raise ValueError(f"capture=True needs solver='cholesky': {solver!r} looks at numbers as it goes")
         self._recorder = Recorder() if capture else None
+        self._by_factors: tuple[Any, bool] = (None, False)  # what was asked of `_stays_in_factors` last
 
     def _propose(self, problem: Problem) -> Proposal:
+        if problem.chain is not None and self._stays_in_factors(problem, problem.chain):
+            return self._propose_along(problem, problem.chain)
         if problem.full is None:
             line, pieces = self._linearize(problem)
             loss = mean_of([piece.values for piece in pieces], line.count)
@@ -147,7 +154,7 @@ class _SampleSpace(SecondOrder):
         damping = problem.damping
         step = self._solve(problem, line, damping)
         if self.solver == "cholesky" and isinstance(damping, float) and not step.usable:
-            step, damping = self._solve_with_more_damping(problem, line, step, damping)
+            step, damping = self._with_more_damping(partial(self._solve, problem, line), step, damping)
         return Proposal(
             displacement=step.displacement,
             predicted=step.predicted,
@@ -160,17 +167,98 @@ class _SampleSpace(SecondOrder):
             evaluate=evaluate,
         )
 
+    def _stays_in_factors(self, problem: Problem, chain: Chain) -> bool:
+        """Whether the step is one of `woodbury.chain_step`: K in sample space, and p in factors throughout."""
+        if problem.full is not None or problem.hyper.any_momentum or problem.hyper.any_decay:
+            return False
+        n, m = problem.batch.samples, problem.batch.curvature
+        key = chain, n, m, self.blocks
+        if key != self._by_factors[0]:
+            shapes = [(weight.shape[1], weight.shape[0]) for weight in chain.weights]
+            k = self._rule.column_count((n, shapes[-1][1])) if self.curvature == "gauss-newton" else 1
+            simple = self.solver == "cholesky" and (self.curvature == "empirical" or self._rule.gives_e)
+            formed = forming_pays(shapes, n, m, m * k + n - m, m * k)
+            self._by_factors = key, simple and not formed and not self._in_parameter_space(problem, m * k)
+        return self._by_factors[1]
+
+    def _propose_along(self, problem: Problem, chain: Chain) -> Proposal:
+        """p along a chain, in factors."""
+        batch, m = problem.batch, problem.batch.curvature
+        self._check_dtype(chain.weights[0].dtype)
+        made = chain.run(batch.inputs)
+        outputs = made.outputs
+        targets = self._rule.prepare(self.loss, outputs, batch.targets)
+        values, count = self._values(outputs, targets), self._rule.count(self.loss, targets)
+        piece = Piece(batch.inputs, targets, values, count, made)
+        chosen = check_count(count)
+        loss = scalar(values.sum()) / count
+        self._check_loss(loss)
+        self._check_memory(problem, outputs)
+        if m < batch.samples:
+            chosen = self._rule.count(self.loss, targets[:m])
+        segments, e = self._segments(batch, outputs, targets)
+        rows = ChainRows(made, segments)
+        gram = rows.grams(self.gram_dtype, self.blocks == "layer")
+        width, divisor = m * segments[0].shape[1], self._divisor(chosen, m)
+
+        def solve(damping: Scalar) -> _Step:
+            coefficients, bend, solution = solve_in_sample_space(
+                gram, width, divisor, count, e, None, damping, solve_cholesky
+            )
+            squared = scalar(quadratic_form(gram, coefficients))  # |p|^2 = c^T Z Z^T c
+            return _Step(rows.step(coefficients), damping * squared + 0.5 * bend, squared, solution.ok)
+
+        damping = problem.damping
+        step = solve(damping)
+        if step.usable is False and isinstance(damping, float):
+            step, damping = self._with_more_damping(solve, step, damping)
+        return Proposal(
+            displacement=step.displacement,
+            predicted=step.predicted,
+            squared_norm=step.squared_norm,
+            damping=damping,
+            usable=step.usable,
+            loss=loss,
+            pieces=[piece],
+            center=None,
+            evaluate=partial(self._decrease_along, piece),
+        )
+
+    def _decrease_along(self, piece: Piece, displacement: ChainDisplacement) -> Scalar:
+        """f(theta) - f(theta + p) over a batch evaluated at theta."""
+        difference = piece.values - self._values(displacement.outputs(), piece.targets)
+        return scalar(difference.sum()) / piece.count
+
+    def _segments(self, batch: Batch, outputs: Tensor, targets: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Columns for the rows of Z: of S2, then of the samples outside it where e, which comes too, holds S2's g.
+
+        e is None for ones, and where the loss has none.
+        """
+        if self.curvature == "empirical":  # every factor row is a gradient row: all in one go
+            return [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)], None
+        m = batch.curvature
+        if m == batch.samples:
+            factor = self._rule.compact_factor(self.loss, outputs, targets)
+            return [factor.columns()], None if factor.e is None else factor.e.flatten()
+        factor = self._rule.compact_factor(self.loss, outputs[:m], targets[:m])
+        segments = [factor.columns()]
+        if factor.e is not None:
+            segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
+        return segments, None if factor.e is None else factor.e.flatten()
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
+
     def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
         """Run the model on the batch and return its rows, S2 in front, with the loss of every sample."""
         batch = problem.batch
-        dtype = next(iter(problem.plan.parameters.values())).dtype
-        if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
-            raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
+        self._check_dtype(problem.plan.dtype)
         if self.solver == "products" or problem.full is not None:
             return self._linearize_in_pieces(problem)
         # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
         whole = batch.curvature == batch.samples
-        if self.curvature == "empirical" or whole or problem.chain:
+        if self.curvature == "empirical" or whole or problem.is_chain:
             return self._linearize_at_once(problem)
         return self._linearize_in_pieces(problem)
 
@@ -179,26 +267,17 @@ class _SampleSpace(SecondOrder):
         piece, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
         targets, gradient = piece.targets, None
         count = chosen = total_count([piece])
-        self._check_memory(problem, piece)
+        self._check_memory(problem, piece.capture.raw)
         if m < batch.samples:
             chosen = self._rule.count(self.loss, targets[:m])
-        if self.curvature == "empirical":
-            # Every factor row is a gradient row: S2 and the rest in one go.
-            segments = [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)]
-            e: Tensor | None = None
-        else:
-            factor = loss_factor(self._rule, self.loss, outputs[:m], targets[:m], self.curvature)
-            segments, e = [factor.columns()], factor.e
-            if e is None:
-                gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / count)
-            elif m < batch.samples:
-                segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
+        segments, e = self._segments(batch, outputs, targets)
+        if e is None and self.curvature == "gauss-newton":
+            gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / count)
         height = sum(columns.shape[0] * columns.shape[1] for columns in segments)
         rows = Rows(problem.plan, piece.capture.rows(segments), height)
         width = m * segments[0].shape[1]
         if gradient is not None:
             e = outputs.new_zeros(width)
-        e = None if e is None else e.flatten()
         return Linearization(rows, width, self._divisor(chosen, m), count, e, gradient), [piece]
 
     def _linearize_in_pieces(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
@@ -214,7 +293,7 @@ class _SampleSpace(SecondOrder):
         count = total_count(pieces)
         by_products = self.solver == "products"
         if not by_products:
-            self._check_memory(problem, pieces[0])
+            self._check_memory(problem, pieces[0].capture.raw)
         piece, outputs = evaluated[0]
         factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
         width = batch.curvature * factor.width
@@ -249,9 +328,9 @@ class _SampleSpace(SecondOrder):
         """Whether B, block by block, is smaller than the Gram matrix of so many factor rows."""
         return self.solver == "cholesky" and rows > self._largest_block(problem)
 
-    def _check_memory(self, problem: Problem, piece: Piece) -> None:
+    def _check_memory(self, problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
-        batch, raw = problem.batch, piece.capture.raw
+        batch = problem.batch
         k = self._rule.column_count(raw.shape) if self.curvature == "gauss-newton" else 1
         rows, number = batch.curvature * k, raw.element_size()
         columns = rows * (raw.numel() // raw.shape[0]) * number
@@ -287,7 +366,7 @@ class _SampleSpace(SecondOrder):
             return self._solve_in_parameter_space(problem, line, line.rows, damping)
         scales = _scales(problem, damping)
         base = _base(problem, line, scales, damping)
-        form = base is None and scales is None and problem.chain and line.rows.forming_pays(line.curvature_rows)
+        form = base is None and scales is None and problem.is_chain and line.rows.forming_pays(line.curvature_rows)
         gram = self._gram(line.rows, scales, line.curvature_rows if form else None)
         coefficients, bend, solution = solve_in_sample_space(
             gram,
@@ -302,23 +381,20 @@ class _SampleSpace(SecondOrder):
         displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales, form)
         if base is not None:
             return _step_along(problem, displacement, damping, bend, solution.ok)
-        if form:
-            squared = displacement.squared_norm()
-        else:
-            image = torch.bmm(gram, coefficients.unsqueeze(-1))
-            squared = scalar(torch.dot(coefficients.reshape(-1), image.reshape(-1)))  # |p|^2 = c^T Z Z^T c
-        return _Step(displacement, damping * squared + 0.5 * bend, squared, truth(solution.ok))
+        # |p|^2 = c^T Z Z^T c
+        squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, coefficients))
+        return _Step(displacement, damping * squared + 0.5 * bend, squared, solution.ok)
 
     def _solve_explicit_by_cg(self, matrix: Tensor, rhs: Tensor) -> Solution:
         return solve_conjugate_gradient(
-            lambda x: torch.bmm(matrix, x.unsqueeze(-1)).squeeze(-1),
+            lambda x: torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1),
             rhs,
             self._tolerance(rhs.dtype),
             max_iterations=10 * rhs.shape[-1],
         )
 
-    def _solve_with_more_damping(
-        self, problem: Problem, line: Linearization, failed: _Step, damping: float
+    def _with_more_damping(
+        self, solve: Callable[[Scalar], _Step], failed: _Step, damping: float
     ) -> tuple[_Step, float]:
         """Raise lambda tenfold until K + lambda I is numerically positive definite, and say so.
 
@@ -327,9 +403,9 @@ class _SampleSpace(SecondOrder):
         raised = damping
         for _ in range(_RAISES):
             raised = raised * 10
-            step = self._solve(problem, line, raised)
+            step = solve(raised)
             if step.usable:
-                dtype = next(iter(problem.plan.parameters.values())).dtype
+                dtype = self.param_groups[0]["params"][0].dtype
                 _warn_raised_damping(damping, raised, self.gram_dtype or dtype)
                 return step, raised
         return failed, damping
@@ -381,7 +457,7 @@ class _SampleSpace(SecondOrder):
                 force[name] = force[name] + damping * problem.previous[name]
         vector: Vector = {}
         bend: Scalar = 0.0
-        ok = torch.ones((), dtype=torch.bool, device=like.device)
+        ok: Truth = True
         for block, matrix in zip(blocks, line.curvature, strict=True):
             own = {name: force[name] for name in block}
             shift: Tensor | Scalar = damping
@@ -396,18 +472,18 @@ class _SampleSpace(SecondOrder):
         return _step_along(problem, displacement, damping, bend, ok)
 
     def _gram(self, rows: Rows, scales: dict[str, Scalar] | None, count: int | None = None) -> Tensor:
-        """Z D Z^T, (1, r, r), or (layers, r, r) for the block-diagonal methods; its first `count` rows alone."""
+        """Z D Z^T, (r, r), or (layers, r, r) for the block-diagonal methods; its first `count` rows alone."""
         if count is not None:
-            grams = rows.gram_head(count, self.gram_dtype)
-            return torch.stack(grams if self.blocks == "layer" else [torch.stack(grams).sum(0)])
+            grams = torch.stack(rows.gram_head(count, self.gram_dtype))
+            return grams if self.blocks == "layer" else grams.sum(0)
         if self.blocks == "layer":
             return torch.stack(rows.layer_grams(scales=scales, dtype=self.gram_dtype))
-        return rows.gram(scales=scales, dtype=self.gram_dtype).unsqueeze(0)
+        return rows.gram(scales=scales, dtype=self.gram_dtype)
 
     def _project(self, line: Linearization, rows: Rows, base: Vector) -> Tensor:
-        """Z p0 on the factor rows, (blocks, m)."""
+        """Z p0 on the factor rows, (m,), or (layers, m) for the block-diagonal methods."""
         images = torch.stack(rows.layer_matvec(base))[:, : line.curvature_rows]
-        return images if self.blocks == "layer" else images.sum(0, keepdim=True)
+        return images if self.blocks == "layer" else images.sum(0)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.solver_tolerance is None else self.solver_tolerance
@@ -415,13 +491,13 @@ class _SampleSpace(SecondOrder):
 
 @dataclass
 class _Step:
-    displacement: Displacement
+    displacement: Displacement | ChainDisplacement
     predicted: Scalar
     squared_norm: Scalar
     usable: Truth
 
 
-def _step_along(problem: Problem, displacement: Displacement, damping: Scalar, bend: Scalar, ok: Tensor) -> _Step:
+def _step_along(problem: Problem, displacement: Displacement, damping: Scalar, bend: Scalar, ok: Truth) -> _Step:
     """A step whose p is at hand, with its norm and predicted decrease; bend is p^T B p.
 
     m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
@@ -433,13 +509,13 @@ def _step_along(problem: Problem, displacement: Displacement, damping: Scalar, b
     for name, decay in problem.hyper.weight_decay.items():
         if decay:
             bend = bend + decay * scalar(vector[name].square().sum())
-    return _Step(displacement, damping * pull + 0.5 * bend, squared, truth(ok))
+    return _Step(displacement, damping * pull + 0.5 * bend, squared, ok)
 
 
 def _scales(problem: Problem, damping: Scalar) -> dict[str, Scalar] | None:
     """lambda / (lambda + weight decay) by parameter: the metric of the damped model relative to lambda I."""
     decays = problem.hyper.weight_decay
-    if not any(decays.values()):
+    if not problem.hyper.any_decay:
         return None
     return {name: damping / (damping + decay) for name, decay in decays.items()}
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, scalar
+from woodbury._scalar import Scalar, Truth, as_double, root, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Capture
-from woodbury.chain import ChainPass
+from woodbury.chain import Chain, ChainPass
+from woodbury.chain_step import ChainDisplacement
 from woodbury.displacement import Displacement
 from woodbury.losses import check_count
 from woodbury.optim.settings import Hyperparameters
@@ -26,20 +27,63 @@ class NonFiniteLossError(ValueError):
     """The loss at the current parameters, before any step, is not a finite number."""
 
 
-@dataclass(frozen=True)
 class StepInfo:
-    """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
+    """What happened in a step, as 0-dim tensors (reading one waits for the device).
 
-    loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
-    damping: Tensor  # lambda used
-    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
-    predicted: Tensor  # m(0) - m(p)
-    step_norm: Tensor  # |p|; theta moved by lr p
-    accepted: Tensor  # whether theta moved
+    They are made when asked for: most steps are never looked at.
+    """
+
+    def __init__(
+        self,
+        loss: Scalar,
+        damping: Scalar,
+        ratio: Scalar,
+        predicted: Scalar,
+        squared_norm: Scalar,
+        accepted: Truth,
+    ) -> None:
+        self._loss, self._damping, self._ratio, self._predicted = loss, damping, ratio, predicted
+        self._squared_norm, self._accepted = squared_norm, accepted
+
+    @property
+    def loss(self) -> Tensor:
+        """f(theta) on the batch before the step, without the weight decay term."""
+        return as_double(self._loss)
+
+    @property
+    def damping(self) -> Tensor:
+        """lambda used."""
+        return as_double(self._damping)
+
+    @property
+    def ratio(self) -> Tensor:
+        """rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted."""
+        return as_double(self._ratio)
+
+    @property
+    def predicted(self) -> Tensor:
+        """m(0) - m(p)."""
+        return as_double(self._predicted)
+
+    @property
+    def step_norm(self) -> Tensor:
+        """|p|; theta moved by lr p."""
+        return as_double(root(self._squared_norm))
+
+    @property
+    def accepted(self) -> Tensor:
+        """Whether theta moved."""
+        return torch.as_tensor(self._accepted, dtype=torch.bool)
 
     def as_dict(self) -> dict[str, float | bool]:
         """The same as plain Python numbers."""
-        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+        return {name: getattr(self, name).item() for name in _NUMBERS}
+
+    def __repr__(self) -> str:
+        return f"StepInfo({', '.join(f'{name}={value}' for name, value in self.as_dict().items())})"
+
+
+_NUMBERS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted")
 
 
 @dataclass
@@ -79,7 +123,7 @@ class Objective:
 class Proposal:
     """A step before it is taken."""
 
-    displacement: Displacement
+    displacement: Displacement | ChainDisplacement
     predicted: Scalar  # m(0) - m(p)
     squared_norm: Scalar  # |p|^2
     damping: Scalar  # the lambda it was computed with
@@ -87,7 +131,7 @@ class Proposal:
     loss: Scalar  # f(theta), float64
     pieces: list[Piece]  # the batch as it went through the model at theta
     center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
-    evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
+    evaluate: Callable[[Any], Scalar]  # f(theta) - f(theta + p) from the displacement, float64, loss alone
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
 
 
@@ -101,4 +145,5 @@ class Problem:
     hyper: Hyperparameters
     full: Batches | None
     previous: Vector | None  # q = mu p_prev, or None when zero
-    chain: bool  # whether the model was seen to be a plain chain of Linear layers
+    is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
+    chain: Chain | None  # what is run by hand, if that
