@@ -1,7 +1,9 @@
 """Chains run by hand, against the same layers run by torch and differentiated by it."""
 
 import copy
+import dataclasses
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import problems
 import reference
 import woodbury
 from woodbury import chain as chains
+from woodbury import losses
 from woodbury.capture import call_model, capture
 from woodbury.chain import ACTIVATIONS, read_chain
+from woodbury.factors import DenseFactor
+from woodbury.losses import SquaredError
 from woodbury.plan import plan_layers
 from woodbury.rows import Rows
 
@@ -299,3 +304,197 @@ def test_every_activation_is_one_the_graph_shows_as_elementwise():
         plan = plan_of(model)
         assert capture(plan, model, call_model, torch.randn(3, 4), 3).chain is not None, kind
         assert chains.read_chain(plan, model) is None
+
+
+def test_a_forward_of_ones_own_is_called_also_where_it_comes_later():
+    model = problems.mlp(4, 5, 3).double()
+    inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.1)
+    before = optimizer.direction(inputs, targets)
+    optimizer.forward = lambda net, x: 2 * net(x)
+    after = optimizer.direction(inputs, targets)
+    assert not torch.allclose(before["0.weight"], after["0.weight"])
+    assert optimizer.verify(inputs, targets) < 1e-11
+
+
+@pytest.fixture
+def setting():
+    """A model with more parameters than rows, and a batch."""
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)).double()
+    return model, torch.randn(7, 40, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+
+
+class Noisy:
+    """A loader that draws random numbers as it is read."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+
+    def __iter__(self):
+        yield self.inputs + torch.randn_like(self.inputs), self.targets
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.KFAC])
+def test_a_loader_draws_the_same_at_both_points(setting, method):
+    model, *batch = setting
+    drawn = []
+    for net in (model, Wrapped(copy.deepcopy(model))):
+        torch.manual_seed(1)
+        info = method(net, nn.MSELoss(), damping=10.0, seed=0).step(*batch, full=Noisy(*batch))
+        drawn.append((float(info.ratio), float(torch.rand(()))))
+    assert drawn[0] == pytest.approx(drawn[1], rel=1e-9)
+
+
+def test_replaced_parameters_are_used(setting):
+    model, *batch = setting
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
+    optimizer.step(*batch)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    loss = nn.functional.mse_loss(model(batch[0]), batch[1]).item()
+    before = model[0].weight.detach().clone()
+    assert float(optimizer.step(*batch).loss) == pytest.approx(loss)
+    assert not torch.equal(model[0].weight, before)
+    assert optimizer.verify(*batch) < 1e-11
+    assert copy.deepcopy(optimizer).verify(*batch) < 1e-11
+
+
+def _gain_a_bias(model):
+    model[3].bias = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def _fill_a_container(model):
+    model[2].append(nn.Softsign())
+
+
+@pytest.mark.parametrize("change", [_gain_a_bias, _fill_a_container], ids=lambda change: change.__name__)
+def test_what_the_model_gains_is_seen(setting, change):
+    _, inputs, targets = setting
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Sequential(), nn.Linear(30, 3, bias=False)).double()
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
+    optimizer.step(inputs, targets)
+    change(model)
+    assert optimizer.verify(inputs, targets) < 1e-11
+    loss = nn.functional.mse_loss(model(inputs), targets).item()
+    assert float(optimizer.step(inputs, targets).loss) == pytest.approx(loss)
+
+
+def test_a_forward_exchanged_for_a_whole_class_is_seen(setting, monkeypatch):
+    model, *batch = setting
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
+    optimizer.step(*batch)
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, z: torch.sin(z))
+    assert optimizer.verify(*batch) < 1e-11
+
+
+def moved_by_a_step(model, optimizer, inputs, targets):
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(inputs, targets)
+    return [not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)]
+
+
+def test_groups_that_exchange_their_parameters_exchange_their_rates(setting):
+    model, *batch = setting
+    groups = [{"params": list(model[0].parameters()), "lr": 0.0}, {"params": list(model[2].parameters())}]
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, params=groups)
+    optimizer.step(*batch)
+    optimizer.param_groups.reverse()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(*batch)
+    assert [torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(*batch)
+    assert [torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_settings_of_the_optimizer_are_read_at_each_step(setting):
+    model, *batch = setting
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
+    optimizer.step(*batch)
+    optimizer.solver, optimizer.solver_tolerance = "cg", 0.5
+    assert optimizer.verify(*batch) > 1e-3
+    other = copy.deepcopy(model)
+    optimizer.model, optimizer.solver = other, "cholesky"
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    before = [p.detach().clone() for p in (model[0].weight, other[0].weight)]
+    optimizer.step(*batch)
+    assert torch.equal(before[0], model[0].weight)
+    assert not torch.equal(before[1], other[0].weight)
+
+
+class Own(nn.MSELoss):
+    """A loss of one's own."""
+
+
+class Differentiating(woodbury.LossRule):
+    """Uses autograd as it likes."""
+
+    def values(self, loss, outputs, targets):
+        return (outputs - targets).square().mean(1)
+
+    def residual(self, loss, outputs, targets):
+        point = outputs.clone().requires_grad_()
+        return torch.autograd.grad(self.values(loss, point, targets).sum(), point)[0]
+
+
+class WithoutWeights(SquaredError):  # noqa: N818  (no exception)
+    """A factor without e, derived from a rule that always has it."""
+
+    def compact_factor(self, loss, outputs, targets):
+        return DenseFactor(None, super().compact_factor(loss, outputs, targets).columns())
+
+
+@pytest.mark.parametrize("rule", [Differentiating, WithoutWeights])
+@pytest.mark.parametrize("method", METHODS)
+def test_loss_rules_of_ones_own_work_with_chains(setting, rule, method, monkeypatch):
+    model, *batch = setting
+    monkeypatch.setitem(losses._RULES, Own, rule())
+    steps = []
+    for net in (model, Wrapped(copy.deepcopy(model))):
+        optimizer = METHODS[method](net, Own(), damping=0.1, curvature_samples=4, seed=0)
+        steps.append([optimizer.step(*batch).as_dict() for _ in range(2)])
+    for a, b in zip(*steps, strict=True):
+        assert a == pytest.approx(b, rel=1e-9)
+
+
+def test_conjugate_gradients_see_small_residuals():
+    """|e| lambda about 1e-22, whose square is zero in single precision."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(200, 150, bias=False), nn.Tanh(), nn.Linear(150, 3, bias=False))
+    with torch.no_grad():
+        model[2].weight.mul_(1e-10)
+    inputs, targets = torch.randn(4, 200), torch.zeros(4, 3)
+    exact = woodbury.GaussNewton(copy.deepcopy(model).double(), nn.MSELoss(), damping=1e-12)
+    by_cg = woodbury.GaussNewton(model, nn.MSELoss(), damping=1e-12, solver="cg")
+    expected = exact.direction(inputs.double(), targets.double())
+    for name, value in by_cg.direction(inputs, targets).items():
+        torch.testing.assert_close(
+            value.double(), expected[name], rtol=1e-3, atol=1e-5 * float(expected[name].abs().max())
+        )
+
+
+def test_an_info_is_a_dataclass_whose_numbers_stay(setting):
+    model, *batch = setting
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), curvature_samples=4)
+    info = optimizer.step(*batch)
+    copied = pickle.loads(pickle.dumps(info))
+    optimizer.step(*batch)
+    assert copied.as_dict() == info.as_dict()
+    assert dataclasses.asdict(info)["step_norm"] == info.step_norm
+    assert dataclasses.replace(info, loss=torch.zeros(())).damping == info.damping
+    assert "ratio=tensor" in repr(info)
+    with pytest.raises(AttributeError, match="nothing"):
+        info.nothing  # noqa: B018

@@ -1,5 +1,6 @@
 """The same steps on a CUDA device: equal to the CPU's, rejected on the device, and without waiting for it."""
 
+import copy
 import warnings
 
 import pytest
@@ -273,3 +274,43 @@ def test_cudnns_recurrent_layers_are_exact_by_the_fallback(method):
         )
     )
     torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+
+
+class Halving:
+    """A policy of one's own, written for tensors."""
+
+    initial, floor = 1.0, 1e-3
+
+    def next(self, value, ratio):
+        assert isinstance(ratio, torch.Tensor)
+        return torch.where(ratio.clamp(0, 1) > 0.5, value / 2, value * 2)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_policy_of_ones_own_gets_tensors(capture):
+    problem = problems.make("softmax")
+    problem.model.cuda()
+    optimizer = woodbury.NaturalGradient(problem.model, problem.loss, damping=Halving(), capture=capture)
+    for _ in range(5):
+        info = optimizer.step(problem.inputs.cuda(), problem.targets.cuda())
+        expected = (info.damping - 1e-3) * (0.5 if info.ratio > 0.5 else 2.0)
+        torch.testing.assert_close(optimizer.state["damping"], expected)
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dtype):
+    torch.manual_seed(0)
+    model = problems.mlp(9, 12, 10, 4).to("cuda", dtype)
+    wrapped = nn.ModuleDict({"inside": copy.deepcopy(model)})
+    settings = {"curvature_samples": 8, "seed": 0, "lr": 0.5}
+    own = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), **settings)
+    other = OPTIMIZERS[kind](wrapped, nn.CrossEntropyLoss(), forward=lambda net, x: net["inside"](x), **settings)
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-9
+    for samples in (20, 20, 13):
+        inputs, targets = torch.randn(samples, 9, dtype=dtype, device="cuda"), torch.randint(4, (samples,)).cuda()
+        a, b = own.step(inputs, targets), other.step(inputs, targets)
+        assert a.as_dict() == pytest.approx(b.as_dict(), rel=tolerance)
+    assert own._chain is not None and other._chain is None
+    for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)

@@ -1,7 +1,8 @@
-"""Single numbers that never make a step wait: plain floats on the CPU, 0-dim tensors on other devices.
+"""Single numbers that never make a step wait: plain floats on the CPU, numbers of the device elsewhere.
 
 Arithmetic and comparisons are written once with the ordinary operators; what they lack is here. On the CPU a
-float costs a fraction of a 0-dim tensor, and a small step consists of many such numbers.
+float costs a fraction of a 0-dim tensor, and a small step consists of many such numbers; on a CUDA device see
+`woodbury._numbers`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,39 @@ from functools import cache
 import torch
 from torch import Tensor
 
-Scalar = float | Tensor
-Truth = bool | Tensor
+from woodbury._numbers import Number, number
+
+Scale = float | Tensor  # what a tensor can be multiplied by in place
+Scalar = float | Tensor | Number
+Truth = bool | Tensor | Number
 
 
 def scalar(value: Tensor) -> Scalar:
     """A 0-dim tensor as a number of its device; what is computed from it and a double is a double."""
-    return value.item() if value.device.type == "cpu" else value
+    return value.item() if value.device.type == "cpu" else number(value)
 
 
 def truth(value: Tensor) -> Truth:
     """A boolean tensor with one entry as a truth value of its device."""
-    return bool(value) if value.device.type == "cpu" else value.reshape(())
+    return bool(value) if value.device.type == "cpu" else number(value.reshape(()))
 
 
-def placed(value: Scalar, device: torch.device) -> Scalar:
+def as_number(value: Scalar) -> Scalar:
+    """A number kept from an earlier step, to compute with in this one."""
+    return number(value) if isinstance(value, Tensor) else value
+
+
+def is_known(value: Scalar | Truth) -> bool:
+    """Whether asking for the value would not wait."""
+    return not isinstance(value, Tensor | Number)
+
+
+def placed(value: Scalar, device: torch.device) -> float | Tensor:
     """The same number for use on a device, wherever it was before."""
     if device.type == "cpu":
         return float(value)
+    if isinstance(value, Tensor) and value.dtype == torch.float64 and value.device == device:
+        return value
     return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
@@ -52,26 +68,30 @@ def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def where(condition: Truth, a: Scalar, b: Scalar) -> Scalar:
     """a where the condition holds, else b."""
+    if isinstance(condition, Number):
+        return condition.where(a, b)
     if isinstance(condition, Tensor):
-        a, b = (x if isinstance(x, Tensor) else constant(x, condition.device) for x in (a, b))
-        return torch.where(condition, a, b)
+        a, b = (constant(x, condition.device) if isinstance(x, float | int) else x for x in (a, b))
+        return torch.where(condition, a, b)  # type: ignore[arg-type]
     return a if condition else b
 
 
 def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Scalar:
     """a / b where the condition holds."""
-    if isinstance(condition, Tensor):
-        return where(condition, a / b, otherwise)
-    return a / b if condition else otherwise
+    if is_known(condition):
+        return a / b if condition else otherwise
+    return where(condition, a / b, otherwise)
 
 
 def magnitude(value: Scalar) -> Scalar:
     """|value|."""
-    return value.abs() if isinstance(value, Tensor) else abs(value)
+    return value.abs() if isinstance(value, Tensor) else value.__abs__()
 
 
 def root(value: Scalar) -> Scalar:
     """Square root; rounding may have left a square a little below zero."""
+    if isinstance(value, Number):
+        return value.root()
     if isinstance(value, Tensor):
         return value.clamp_min(0).sqrt()
     return max(value, 0.0) ** 0.5 if value == value else value
@@ -79,4 +99,13 @@ def root(value: Scalar) -> Scalar:
 
 def as_double(value: Scalar) -> Tensor:
     """The number as a 0-dim tensor in double precision."""
+    if isinstance(value, Number):
+        value = value.tensor()
     return value.double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def as_truth(value: Truth) -> Tensor:
+    """The truth value as a 0-dim boolean tensor."""
+    if isinstance(value, Number):
+        value = value.tensor()
+    return value.bool() if isinstance(value, Tensor) else torch.tensor(value)

@@ -12,7 +12,7 @@ a chain.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -75,7 +75,7 @@ Back = Callable[[Tensor], Tensor]  # from gradients in v = phi(z), (n, o), to th
 
 
 def columns_back(
-    segments: Sequence[Tensor], weights: Sequence[Any], backs: Sequence[Back], samples: int
+    segments: Sequence[Tensor], weights: Sequence[Tensor], backs: Sequence[Back], samples: int
 ) -> tuple[Layout, list[Tensor]]:
     """h (r, o) in the outputs of every layer, first layer first, for columns (m, k, C) of consecutive samples.
 
@@ -86,7 +86,7 @@ def columns_back(
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
     whole = layout.samples == samples
     for weight, back in zip(reversed(weights), reversed(backs), strict=False):
-        below = grads[-1].mm(weight.detach())
+        below = grads[-1].mm(weight)
         if whole and layout.is_plain:
             below = back(below)
         else:
@@ -99,7 +99,7 @@ def rows_along(
     layers: Sequence[Layer], given: Sequence[Tensor], backs: Sequence[Back], segments: Sequence[Tensor]
 ) -> dict[str, RowForm]:
     """Rows of a chain for such columns, from the inputs v (n, i) of its layers."""
-    weights = [layer.module._parameters["weight"] for layer in layers]
+    weights = [cast(Tensor, layer.module._parameters["weight"]).detach() for layer in layers]
     layout, grads = columns_back(segments, weights, backs, given[0].shape[0])
     forms: dict[str, RowForm] = {}
     for layer, inputs, own in zip(layers, given, grads, strict=True):
@@ -109,7 +109,7 @@ def rows_along(
     return forms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """A model that is a chain by its structure."""
 
@@ -120,11 +120,16 @@ class Chain:
     weights: tuple[nn.Parameter, ...]  # of each
     biases: tuple[nn.Parameter | None, ...]
     activations: tuple[nn.Module, ...]  # between them, one less
+    found: dict[Any, bool] = field(default_factory=dict)  # what was found to pay, by the sizes of a batch
 
     def is_current(self) -> bool:
-        """Whether the model is still made of these very modules, with nothing hung on any of them."""
+        """Whether the model is still made of these very modules and parameters, with nothing hung on any."""
         if hooks._has_any_global_hook():
             return False
+        for layer, weight, bias in zip(self.layers, self.weights, self.biases, strict=True):
+            own = layer.module._parameters
+            if own.get("weight") is not weight or own.get("bias") is not bias:
+                return False
         return all(tuple(held.values()) == kept for held, kept in self.containers) and all(
             _is_bare(module) for module in self.modules
         )
@@ -228,7 +233,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         return None
     chain = Chain(
         plan,
-        tuple((module._modules, tuple(module._modules.values())) for module in modules if module._modules),
+        tuple((module._modules, tuple(module._modules.values())) for module in modules),
         tuple(modules),
         tuple(layers[id(module)] for module in own),
         tuple(cast(nn.Parameter, module.weight) for module in own),
@@ -247,6 +252,10 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
             yield from _called(module)
 
 
+_KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Linear, *ACTIVATIONS)
+_FORWARDS = {kind: kind.forward for kind in _KNOWN}
+
+
 def _is_bare(module: nn.Module) -> bool:
     """Whether calling a module computes what its class says, and nothing else."""
     return not (
@@ -255,4 +264,5 @@ def _is_bare(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in vars(module)
+        or type(module).forward is not _FORWARDS[type(module)]  # exchanged for all modules of the class
     )

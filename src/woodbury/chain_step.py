@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._scalar import Truth, constant, ones
+from woodbury._numbers import forced, keep
+from woodbury._scalar import Truth, is_known, ones
 from woodbury._vector import Vector
 from woodbury.chain import ChainPass
 from woodbury.layers.forms import own_product
@@ -91,25 +92,21 @@ class ChainDisplacement:
 
     def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth) -> None:
         """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device."""
-        if not isinstance(accepted, Tensor):
+        if is_known(accepted):
             if accepted:
                 self._add_known(rates)
             return
-        chain, nothing = self.made.chain, constant(0.0, self.inner.device)
+        (kept,), chain = forced(accepted), self.made.chain
         for index, layer in enumerate(chain.layers):
-            inputs = torch.where(accepted, self.made.given[index], nothing)
-            contracted = torch.where(accepted, self.contracted[index], nothing)
-            for local, parameter in (("weight", chain.weights[index]), ("bias", chain.biases[index])):
-                if parameter is None:
-                    continue
-                rate = rates[layer.parameters[local]]
-                # a rate may be a number or, in a recorded step, a tensor: both must round alike
-                if local == "weight" or rate is not rates[layer.parameters["weight"]]:
-                    change = (rate * contracted).t()
-                if local == "weight":
-                    parameter.addmm_(change, inputs, alpha=-1)
-                else:
-                    parameter.addmv_(change, ones(inputs.shape[0], inputs.dtype, inputs.device), alpha=-1)
+            inputs, names, bias = keep(self.made.given[index], kept), layer.parameters, chain.biases[index]
+            rate = rates[names["weight"]]
+            # the rate is no alpha= here: in a recorded step it is a tensor, and both must round alike
+            change = keep(self.contracted[index], kept, rate).t()
+            chain.weights[index].addmm_(change, inputs, alpha=-1)
+            if bias is not None:
+                if rates[names["bias"]] is not rate:
+                    change = keep(self.contracted[index], kept, rates[names["bias"]]).t()
+                bias.addmv_(change, ones(inputs.shape[0], inputs.dtype, inputs.device), alpha=-1)
 
     def _add_known(self, rates: Mapping[str, float | Tensor]) -> None:
         chain, given = self.made.chain, self.made.given

@@ -7,7 +7,7 @@ is value + floor; the value is state of the optimizer, the policy is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from woodbury._scalar import Scalar, where
 
@@ -16,7 +16,9 @@ class Damping(Protocol):
     """A rule for lambda.
 
     `next` gets plain floats when the model is on the CPU and 0-dim tensors otherwise; there it must not wait
-    for the device (`woodbury._scalar.where` chooses without waiting and takes both).
+    for the device (`woodbury._scalar.where` chooses without waiting and takes both). A policy that uses nothing
+    but operators and `where` may say so by `takes_numbers = True`: its arithmetic is then part of one kernel
+    (`woodbury._numbers`).
     """
 
     @property
@@ -44,6 +46,7 @@ class LevenbergMarquardt:
     drop: float = 0.99
     threshold: float = 0.25  # epsilon
     floor: float = 1e-3  # tau
+    takes_numbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.initial > 0:
@@ -68,6 +71,7 @@ class Constant:
 
     initial: float
     floor: float = 0.0
+    takes_numbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.initial > 0:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, Truth, constant, ones, scalar
+from woodbury._scalar import Scalar, Scale, Truth, as_truth, constant, is_known, ones, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, replaced_forward
 from woodbury.chain import ChainPass
@@ -41,7 +41,7 @@ class Displacement:
         rows: Rows | None = None,
         coefficients: Tensor | None = None,
         base: Vector | None = None,
-        scales: Mapping[str, Scalar] | None = None,
+        scales: Mapping[str, Scale] | None = None,
         form: bool = False,
     ) -> None:
         self.parameters = parameters
@@ -141,18 +141,22 @@ class Displacement:
 
         To be called under torch.no_grad().
         """
-        if not isinstance(accepted, Tensor) and not accepted:
-            return
+        if is_known(accepted):
+            if not accepted:
+                return
+            moved = None
+        else:
+            moved = as_truth(accepted)
         for name, change in self._vector.items():
-            if isinstance(accepted, Tensor):
-                change = torch.where(accepted, change, constant(0.0, change.device))
+            if moved is not None:
+                change = torch.where(moved, change, constant(0.0, change.device))
             self.parameters[name].add_(rates[name] * change)
         for layer, form, contracted in self._only_factored():
             inputs = form.inputs
-            if isinstance(accepted, Tensor):
+            if moved is not None:
                 nothing = constant(0.0, inputs.device)
-                contracted = torch.where(accepted, contracted, nothing)
-                inputs = torch.where(accepted, inputs, nothing)
+                contracted = torch.where(moved, contracted, nothing)
+                inputs = torch.where(moved, inputs, nothing)
             for local in form.parameters:
                 name = layer.parameters[local]
                 rate, change = rates[name], contracted
@@ -168,7 +172,7 @@ class Displacement:
 
 
 def _formed(
-    rows: Rows | None, coefficients: Tensor | None, base: Vector | None, scales: Mapping[str, Scalar] | None
+    rows: Rows | None, coefficients: Tensor | None, base: Vector | None, scales: Mapping[str, Scale] | None
 ) -> Vector:
     """p itself."""
     if rows is None or coefficients is None:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scalar, Truth, ones, scalar, truth
+from woodbury._numbers import forced
+from woodbury._scalar import Scalar, Scale, Truth, ones, scalar, truth
 
 
 class Solution(NamedTuple):
@@ -37,8 +38,7 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
         x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
     else:
         x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
-    done = info == 0
-    return Solution(x, truth(done if done.dim() == 0 else done.all()), 1)
+    return Solution(x, scalar(info if info.dim() == 0 else info.any()) == 0, 1)
 
 
 def solve_conjugate_gradient(
@@ -49,6 +49,9 @@ def solve_conjugate_gradient(
     product maps (b, m) to (b, m). Stops when every block has |A x - rhs| <= tolerance |rhs|; `ok` is
     false if that did not happen within max_iterations.
     """
+    size = rhs.abs().amax(-1, keepdim=True)  # squares of small numbers would not be seen
+    size = torch.where(size > 0, size, 1.0)
+    rhs = rhs / size
     x = torch.zeros_like(rhs)
     residual = rhs.clone()
     direction = residual.clone()
@@ -57,7 +60,7 @@ def solve_conjugate_gradient(
     for iteration in range(max_iterations):
         active = square > goal
         if not active.any():
-            return Solution(x, truth(~active.any()), iteration)
+            return Solution(x * size, truth(~active.any()), iteration)
         image = product(direction)
         curvature = (direction * image).sum(-1, keepdim=True)
         # A block that has converged takes no further step: its direction may be zero.
@@ -66,7 +69,7 @@ def solve_conjugate_gradient(
         residual = residual - length * image
         previous, square = square, (residual * residual).sum(-1, keepdim=True)
         direction = residual + torch.where(active, square / torch.where(active, previous, 1.0), 0.0) * direction
-    return Solution(x, truth((square <= goal).all()), max_iterations)
+    return Solution(x * size, truth((square <= goal).all()), max_iterations)
 
 
 class Minimum(NamedTuple):
@@ -137,26 +140,26 @@ def solve_in_sample_space(
     and x = 1 on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the solver's report.
     """
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
-    shift, length = divisor * damping, count * damping
+    damping, shift, length = forced(damping, divisor * damping, count * damping)
     matrix = gram[..., :m, :m].clone()
     matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
+    constant = e is None and rest > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
-    rhs = e * shift
-    if projected_base is not None:
-        rhs = rhs + projected_base * length
+    rhs = shift if constant else e * shift
     if rest:
         rhs = rhs - gram[..., :m, m:].sum(-1)
-    solution = solve(matrix, rhs.expand(matrix.shape[:-1]))
+    if projected_base is not None:
+        rhs = rhs + projected_base * length
+    solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
-    bend = sum_of_squares(e - x) * divisor / (count * count)
+    bend = sum_of_squares(e - x) * (divisor / (count * count))
     if rest:
-        x = torch.cat([x, ones(rest, gram.dtype, gram.device).expand(*x.shape[:-1], rest)], dim=-1)
+        outside = ones(rest, gram.dtype, gram.device)
+        x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
     return x / length, bend, solution
 
 
-def solve_in_parameter_space(
-    curvature: Tensor, shift: Tensor | Scalar, rhs: Tensor
-) -> tuple[Tensor, Scalar, Solution]:
+def solve_in_parameter_space(curvature: Tensor, shift: Scale, rhs: Tensor) -> tuple[Tensor, Scalar, Solution]:
     """p with (B + diag(shift)) p = rhs, p^T B p and the solver's report, for one block.
 
     curvature B (m, m), shift one number or (m,), rhs (m,).
@@ -170,6 +173,9 @@ def solve_in_parameter_space(
 
 def sum_of_squares(values: Tensor) -> Scalar:
     """Sum of squares."""
+    if values.is_cuda:  # one kernel, where a dot product takes two
+        norm = scalar(torch.linalg.vector_norm(values))
+        return norm * norm
     flat = values.reshape(-1)
     return scalar(torch.dot(flat, flat))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, scalar
+from woodbury._scalar import Scalar, is_known, scalar
 from woodbury.factors import DenseFactor, DiagonalFactor, Factor, SoftmaxFactor, by_position, by_sample
 
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
@@ -33,8 +33,6 @@ class LossRule(ABC):
     The derived `factor` takes the Hessian of each sample's value and its positive semi-definite square
     root by an eigendecomposition (C x C a sample), so a hand-written one pays for many outputs.
     """
-
-    gives_e = False  # whether `compact_factor` always does
 
     def check(self, loss: nn.Module) -> None:
         """Raise if an option of this loss is not supported, naming the option."""
@@ -97,8 +95,6 @@ class LossRule(ABC):
 class _Structured(LossRule):
     """A loss whose S has a structure: `compact_factor` is written by hand and `factor` shows it."""
 
-    gives_e = True
-
     @abstractmethod
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
 
@@ -137,7 +133,7 @@ def loss_rule(loss: nn.Module) -> LossRule:
 
 def check_count(count: Scalar, what: str = "the batch") -> Scalar:
     """The count of a mean loss; raises if it is zero, where asking does not wait."""
-    if not isinstance(count, Tensor) and count == 0:
+    if is_known(count) and count == 0:
         raise ValueError(
             f"every target of {what} is ignored (ignore_index of the loss), and a mean over none is not a number: "
             "leave out samples without a target"
@@ -298,7 +294,8 @@ class Softmax(_Structured):
                 f"got {tuple(targets.shape)}"
             )
         ignored: int = getattr(loss, "ignore_index")  # noqa: B009  (typed as any module attribute)
-        targets = targets.long()
+        if targets.dtype != torch.int64:
+            targets = targets.long()
         if targets.dim() > 1:
             targets = targets.flatten(1)
         if targets.is_cuda:
@@ -385,6 +382,14 @@ class Softmax(_Structured):
             if ignored is not None:
                 root = root.masked_fill(ignored, 0.0)
         return SoftmaxFactor(e if positions == 1 else e.view(samples, -1), root, others, common, positions)
+
+
+_OWN = (SquaredError, Logistic, Softmax)
+
+
+def is_own(rule: LossRule) -> bool:
+    """Whether a rule is one of these very classes: then it draws no random numbers and always gives e."""
+    return type(rule) in _OWN
 
 
 _UNUSED = -100  # ignore_index of a CrossEntropyLoss that was given none

@@ -36,7 +36,7 @@ def _mixes_samples(norm: nn.Module) -> bool:
     return norm.training or norm.running_mean is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The trainable part of a model, split into layers; `rest` is what no rule covers.
 
@@ -44,6 +44,7 @@ class Plan:
     layer may use parameters of other modules too (tied weights).
     """
 
+    model: nn.Module
     layers: tuple[Layer, ...]
     owned: dict[str, dict[str, str]]  # module -> its own name of each parameter -> name in the model
     rest: frozenset[str]
@@ -81,7 +82,7 @@ class Plan:
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether planning again would give the same, as far as can be told without walking the model."""
-        if model.training != self.training:
+        if model is not self.model or model.training != self.training:
             return False
         for modules, key, module in self.way:
             if modules.get(key) is not module:
@@ -175,6 +176,7 @@ def plan_layers(
             )
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
     return Plan(
+        model,
         tuple(layers),
         owned,
         frozenset(rest),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
-from woodbury._scalar import Scalar
+from woodbury._scalar import Scalar, Scale
 from woodbury._vector import Vector
 from woodbury.capture import Forward, call_model, capture, check_samples_apart
 from woodbury.factors import DenseFactor, Factor
@@ -71,7 +71,7 @@ class Rows:
     def gram(
         self,
         other: Rows | None = None,
-        scales: Mapping[str, Scalar] | None = None,
+        scales: Mapping[str, Scale] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
@@ -117,7 +117,7 @@ class Rows:
     def layer_grams(
         self,
         other: Rows | None = None,
-        scales: Mapping[str, Scalar] | None = None,
+        scales: Mapping[str, Scale] | None = None,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """The terms of `gram`, one per layer."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scalar
+from woodbury._scalar import Scale
 from woodbury.layers.forms import limit, windows
 from woodbury.layers.shared import (
     ELEMENTWISE,
@@ -49,7 +49,7 @@ class EmbeddingRows:
         assert self.weight in names
         return self
 
-    def gram(self, other: object, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: object, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, EmbeddingRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, ones
+from woodbury._scalar import Scale, ones
 
 
 def limit(max_bytes: int | None, device: torch.device) -> int:
@@ -109,7 +109,7 @@ class RowForm(Protocol):
     def restrict(self, names: Collection[str]) -> RowForm:
         """The same rows with every parameter outside `names` left out."""
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         """U diag(scales) U'^T, (r, r'); a scale is one number per parameter."""
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -160,7 +160,7 @@ class OuterRows:
         bias = self.bias if self.bias in names else None
         return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, OuterRows)
         inner = self.input_gram(other.inputs, scales, dtype)
         if other is self and scales is None:
@@ -172,7 +172,7 @@ class OuterRows:
         return _product(self.grads, other.grads, dtype)
 
     def input_gram(
-        self, inputs: Tensor, scales: Mapping[str, Scalar] | None = None, dtype: torch.dtype | None = None
+        self, inputs: Tensor, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """s_W v . v' + s_b, (n, n'), with the term of an absent or frozen parameter left out."""
         weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
@@ -252,7 +252,7 @@ class ExplicitRows:
     def restrict(self, names: Collection[str]) -> ExplicitRows:
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, ExplicitRows)
         products = [
             _product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])

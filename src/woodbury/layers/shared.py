@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar
+from woodbury._scalar import Scale
 from woodbury.layers.forms import OuterRows, limit, windows
 
 ELEMENTWISE = 8  # a product of two numbers out of cache costs about as much as so many inside a matrix product
@@ -252,7 +252,7 @@ class SharedRows:
         weight = self.weight if self.weight in names else None
         return replace(self, weight=weight, bias=self.bias if self.bias in names else None)
 
-    def gram(self, other: object, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: object, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         assert isinstance(other, SharedRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         gram = None

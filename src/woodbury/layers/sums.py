@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scalar
+from woodbury._scalar import Scale
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, limit, windows
 from woodbury.layers.shared import SharedRows, as_shared
@@ -116,7 +116,7 @@ class SumRows:
                 uses.append(Use(form.restrict(kept), kept))
         return replace(self, uses=tuple(uses), shapes={n: shape for n, shape in self.shapes.items() if n in names})
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scalar] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
         """Use by use where they do not overlap, else from rows written out for a block of the parameters."""
         assert isinstance(other, SumRows)
         total = None

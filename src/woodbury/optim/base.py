@@ -20,13 +20,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, _vector, products
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, magnitude, placed, ratio_where, scalar
+from woodbury._numbers import forced, written_down
+from woodbury._scalar import (
+    Scalar,
+    Truth,
+    as_double,
+    as_number,
+    as_truth,
+    is_known,
+    magnitude,
+    placed,
+    ratio_where,
+    scalar,
+)
 from woodbury._vector import Vector
 from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
 from woodbury.chain import Chain, ChainPass, read_chain
 from woodbury.damping import Damping, as_damping
 from woodbury.displacement import Displacement
-from woodbury.losses import check_count, loss_rule
+from woodbury.losses import check_count, is_own, loss_rule
 from woodbury.optim import captured
 from woodbury.optim.captured import Recorder
 from woodbury.optim.settings import (
@@ -52,9 +64,9 @@ from woodbury.optim.step import (
 from woodbury.plan import Plan, plan_layers
 
 
-def _derivatives(twice: bool) -> AbstractContextManager[None]:
-    """Inside, the model runs on kernels that can be differentiated so often: torch's fused attention only once."""
-    return sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
+def _many_times() -> AbstractContextManager[None]:
+    """Inside, the model runs on kernels that can be differentiated twice: torch's fused attention only once."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -101,9 +113,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.forward = forward or call_model
         self.fallback = fallback
         self.last: StepInfo | None = None
-        self._planned: tuple[Plan, list[int], list[list[str]]] | None = (
-            None  # for groups so long, with these names
-        )
+        self._planned: tuple[Plan, list[list[int]], list[list[str]]] | None = None  # ids and names by group
         self._passes: tuple[Plan | None, int] = (None, 0)  # through the model, by this plan
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
         self._chain: Chain | None = None  # what the model is by its structure, if that
@@ -143,13 +153,15 @@ class SecondOrder(torch.optim.Optimizer):
             if self._recorder is not None and subset is None and full is None:
                 replayed = self._recorded_step(self._recorder, inputs, targets)
             if replayed is None:
-                problem = self._pose(inputs, targets, subset, full)
-                random = None if problem.chain is not None else _random.snapshot(self._device())
-                info = StepInfo(*self._take(problem, random))
+                with written_down(self._device()):
+                    problem = self._pose(inputs, targets, subset, full)
+                    random = None if problem.chain is not None else _random.snapshot(self._device())
+                    numbers = self._take(problem, random)
                 if self._recorder is not None and random is not None and _random.drawn_since(random):
                     self._recorder.refuse("the model draws random numbers")
+                info = StepInfo.later(*numbers)
             else:
-                info = StepInfo(*replayed.unbind())
+                info = StepInfo.later(*replayed.unbind())
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(kept)
             raise
@@ -172,7 +184,7 @@ class SecondOrder(torch.optim.Optimizer):
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, full)
-            with _derivatives(self.twice_differentiated):
+            with self._derivatives(problem):
                 return self._propose(problem).displacement.dense()
         finally:
             self.state.update(kept)
@@ -188,10 +200,10 @@ class SecondOrder(torch.optim.Optimizer):
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, None)
-            with _random.replayed(random), _derivatives(twice=True):
+            with _random.replayed(random), self._derivatives(problem, twice=True):
                 proposal = self._propose(problem)
             # in the pieces the step ran, so that dropout masks agree
-            with _random.replayed(random), _derivatives(twice=True), torch.enable_grad():
+            with _random.replayed(random), _many_times(), torch.enable_grad():
                 outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
             return products.relative_residual(
                 outputs,
@@ -228,11 +240,11 @@ class SecondOrder(torch.optim.Optimizer):
 
         random is where the generators stood before the first pass, for the trial pass to repeat.
         """
-        if problem.chain is not None:  # nothing is differentiated by torch, and nothing drawn
-            with torch.no_grad():
+        if problem.chain is not None:
+            with self._derivatives(problem):
                 proposal = self._propose(problem)
                 return self._conclude(problem, proposal, proposal.evaluate(proposal.displacement))
-        with _derivatives(self.twice_differentiated):
+        with self._derivatives(problem):
             proposal = self._propose(problem)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
@@ -245,9 +257,16 @@ class SecondOrder(torch.optim.Optimizer):
         """Judge a proposal by the actual decrease, and move."""
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
+        accepted, damping = forced(accepted, self._next_damping(problem, proposal, ratio))
         proposal.displacement.add_(problem.hyper.lr, accepted)
-        self._remember(problem, proposal, ratio, accepted, vector)
+        self._remember(problem, proposal, damping, accepted, vector)
         return proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted
+
+    def _derivatives(self, problem: Problem, twice: bool = False) -> AbstractContextManager[Any]:
+        """Inside, passes through the model can be differentiated as often as the method does, or twice."""
+        if problem.chain is not None:
+            return torch.no_grad()  # by hand
+        return _many_times() if twice or self.twice_differentiated else nullcontext()
 
     def _recorded_step(self, recorder: Recorder, inputs: Any, targets: Tensor | None) -> Tensor | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
@@ -276,8 +295,9 @@ class SecondOrder(torch.optim.Optimizer):
             ) -> tuple[Tensor, dict[str, Any]]:
                 self.state.update(state)
                 batch = Batch(inputs, targets, samples, count)
-                numbers = self._take(self._problem(plan, batch, None, rates), None)
-                held = torch.stack([torch.as_tensor(number).double() for number in numbers])
+                with written_down(device):
+                    numbers = self._take(self._problem(plan, batch, None, rates), None)
+                held = torch.stack([as_double(value) for value in numbers])
                 return held, {name: self.state[name] for name in state}
 
             before = self._moving_state()
@@ -301,7 +321,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _plan(self) -> Plan:
         """The layers to train, made anew whenever something about the model has changed."""
-        groups = [len(group["params"]) for group in self.param_groups]
+        groups = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
         if self._planned is not None and self._planned[1] == groups and self._planned[0].is_current(self.model):
             plan = self._planned[0]
             if self._chain is not None and not self._chain.is_current():
@@ -315,9 +335,19 @@ class SecondOrder(torch.optim.Optimizer):
         plan = plan_layers(self.model, named, self.fallback, self.by_layers, self.max_bytes)
         self._planned = (plan, groups, names_by_group(self.param_groups, plan.parameters))
         self._chain = self._is_chain = None
-        if self.by_layers and self.autocast is None and self.forward is call_model:
+        if self.by_layers:
             self._chain = read_chain(plan, self.model)
         return plan
+
+    def _chain_for(self, inputs: Any) -> Chain | None:
+        """The chain that the model is, if a batch can be run along it by hand.
+
+        Not with a loss rule of someone's own, which may draw random numbers or differentiate.
+        """
+        chain = self._chain
+        if chain is None or self.forward is not call_model or self.autocast is not None or not is_own(self._rule):
+            return None
+        return chain if chain.takes(inputs) else None
 
     def _shows_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
         """Whether passes through the model show a chain of Linear layers: seen once per plan, on one sample."""
@@ -354,8 +384,8 @@ class SecondOrder(torch.optim.Optimizer):
         """The problem of this batch with the settings as they are now, or with other learning rates by group."""
         assert self._planned is not None
         hyper = read_settings(self.param_groups, self._planned[2], rates)
-        damping = self.state["damping"] + self.damping.floor
-        chain = self._chain if self._chain is not None and self._chain.takes(batch.inputs) else None
+        damping = as_number(self.state["damping"]) + self.damping.floor
+        chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain = chain is not None or self._shows_chain(plan, batch.inputs, batch.samples)
         return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), is_chain, chain)
 
@@ -418,7 +448,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _capture(self, problem: Problem, inputs: Any, samples: int) -> Capture | ChainPass:
         """A pass over a batch, or part of it, at theta."""
-        if problem.chain is not None and problem.chain.takes(inputs):
+        if problem.chain is not None:
             return problem.chain.run(inputs)
         plan = problem.plan
         with self._cast():
@@ -514,7 +544,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _check_loss(self, loss: Scalar) -> None:
         """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
-        if not isinstance(loss, Tensor) and not math.isfinite(loss):
+        if is_known(loss) and not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the loss at the current parameters is {loss}: nothing was changed. "
                 "Check the model's parameters for nan or inf"
@@ -565,17 +595,23 @@ class SecondOrder(torch.optim.Optimizer):
         ratio = ratio_where(sensible, actual, predicted, -math.inf)
         return ratio, finite if self.accept is None else finite & (ratio >= self.accept)
 
-    def _remember(
-        self, problem: Problem, proposal: Proposal, ratio: Scalar, accepted: Truth, vector: Vector | None
-    ) -> None:
-        """Update lambda, the momentum and what the method keeps for itself."""
-        self.state.update(proposal.memory)
-        value = self.state["damping"]
+    def _next_damping(self, problem: Problem, proposal: Proposal, ratio: Scalar) -> Scalar:
+        """The value of the damping policy after a step with this ratio."""
+        value = as_number(self.state["damping"])
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
-        self.state["damping"] = self.damping.next(value, ratio)
+        if not getattr(self.damping, "takes_numbers", False):
+            value, ratio = forced(value, ratio)
+        return self.damping.next(value, ratio)
+
+    def _remember(
+        self, problem: Problem, proposal: Proposal, damping: Scalar, accepted: Truth, vector: Vector | None
+    ) -> None:
+        """Keep lambda, the momentum and what the method keeps for itself."""
+        self.state.update(proposal.memory)
+        self.state["damping"] = damping
         if problem.hyper.any_momentum and vector is not None:
-            moved = torch.as_tensor(accepted)
+            moved = as_truth(accepted)
             self.state["momentum"] = {  # a rejected step leaves none behind
                 name: torch.where(moved, value, torch.zeros_like(value)) for name, value in vector.items()
             }

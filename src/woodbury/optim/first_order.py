@@ -51,7 +51,7 @@ class FirstOrder:
         value.backward()
         self.optimizer.step()
         absent = torch.full((), torch.nan)
-        self.last = StepInfo(value.detach(), absent, absent, absent, absent, True)
+        self.last = StepInfo(value.detach(), absent, absent, absent, absent, torch.ones((), dtype=torch.bool))
         return self.last
 
 

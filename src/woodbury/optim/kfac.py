@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
-from woodbury._scalar import Scalar, root, scalar, truth
+from woodbury._scalar import Scalar, as_double, root, scalar, truth
 from woodbury._vector import Vector
 from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
@@ -110,9 +110,7 @@ class KFAC(SecondOrder):
         count = check_count(piece.count, "the curvature samples")
         with full_precision():
             fresh = {name: kronecker_factors(self._outer(name, form), count) for name, form in forms.items()}
-            memory, inverses, usable = self._updated(
-                problem, fresh, torch.isfinite(torch.as_tensor(objective.loss))
-            )
+            memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(
             displacement=Displacement(problem.plan.parameters, base=vector),

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from woodbury import _vector
 from woodbury._batch import Batch
 from woodbury._memory import available_bytes, in_words
-from woodbury._scalar import Scalar, Truth, scalar
+from woodbury._numbers import forced
+from woodbury._scalar import Scalar, Scale, Truth, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Forward
 from woodbury.chain import Chain
@@ -136,7 +137,6 @@ class _SampleSpace(SecondOrder):
         if capture and solver != "cholesky":
             raise ValueError(f"capture=True needs solver='cholesky': {solver!r} looks at numbers as it goes")
         self._recorder = Recorder() if capture else None
-        self._by_factors: tuple[Any, bool] = (None, False)  # what was asked of `_stays_in_factors` last
 
     def _propose(self, problem: Problem) -> Proposal:
         if problem.chain is not None and self._stays_in_factors(problem, problem.chain):
@@ -169,17 +169,16 @@ class _SampleSpace(SecondOrder):
 
     def _stays_in_factors(self, problem: Problem, chain: Chain) -> bool:
         """Whether the step is one of `woodbury.chain_step`: K in sample space, and p in factors throughout."""
-        if problem.full is not None or problem.hyper.any_momentum or problem.hyper.any_decay:
+        if self.solver != "cholesky" or problem.hyper.any_momentum or problem.hyper.any_decay:
             return False
         n, m = problem.batch.samples, problem.batch.curvature
-        key = chain, n, m, self.blocks
-        if key != self._by_factors[0]:
+        key = n, m, self.curvature, self.blocks
+        if key not in chain.found:
             shapes = [(weight.shape[1], weight.shape[0]) for weight in chain.weights]
             k = self._rule.column_count((n, shapes[-1][1])) if self.curvature == "gauss-newton" else 1
-            simple = self.solver == "cholesky" and (self.curvature == "empirical" or self._rule.gives_e)
             formed = forming_pays(shapes, n, m, m * k + n - m, m * k)
-            self._by_factors = key, simple and not formed and not self._in_parameter_space(problem, m * k)
-        return self._by_factors[1]
+            chain.found[key] = not formed and not self._in_parameter_space(problem, m * k)
+        return chain.found[key]
 
     def _propose_along(self, problem: Problem, chain: Chain) -> Proposal:
         """p along a chain, in factors."""
@@ -444,7 +443,8 @@ class _SampleSpace(SecondOrder):
         blocks, parameters, decays = self._blocks(problem), problem.plan.parameters, problem.hyper.weight_decay
         if line.curvature is None:  # a raised damping comes back with the same B
             matrices = rows.curvature(line.curvature_rows, blocks, self.gram_dtype)
-            line.curvature = [matrix.div_(line.divisor) for matrix in matrices]
+            (divisor,) = forced(line.divisor)
+            line.curvature = [matrix.div_(divisor) for matrix in matrices]
         like = next(iter(problem.plan.parameters.values())).detach()
         inside = line.factor_weights(like)
         weights = torch.cat([inside, inside.new_ones(rows.count - line.curvature_rows)]) / line.count
@@ -460,18 +460,16 @@ class _SampleSpace(SecondOrder):
         ok: Truth = True
         for block, matrix in zip(blocks, line.curvature, strict=True):
             own = {name: force[name] for name in block}
-            shift: Tensor | Scalar = damping
+            (shift,) = forced(damping)
             if any(decays[name] for name in block):
-                shift = (
-                    torch.cat([matrix.new_full((own[name].numel(),), decays[name]) for name in block]) + damping
-                )
+                shift = torch.cat([matrix.new_full((own[name].numel(),), decays[name]) for name in block]) + shift
             p, curved, solution = solve_in_parameter_space(matrix, shift, _vector.flatten(own))
             vector |= _vector.unflatten(p.to(like.dtype), own)
             bend, ok = bend + curved, ok & solution.ok
         displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
         return _step_along(problem, displacement, damping, bend, ok)
 
-    def _gram(self, rows: Rows, scales: dict[str, Scalar] | None, count: int | None = None) -> Tensor:
+    def _gram(self, rows: Rows, scales: dict[str, Scale] | None, count: int | None = None) -> Tensor:
         """Z D Z^T, (r, r), or (layers, r, r) for the block-diagonal methods; its first `count` rows alone."""
         if count is not None:
             grams = torch.stack(rows.gram_head(count, self.gram_dtype))
@@ -512,16 +510,17 @@ def _step_along(problem: Problem, displacement: Displacement, damping: Scalar, b
     return _Step(displacement, damping * pull + 0.5 * bend, squared, ok)
 
 
-def _scales(problem: Problem, damping: Scalar) -> dict[str, Scalar] | None:
+def _scales(problem: Problem, damping: Scalar) -> dict[str, Scale] | None:
     """lambda / (lambda + weight decay) by parameter: the metric of the damped model relative to lambda I."""
     decays = problem.hyper.weight_decay
     if not problem.hyper.any_decay:
         return None
-    return {name: damping / (damping + decay) for name, decay in decays.items()}
+    (known,) = forced(damping)
+    return {name: known / (known + decay) for name, decay in decays.items()}
 
 
 def _base(
-    problem: Problem, line: Linearization, scales: dict[str, Scalar] | None, damping: Scalar
+    problem: Problem, line: Linearization, scales: dict[str, Scale] | None, damping: Scalar
 ) -> Vector | None:
     """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, as_double, root, scalar
+from woodbury._scalar import Scalar, Truth, as_double, as_truth, root, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Capture
 from woodbury.chain import Chain, ChainPass
@@ -27,63 +27,41 @@ class NonFiniteLossError(ValueError):
     """The loss at the current parameters, before any step, is not a finite number."""
 
 
+@dataclass(frozen=True)
 class StepInfo:
-    """What happened in a step, as 0-dim tensors (reading one waits for the device).
+    """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
 
-    They are made when asked for: most steps are never looked at.
-    """
+    loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
+    damping: Tensor  # lambda used
+    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
+    predicted: Tensor  # m(0) - m(p)
+    step_norm: Tensor  # |p|; theta moved by lr p
+    accepted: Tensor  # whether theta moved
 
-    def __init__(
-        self,
-        loss: Scalar,
-        damping: Scalar,
-        ratio: Scalar,
-        predicted: Scalar,
-        squared_norm: Scalar,
-        accepted: Truth,
-    ) -> None:
-        self._loss, self._damping, self._ratio, self._predicted = loss, damping, ratio, predicted
-        self._squared_norm, self._accepted = squared_norm, accepted
+    @classmethod
+    def later(
+        cls, loss: Scalar, damping: Scalar, ratio: Scalar, predicted: Scalar, squared_norm: Scalar, accepted: Truth
+    ) -> StepInfo:
+        """The same with every tensor made when it is asked for: most steps are never looked at."""
+        info = cls.__new__(cls)
+        vars(info)["_numbers"] = (loss, damping, ratio, predicted, squared_norm, accepted)
+        return info
 
-    @property
-    def loss(self) -> Tensor:
-        """f(theta) on the batch before the step, without the weight decay term."""
-        return as_double(self._loss)
-
-    @property
-    def damping(self) -> Tensor:
-        """lambda used."""
-        return as_double(self._damping)
-
-    @property
-    def ratio(self) -> Tensor:
-        """rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted."""
-        return as_double(self._ratio)
-
-    @property
-    def predicted(self) -> Tensor:
-        """m(0) - m(p)."""
-        return as_double(self._predicted)
-
-    @property
-    def step_norm(self) -> Tensor:
-        """|p|; theta moved by lr p."""
-        return as_double(root(self._squared_norm))
-
-    @property
-    def accepted(self) -> Tensor:
-        """Whether theta moved."""
-        return torch.as_tensor(self._accepted, dtype=torch.bool)
+    def __getattr__(self, name: str) -> Tensor:  # what is not there yet
+        names = [entry.name for entry in fields(self)]
+        numbers = vars(self).get("_numbers")
+        if numbers is None or name not in names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = numbers[names.index(name)]
+        tensor = (
+            as_truth(value) if name == "accepted" else as_double(root(value) if name == "step_norm" else value)
+        )
+        vars(self)[name] = tensor
+        return tensor
 
     def as_dict(self) -> dict[str, float | bool]:
         """The same as plain Python numbers."""
-        return {name: getattr(self, name).item() for name in _NUMBERS}
-
-    def __repr__(self) -> str:
-        return f"StepInfo({', '.join(f'{name}={value}' for name, value in self.as_dict().items())})"
-
-
-_NUMBERS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted")
+        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
 
 
 @dataclass

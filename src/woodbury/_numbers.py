@@ -1,0 +1,273 @@
+"""Arithmetic on single numbers of a CUDA device: written down as it comes, done by one kernel when it is needed.
+
+A step decides by some thirty operations on single numbers (rho, lambda, whether to move), each as dear to launch
+as a product of matrices. Inside `written_down()` a `Number` takes their place: it stands for a 0-dim tensor, knows
+the operators of one, and remembers what was asked. `forced` turns several into tensors by one kernel, compiled at
+the first call for arithmetic of this form and kept. Any torch function computes one by the ordinary operations.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# operation -> (in C++, on tensors); a truth is a number, not zero where it holds
+_OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add": ("{} + {}", operator.add),
+    "sub": ("{} - {}", operator.sub),
+    "mul": ("{} * {}", operator.mul),
+    "div": ("{} / {}", operator.truediv),
+    "gt": ("T({} > {})", operator.gt),
+    "ge": ("T({} >= {})", operator.ge),
+    "lt": ("T({} < {})", operator.lt),
+    "le": ("T({} <= {})", operator.le),
+    "eq": ("T({} == {})", operator.eq),
+    "and": ("T({} != T(0) && {} != T(0))", lambda a, b: a.bool() & b.bool()),
+    "abs": ("fabs({})", torch.abs),
+    "root": ("sqrt({0} < T(0) ? T(0) : {0})", lambda a: a.clamp_min(0).sqrt()),
+    "where": ("({} != T(0) ? {} : {})", lambda c, a, b: torch.where(c.bool(), a, b)),
+}
+_MOST = 8  # tensors that a kernel takes, and gives
+
+
+class _Tape:
+    """Numbers in the order they were asked for: tensors a0, a1, ..., constants c0, ..., results t0, ..."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.constants: list[float] = []
+        self.code: list[tuple[str, ...]] = []
+        self.values: dict[str, Tensor] = {}
+
+    def name(self, value: Number | Tensor | float) -> str:
+        if isinstance(value, float | int):
+            self.constants.append(value)
+            return f"c{len(self.constants) - 1}"
+        if isinstance(value, Number) and value.tape is self:
+            return value.name
+        tensor = value.tensor() if isinstance(value, Number) else value
+        self.tensors.append(tensor)
+        name = f"a{len(self.tensors) - 1}"
+        self.values[name] = tensor
+        return name
+
+    def write(self, operation: str, *operands: Number | Tensor | float) -> Number:
+        self.code.append((operation, *map(self.name, operands)))
+        return Number(self, f"t{len(self.code) - 1}")
+
+    def value(self, name: str) -> Any:
+        """By ordinary operations."""
+        if name[0] == "c":
+            return self.constants[int(name[1:])]
+        if name not in self.values:
+            operation, *operands = self.code[int(name[1:])]
+            values = [self.value(operand) for operand in operands]
+            if operation in ("where", "and"):  # these take tensors only
+                like = next(value for value in values if isinstance(value, Tensor))
+                values = [
+                    value if isinstance(value, Tensor) else like.new_full((), value, dtype=torch.float64)
+                    for value in values
+                ]
+            self.values[name] = _OPERATIONS[operation][1](*values)
+        return self.values[name]
+
+
+class Number:
+    """A 0-dim tensor that is not computed yet."""
+
+    __slots__ = ("name", "tape")
+
+    def __init__(self, tape: _Tape, name: str) -> None:
+        self.tape = tape
+        self.name = name
+
+    def tensor(self) -> Tensor:
+        """The number, by the ordinary operations."""
+        value: Tensor = self.tape.value(self.name)
+        return value
+
+    def _with(self, operation: str, other: Any, swapped: bool = False) -> Any:
+        if isinstance(other, Tensor) and other.dim() > 0:
+            pair = (other, self.tensor()) if swapped else (self.tensor(), other)
+            return _OPERATIONS[operation][1](*pair)
+        tape, name = self.tape, self.tape.name(other)
+        tape.code.append((operation, name, self.name) if swapped else (operation, self.name, name))
+        return Number(tape, f"t{len(tape.code) - 1}")
+
+    def __add__(self, other: Any) -> Any:
+        return self._with("add", other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._with("add", other, swapped=True)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with("sub", other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with("sub", other, swapped=True)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with("mul", other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._with("mul", other, swapped=True)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with("div", other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._with("div", other, swapped=True)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._with("gt", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._with("ge", other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._with("lt", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._with("le", other)
+
+    def __eq__(self, other: object) -> Any:
+        return self._with("eq", other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __and__(self, other: Any) -> Any:
+        return self._with("and", other)
+
+    def __rand__(self, other: Any) -> Any:
+        return self._with("and", other, swapped=True)
+
+    def __abs__(self) -> Number:
+        return self.tape.write("abs", self)
+
+    def root(self) -> Number:
+        """Square root; of what is below zero, zero."""
+        return self.tape.write("root", self)
+
+    def where(self, a: Number | Tensor | float, b: Number | Tensor | float) -> Number:
+        """a where this, a truth, holds, else b."""
+        return self.tape.write("where", self, a, b)
+
+    def __float__(self) -> float:
+        return float(self.tensor())
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor())
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.tensor() if isinstance(leaf, Number) else leaf, (tuple(args), kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+class _Here(threading.local):
+    tape: _Tape | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def written_down(device: torch.device) -> Iterator[None]:
+    """Inside, `number` gives a `Number` on CUDA devices."""
+    before = _here.tape
+    _here.tape = _Tape() if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        _here.tape = before
+
+
+def number(value: Tensor) -> Tensor | Number:
+    """A 0-dim tensor as something to compute with."""
+    tape = _here.tape
+    return value if tape is None else Number(tape, tape.name(value))
+
+
+_kernels: dict[Any, Callable[..., Any]] = {}
+_works = True  # until a kernel could not be made
+
+
+def forced(*values: Any) -> tuple[Any, ...]:
+    """The same numbers with every `Number` among them computed, all by one kernel where that can be."""
+    pending = [value for value in values if isinstance(value, Number) and value.name not in value.tape.values]
+    if len(pending) > 1 and all(value.tape is pending[0].tape for value in pending):
+        _compute(pending[0].tape, [value.name for value in pending])
+    return tuple(value.tensor() if isinstance(value, Number) else value for value in values)
+
+
+def _compute(tape: _Tape, names: Sequence[str]) -> None:
+    """Put the values of these results on the tape, if there is a kernel to do it."""
+    global _works
+    doubles = any(tensor.dtype == torch.float64 for tensor in tape.tensors)
+    if not _works or not doubles or not tape.tensors[0].is_cuda or len(tape.tensors) > _MOST or len(names) > _MOST:
+        return
+    key = (*tape.code, len(tape.tensors), *names)
+    constants = {f"c{index}": value for index, value in enumerate(tape.constants)}
+    kernel = _kernels.get(key)
+    try:
+        if kernel is None:
+            if torch.cuda.is_current_stream_capturing():  # nothing can be compiled now
+                return
+            source = _source(tape, names)
+            kernel = torch.cuda.jiterator._create_multi_output_jit_fn(source, len(names), **constants)
+        results = kernel(*tape.tensors, **constants)
+    except RuntimeError:  # no compiler on this machine: the ordinary operations do it
+        _works = False
+        return
+    _kernels[key] = kernel
+    tape.values.update(zip(names, results, strict=True))
+
+
+def _source(tape: _Tape, names: Sequence[str]) -> str:
+    given = [f"T a{index}" for index in range(len(tape.tensors))]
+    given += [f"T c{index}" for index in range(len(tape.constants))]
+    given += [f"T& o{index}" for index in range(len(names))]
+    lines = [
+        f"T t{index} = {_OPERATIONS[operation][0].format(*operands)};"
+        for index, (operation, *operands) in enumerate(tape.code)
+    ]
+    lines += [f"o{index} = {name};" for index, name in enumerate(names)]
+    return f"template <typename T> void numbers({', '.join(given)}) {{ {' '.join(lines)} }}"
+
+
+_KEEP = "template <typename T> T keep(T x, T kept, T rate) { return kept != T(0) ? x * rate : T(0); }"
+
+
+def keep(values: Tensor, kept: Tensor, rate: float | Tensor | None = None) -> Tensor:
+    """rate times the values where `kept`, a truth, holds, else zeros, whatever the values are."""
+    global _works
+    if _works and values.is_cuda and values.dtype in (torch.float32, torch.float64):
+        form = "number" if isinstance(rate, float) else "one" if rate is None else "tensor"
+        kernel = _kernels.get((_KEEP, form))
+        try:
+            if kernel is None and not torch.cuda.is_current_stream_capturing():
+                constants = {} if form == "tensor" else {"rate": 1.0}
+                kernel = torch.cuda.jiterator._create_jit_fn(_KEEP, **constants)
+                _kernels[_KEEP, form] = kernel
+            if kernel is not None:
+                result: Tensor = (
+                    kernel(values, kept, rate)
+                    if isinstance(rate, Tensor)
+                    else kernel(values, kept, rate=1.0 if rate is None else rate)
+                )
+                return result
+        except RuntimeError:
+            _works = False
+    scaled = values if rate is None else rate * values
+    return torch.where(kept.bool(), scaled, scaled.new_zeros(()))
