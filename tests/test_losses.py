@@ -40,6 +40,9 @@ def test_values_residual_and_factor_match_the_loss_module(name):
     values = rule.values(problem.loss, flat, prepared)
     assert rule.count(problem.loss, prepared) == problem.count
     torch.testing.assert_close(values.sum() / problem.count, problem.loss(outputs, problem.targets))
+    torch.testing.assert_close(rule.total(problem.loss, flat, prepared), values.sum())
+    short = rule.prepare(problem.loss, outputs.float(), problem.targets)  # as it is for float32 parameters
+    torch.testing.assert_close(rule.total(problem.loss, flat, short), values.sum(), rtol=1e-6, atol=0)
     torch.testing.assert_close(rule.residual(problem.loss, flat, prepared), slopes)
     columns, e = rule.factor(problem.loss, flat, prepared)
     assert columns.shape == (len(outputs), rule.column_count(outputs.shape), flat.shape[1])

@@ -7,6 +7,7 @@ one per layer: shapes below say (b, m) for (m,) or (b, m).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -141,8 +142,7 @@ def solve_in_sample_space(
     """
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
     damping, shift, length = forced(damping, divisor * damping, count * damping)
-    matrix = gram[..., :m, :m].clone()
-    matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
+    matrix = _shifted(gram[..., :m, :m], shift)
     constant = e is None and rest > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift
@@ -157,6 +157,27 @@ def solve_in_sample_space(
         outside = ones(rest, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
     return x / length, bend, solution
+
+
+def _shifted(matrix: Tensor, shift: Scale) -> Tensor:
+    """A + shift I, in memory of its own."""
+    size = matrix.shape[-1]
+    if size > _SMALL:
+        matrix = matrix.clone()
+        matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return matrix
+    identity = _identity(size, matrix.dtype, matrix.device)
+    if isinstance(shift, Tensor):
+        return torch.addcmul(matrix, identity, shift)
+    return torch.add(matrix, identity, alpha=shift)
+
+
+_SMALL = 128  # below it one operation on the whole matrix costs less than several on its diagonal
+
+
+@cache
+def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device)
 
 
 def solve_in_parameter_space(curvature: Tensor, shift: Scale, rhs: Tensor) -> tuple[Tensor, Scalar, Solution]:

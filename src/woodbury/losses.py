@@ -65,6 +65,10 @@ class LossRule(ABC):
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """l(y_i, t_i) for each sample, (n,)."""
 
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """sum_i l(y_i, t_i), where nobody asks for the terms."""
+        return self.values(loss, outputs, targets).sum()
+
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """r_i = dl/dy_i, (n, C)."""
         with torch.enable_grad():
@@ -157,6 +161,9 @@ class SquaredError(_Structured):
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().mean(1)
 
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs, targets, reduction="sum") / outputs.shape[1]
+
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) * (2 / outputs.shape[1])
 
@@ -191,6 +198,12 @@ class Logistic(_Structured):
             return (F.softplus(outputs) - targets * outputs).mean(1)
         targets = targets.to(outputs.dtype)
         return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none").mean(1)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self._positive(loss, outputs) is not None:
+            return super().total(loss, outputs, targets)
+        total = torch.addcmul(F.softplus(outputs), targets, outputs, value=-1).sum()
+        return total if outputs.shape[1] == 1 else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         weight = self._positive(loss, outputs)
@@ -341,6 +354,11 @@ class Softmax(_Structured):
             if ignored is not None:
                 values = values.masked_fill(ignored.squeeze(1), 0.0)
         return values if positions == 1 else values.view(-1, positions).sum(1)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        if targets.dim() == 1 and not _smoothing(loss):
+            return F.cross_entropy(outputs, targets, reduction="sum", ignore_index=_UNUSED)
+        return super().total(loss, outputs, targets)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions = _positions(targets)

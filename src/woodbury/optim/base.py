@@ -204,7 +204,7 @@ class SecondOrder(torch.optim.Optimizer):
                 proposal = self._propose(problem)
             # in the pieces the step ran, so that dropout masks agree
             with _random.replayed(random), _many_times(), torch.enable_grad():
-                outputs = torch.cat([self.forward(self.model, piece.inputs) for piece in proposal.pieces])
+                outputs = torch.cat([self.forward(self.model, part) for part in proposal.parts])
             return products.relative_residual(
                 outputs,
                 self.loss,

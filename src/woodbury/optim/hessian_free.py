@@ -111,7 +111,7 @@ class HessianFree(SecondOrder):
             damping=problem.damping,
             usable=True,
             loss=objective.loss,
-            pieces=objective.pieces,
+            parts=[piece.inputs for piece in objective.pieces],
             center=None,
             evaluate=objective.evaluate,
         )

@@ -119,7 +119,7 @@ class KFAC(SecondOrder):
             damping=problem.damping,
             usable=truth(usable),
             loss=objective.loss,
-            pieces=objective.pieces,
+            parts=[piece.inputs for piece in objective.pieces],
             center=None,
             evaluate=objective.evaluate,
             memory=memory,

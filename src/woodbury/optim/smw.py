@@ -162,7 +162,7 @@ class _SampleSpace(SecondOrder):
             damping=damping,
             usable=step.usable,
             loss=loss,
-            pieces=pieces,
+            parts=[piece.inputs for piece in pieces],
             center=problem.previous,
             evaluate=evaluate,
         )
@@ -187,10 +187,9 @@ class _SampleSpace(SecondOrder):
         made = chain.run(batch.inputs)
         outputs = made.outputs
         targets = self._rule.prepare(self.loss, outputs, batch.targets)
-        values, count = self._values(outputs, targets), self._rule.count(self.loss, targets)
-        piece = Piece(batch.inputs, targets, values, count, made)
-        chosen = check_count(count)
-        loss = scalar(values.sum()) / count
+        count = chosen = check_count(self._rule.count(self.loss, targets))
+        losses = self._losses(outputs, targets)
+        loss = (scalar(losses.sum()) if isinstance(losses, Tensor) and losses.dim() else losses) / count
         self._check_loss(loss)
         self._check_memory(problem, outputs)
         if m < batch.samples:
@@ -218,15 +217,25 @@ class _SampleSpace(SecondOrder):
             damping=damping,
             usable=step.usable,
             loss=loss,
-            pieces=[piece],
+            parts=[batch.inputs],
             center=None,
-            evaluate=partial(self._decrease_along, piece),
+            evaluate=partial(self._decrease_along, targets, losses, count),
         )
 
-    def _decrease_along(self, piece: Piece, displacement: ChainDisplacement) -> Scalar:
-        """f(theta) - f(theta + p) over a batch evaluated at theta."""
-        difference = piece.values - self._values(displacement.outputs(), piece.targets)
-        return scalar(difference.sum()) / piece.count
+    def _losses(self, outputs: Tensor, targets: Tensor) -> Any:
+        """The loss of each sample, or their sum where the outputs have less digits than it: for a difference."""
+        if outputs.dtype == torch.float64:
+            return self._values(outputs, targets)
+        return scalar(self._rule.total(self.loss, outputs.double(), targets))
+
+    def _decrease_along(
+        self, targets: Tensor, losses: Any, count: Scalar, displacement: ChainDisplacement
+    ) -> Scalar:
+        """f(theta) - f(theta + p) over a batch with these losses at theta."""
+        difference = losses - self._losses(displacement.outputs(), targets)
+        if isinstance(difference, Tensor) and difference.dim():
+            difference = scalar(difference.sum())
+        return difference / count
 
     def _segments(self, batch: Batch, outputs: Tensor, targets: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """Columns for the rows of Z: of S2, then of the samples outside it where e, which comes too, holds S2's g.

@@ -107,7 +107,7 @@ class Proposal:
     damping: Scalar  # the lambda it was computed with
     usable: Truth  # whether the small system could be solved
     loss: Scalar  # f(theta), float64
-    pieces: list[Piece]  # the batch as it went through the model at theta
+    parts: list[Any]  # the inputs as they went through the model at theta
     center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
     evaluate: Callable[[Any], Scalar]  # f(theta) - f(theta + p) from the displacement, float64, loss alone
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
