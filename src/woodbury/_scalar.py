@@ -101,11 +101,15 @@ def as_double(value: Scalar) -> Tensor:
     """The number as a 0-dim tensor in double precision."""
     if isinstance(value, Number):
         value = value.tensor()
-    return value.double() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64)
+    return value.clone().double() if value.is_inference() else value.double()
 
 
 def as_truth(value: Truth) -> Tensor:
     """The truth value as a 0-dim boolean tensor."""
     if isinstance(value, Number):
         value = value.tensor()
-    return value.bool() if isinstance(value, Tensor) else torch.tensor(value)
+    if not isinstance(value, Tensor):
+        return torch.tensor(value)
+    return value.clone().bool() if value.is_inference() else value.bool()

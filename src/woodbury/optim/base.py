@@ -76,6 +76,7 @@ class SecondOrder(torch.optim.Optimizer):
     by_layers = True  # whether it works with rows, which layers give
     max_bytes: int | None = None  # for temporaries of the rows
     autocast: torch.dtype | None = None  # of the passes through the model
+    keeps_nothing = False  # of what `_propose` computes, so that torch need not follow it
     twice_differentiated = False  # whether it takes derivatives of the model's derivatives
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
@@ -240,11 +241,8 @@ class SecondOrder(torch.optim.Optimizer):
 
         random is where the generators stood before the first pass, for the trial pass to repeat.
         """
-        if problem.chain is not None:
-            with self._derivatives(problem):
-                proposal = self._propose(problem)
-                return self._conclude(problem, proposal, proposal.evaluate(proposal.displacement))
-        with self._derivatives(problem):
+        by_hand = problem.chain is not None and self.keeps_nothing
+        with torch.inference_mode() if by_hand else self._derivatives(problem):
             proposal = self._propose(problem)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)

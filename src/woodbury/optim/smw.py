@@ -79,6 +79,8 @@ class Linearization:
 class _SampleSpace(SecondOrder):
     """The two methods of the paper; they differ in the factor S only."""
 
+    keeps_nothing = True
+
     @property
     def twice_differentiated(self) -> bool:  # type: ignore[override]
         return self.solver == "products"
