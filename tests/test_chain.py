@@ -264,10 +264,10 @@ def test_a_global_hook_is_seen():
     chain = chain_of(model)
     handle = nn.modules.module.register_module_forward_hook(lambda module, given, outputs: None)
     try:
-        assert not chain.is_current()
+        assert not chain.is_current(model)
     finally:
         handle.remove()
-    assert chain.is_current()
+    assert chain.is_current(model)
 
 
 @pytest.mark.parametrize(

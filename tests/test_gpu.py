@@ -9,6 +9,7 @@ from torch import nn
 
 import problems
 import woodbury
+from woodbury import _random
 from woodbury._vector import flatten
 from woodbury.optim import OPTIMIZERS
 
@@ -314,3 +315,20 @@ def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dty
     assert own._chain is not None and other._chain is None
     for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+def test_orders_drawn_ahead_are_those_drawn_one_at_a_time():
+    ahead, state = _random.Orders(), _random.new_state(3)
+    expected, device = state.clone(), torch.device("cuda")
+    for index in range(50):
+        count = 7 if index < 40 else 5
+        generator = torch.Generator()
+        generator.set_state(expected)
+        order, expected = torch.randperm(count, generator=generator), generator.get_state()
+        again, _ = ahead.draw(count, state, device)  # `direction` draws what the next step will draw
+        drawn, state = ahead.draw(count, state, device)
+        assert torch.equal(drawn.cpu(), order) and torch.equal(again, drawn)
+        assert torch.equal(state, expected)
+        if index == 20:  # a state loaded into the same memory
+            state.copy_(_random.new_state(4))
+            expected = state.clone()

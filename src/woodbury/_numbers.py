@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "where": ("({} != T(0) ? {} : {})", lambda c, a, b: torch.where(c.bool(), a, b)),
 }
 _MOST = 8  # tensors that a kernel takes, and gives
+_CONSTANTS = [f"c{index}" for index in range(1000)]
 
 
 class _Tape:
@@ -79,6 +79,24 @@ class _Tape:
         return self.values[name]
 
 
+def _binary(operation: str, swapped: bool = False) -> Callable[[Number, Any], Any]:
+    """The operator of a `Number`; with a tensor that is no single number it is torch's own."""
+
+    def method(self: Number, other: Any) -> Any:
+        tape = self.tape
+        if type(other) is Number and other.tape is tape:
+            name = other.name
+        elif isinstance(other, Tensor) and other.dim() > 0:
+            pair = (other, self.tensor()) if swapped else (self.tensor(), other)
+            return _OPERATIONS[operation][1](*pair)
+        else:
+            name = tape.name(other)
+        tape.code.append((operation, name, self.name) if swapped else (operation, self.name, name))
+        return Number(tape, f"t{len(tape.code) - 1}")
+
+    return method
+
+
 class Number:
     """A 0-dim tensor that is not computed yet."""
 
@@ -93,60 +111,22 @@ class Number:
         value: Tensor = self.tape.value(self.name)
         return value
 
-    def _with(self, operation: str, other: Any, swapped: bool = False) -> Any:
-        if isinstance(other, Tensor) and other.dim() > 0:
-            pair = (other, self.tensor()) if swapped else (self.tensor(), other)
-            return _OPERATIONS[operation][1](*pair)
-        tape, name = self.tape, self.tape.name(other)
-        tape.code.append((operation, name, self.name) if swapped else (operation, self.name, name))
-        return Number(tape, f"t{len(tape.code) - 1}")
-
-    def __add__(self, other: Any) -> Any:
-        return self._with("add", other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._with("add", other, swapped=True)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._with("sub", other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._with("sub", other, swapped=True)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._with("mul", other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._with("mul", other, swapped=True)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._with("div", other)
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self._with("div", other, swapped=True)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._with("gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._with("ge", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._with("lt", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._with("le", other)
-
-    def __eq__(self, other: object) -> Any:
-        return self._with("eq", other)
-
+    __add__ = _binary("add")
+    __radd__ = _binary("add", swapped=True)
+    __sub__ = _binary("sub")
+    __rsub__ = _binary("sub", swapped=True)
+    __mul__ = _binary("mul")
+    __rmul__ = _binary("mul", swapped=True)
+    __truediv__ = _binary("div")
+    __rtruediv__ = _binary("div", swapped=True)
+    __gt__ = _binary("gt")
+    __ge__ = _binary("ge")
+    __lt__ = _binary("lt")
+    __le__ = _binary("le")
+    __eq__ = _binary("eq")
+    __and__ = _binary("and")
+    __rand__ = _binary("and", swapped=True)
     __hash__ = None  # type: ignore[assignment]
-
-    def __and__(self, other: Any) -> Any:
-        return self._with("and", other)
-
-    def __rand__(self, other: Any) -> Any:
-        return self._with("and", other, swapped=True)
 
     def __abs__(self) -> Number:
         return self.tape.write("abs", self)
@@ -182,15 +162,17 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextmanager
-def written_down(device: torch.device) -> Iterator[None]:
+class written_down:  # noqa: N801  (a context, used as a function)
     """Inside, `number` gives a `Number` on CUDA devices."""
-    before = _here.tape
-    _here.tape = _Tape() if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        _here.tape = before
+
+    def __init__(self, device: torch.device) -> None:
+        self.tape = _Tape() if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        self.before, _here.tape = _here.tape, self.tape
+
+    def __exit__(self, *_: object) -> None:
+        _here.tape = self.before
 
 
 def number(value: Tensor) -> Tensor | Number:
@@ -215,10 +197,11 @@ def _compute(tape: _Tape, names: Sequence[str]) -> None:
     """Put the values of these results on the tape, if there is a kernel to do it."""
     global _works
     doubles = any(tensor.dtype == torch.float64 for tensor in tape.tensors)
-    if not _works or not doubles or not tape.tensors[0].is_cuda or len(tape.tensors) > _MOST or len(names) > _MOST:
+    most = max(len(tape.tensors), len(names))
+    if not _works or not doubles or not tape.tensors[0].is_cuda or most > _MOST:
         return
     key = (*tape.code, len(tape.tensors), *names)
-    constants = {f"c{index}": value for index, value in enumerate(tape.constants)}
+    constants = dict(zip(_CONSTANTS, tape.constants, strict=False))
     kernel = _kernels.get(key)
     try:
         if kernel is None:

@@ -25,11 +25,43 @@ def new_state(seed: int | None) -> Tensor:
     return generator.get_state()
 
 
-def permutation(count: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """A random permutation of range(count) and the state after drawing it."""
+class Orders:
+    """Random permutations of the samples, on a device.
+
+    The same as drawn one at a time from the state before each; but those of the next steps are drawn along, and
+    brought to the device together, as each copy to it costs as much as several operations there.
+    """
+
+    def __init__(self) -> None:
+        self._kind: tuple[int, torch.device] | None = None
+        self._known: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}  # by the id of the state before
+
+    def draw(self, count: int, state: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A permutation of range(count) and the state after drawing it."""
+        if device.type == "cpu":
+            return _drawn(count, state, 1)[0]
+        known = self._known.get(id(state))
+        if known is None or self._kind != (count, device) or known[0] is not state or known[1] != state._version:
+            drawn = _drawn(count, state, max(1, min(_AHEAD, _MOST // count)))
+            orders = torch.stack([order for order, _ in drawn]).to(device, non_blocking=True).unbind()
+            states = [state, *(after for _, after in drawn)]
+            self._kind = count, device
+            self._known = {
+                id(before): (before, before._version, order, after)
+                for before, order, after in zip(states, orders, states[1:], strict=False)
+            }
+            known = self._known[id(state)]
+        return known[2:]
+
+
+_AHEAD, _MOST = 16, 2**16  # permutations drawn together, and numbers in them
+
+
+def _drawn(count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
+    """So many permutations, one after the other, each with the state after it."""
     generator = torch.Generator()
     generator.set_state(state)
-    return torch.randperm(count, generator=generator), generator.get_state()
+    return [(torch.randperm(count, generator=generator), generator.get_state()) for _ in range(times)]
 
 
 def snapshot(device: torch.device) -> Snapshot:

@@ -122,13 +122,18 @@ class Chain:
     activations: tuple[nn.Module, ...]  # between them, one less
     found: dict[Any, bool] = field(default_factory=dict)  # what was found to pay, by the sizes of a batch
 
-    def is_current(self) -> bool:
-        """Whether the model is still made of these very modules and parameters, with nothing hung on any."""
-        if hooks._has_any_global_hook():
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether a model still consists of these very modules and parameters, with nothing hung on any.
+
+        Then its plan is what it was, too.
+        """
+        if model is not self.plan.model or model.training != self.plan.training or hooks._has_any_global_hook():
             return False
         for layer, weight, bias in zip(self.layers, self.weights, self.biases, strict=True):
             own = layer.module._parameters
-            if own.get("weight") is not weight or own.get("bias") is not bias:
+            if own.get("weight") is not weight or own.get("bias") is not bias or not weight.requires_grad:
+                return False
+            if bias is not None and not bias.requires_grad:
                 return False
         return all(tuple(held.values()) == kept for held, kept in self.containers) and all(
             _is_bare(module) for module in self.modules
@@ -240,7 +245,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         tuple(cast("nn.Parameter | None", module.bias) for module in own),
         tuple(between),
     )
-    return chain if chain.is_current() else None
+    return chain if chain.is_current(model) else None
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:

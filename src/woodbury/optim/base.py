@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ def _many_times() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+@cache
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
 class SecondOrder(torch.optim.Optimizer):
     """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
@@ -120,6 +125,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._chain: Chain | None = None  # what the model is by its structure, if that
         self._is_chain: bool | None = None  # whether passes through it show a chain; None until seen
         self._recorder: Recorder | None = None
+        self._orders = _random.Orders()
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
@@ -283,8 +289,7 @@ class SecondOrder(torch.optim.Optimizer):
         count = self._curvature_count(samples)
         order = None
         if count < samples:
-            order, self.state["generator"] = _random.permutation(samples, self.state["generator"])
-            order = order.to(device, non_blocking=True)
+            order, self.state["generator"] = self._orders.draw(samples, self.state["generator"], device)
         rates = [group["lr"] for group in self.param_groups]
         if recorder.recording is None:
 
@@ -320,11 +325,13 @@ class SecondOrder(torch.optim.Optimizer):
     def _plan(self) -> Plan:
         """The layers to train, made anew whenever something about the model has changed."""
         groups = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
-        if self._planned is not None and self._planned[1] == groups and self._planned[0].is_current(self.model):
+        if self._planned is not None and self._planned[1] == groups:
             plan = self._planned[0]
-            if self._chain is not None and not self._chain.is_current():
-                self._chain = None
-            return plan
+            if self._chain is not None and self._chain.is_current(self.model):
+                return plan
+            self._chain = None
+            if plan.is_current(self.model):
+                return plan
         named = dict(self.model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
@@ -409,12 +416,10 @@ class SecondOrder(torch.optim.Optimizer):
             count = self._curvature_count(samples)
             if count == samples:
                 return Batch(inputs, targets, samples, samples)
-            order, self.state["generator"] = _random.permutation(samples, self.state["generator"])
+            order, self.state["generator"] = self._orders.draw(samples, self.state["generator"], self._device())
         else:
             order, count = _batch.subset_first(subset, samples)
-        device = self._device()
-        if device.type != "cpu":
-            order = order.to(device, non_blocking=True)
+            order = order.to(self._device())
         return _batch.ordered(inputs, targets, samples, order, count)
 
     def _curvature_count(self, samples: int) -> int:
@@ -584,7 +589,7 @@ class SecondOrder(torch.optim.Optimizer):
                 decrease = decrease - decay * scalar(change.sum())
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
-        precision = torch.finfo(self.autocast or self.param_groups[0]["params"][0].dtype).eps
+        precision = _rounding(self.autocast or self.param_groups[0]["params"][0].dtype)
         noise = precision * magnitude(proposal.loss) + precision**2
         actual, predicted = decrease + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
@@ -625,6 +630,7 @@ class SecondOrder(torch.optim.Optimizer):
             "_passes": (None, 0),
             "_chain": None,
             "_is_chain": None,
+            "_orders": _random.Orders(),
             "_recorder": None if self._recorder is None else Recorder(),
         }
 

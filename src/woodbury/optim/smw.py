@@ -347,12 +347,13 @@ class _SampleSpace(SecondOrder):
         wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
         size = height = rows + batch.samples - batch.curvature
         written_out = 0
-        if self._in_parameter_space(problem, rows):
-            size = self._largest_block(problem)
-            written_out = rows * sum(problem.plan.block_sizes)
-        written_out += height * sum(problem.plan.parameters[name].numel() for name in problem.plan.rest)
+        if problem.chain is None or not self._stays_in_factors(problem, problem.chain):
+            if self._in_parameter_space(problem, rows):
+                size = self._largest_block(problem)
+                written_out = rows * sum(problem.plan.block_sizes)
+            written_out += height * sum(problem.plan.parameters[name].numel() for name in problem.plan.rest)
         # written out and collected; the matrix, with damping, and its factor
-        blocks = len(problem.plan.block_sizes) if self.blocks == "layer" else 1
+        blocks = len(problem.plan.owned) if self.blocks == "layer" else 1
         system = (2 * written_out + 3 * blocks * size**2) * wide
         if columns + system < _WORTH_ASKING:
             return
