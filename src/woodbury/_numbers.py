@@ -34,7 +34,20 @@ _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "where": ("({} != T(0) ? {} : {})", lambda c, a, b: torch.where(c.bool(), a, b)),
 }
 _MOST = 8  # tensors that a kernel takes, and gives
-_CONSTANTS = [f"c{index}" for index in range(1000)]
+
+
+class _Names(dict[int, str]):
+    """Index -> name, each written once."""
+
+    def __init__(self, letter: str) -> None:
+        self.letter = letter
+
+    def __missing__(self, index: int) -> str:
+        name = self[index] = f"{self.letter}{index}"
+        return name
+
+
+_GIVEN, _CONSTANTS, _RESULTS = _Names("a"), _Names("c"), _Names("t")
 
 
 class _Tape:
@@ -47,20 +60,20 @@ class _Tape:
         self.values: dict[str, Tensor] = {}
 
     def name(self, value: Number | Tensor | float) -> str:
-        if isinstance(value, float | int):
-            self.constants.append(value)
-            return f"c{len(self.constants) - 1}"
         if isinstance(value, Number) and value.tape is self:
             return value.name
+        if not isinstance(value, Number | Tensor):
+            self.constants.append(float(value))
+            return _CONSTANTS[len(self.constants) - 1]
         tensor = value.tensor() if isinstance(value, Number) else value
+        name = _GIVEN[len(self.tensors)]
         self.tensors.append(tensor)
-        name = f"a{len(self.tensors) - 1}"
         self.values[name] = tensor
         return name
 
     def write(self, operation: str, *operands: Number | Tensor | float) -> Number:
         self.code.append((operation, *map(self.name, operands)))
-        return Number(self, f"t{len(self.code) - 1}")
+        return Number(self, _RESULTS[len(self.code) - 1])
 
     def value(self, name: str) -> Any:
         """By ordinary operations."""
@@ -83,16 +96,19 @@ def _binary(operation: str, swapped: bool = False) -> Callable[[Number, Any], An
     """The operator of a `Number`; with a tensor that is no single number it is torch's own."""
 
     def method(self: Number, other: Any) -> Any:
-        tape = self.tape
-        if type(other) is Number and other.tape is tape:
+        tape, kind = self.tape, type(other)
+        if kind is Number and other.tape is tape:
             name = other.name
+        elif kind is float or kind is int:
+            name = _CONSTANTS[len(tape.constants)]
+            tape.constants.append(other)
         elif isinstance(other, Tensor) and other.dim() > 0:
             pair = (other, self.tensor()) if swapped else (self.tensor(), other)
             return _OPERATIONS[operation][1](*pair)
         else:
             name = tape.name(other)
         tape.code.append((operation, name, self.name) if swapped else (operation, self.name, name))
-        return Number(tape, f"t{len(tape.code) - 1}")
+        return Number(tape, _RESULTS[len(tape.code) - 1])
 
     return method
 
@@ -201,7 +217,7 @@ def _compute(tape: _Tape, names: Sequence[str]) -> None:
     if not _works or not doubles or not tape.tensors[0].is_cuda or most > _MOST:
         return
     key = (*tape.code, len(tape.tensors), *names)
-    constants = dict(zip(_CONSTANTS, tape.constants, strict=False))
+    constants = {_CONSTANTS[index]: value for index, value in enumerate(tape.constants)}
     kernel = _kernels.get(key)
     try:
         if kernel is None:

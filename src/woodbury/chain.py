@@ -79,10 +79,13 @@ def columns_back(
 ) -> tuple[Layout, list[Tensor]]:
     """h (r, o) in the outputs of every layer, first layer first, for columns (m, k, C) of consecutive samples.
 
-    weights are those of every layer; backs lead through the activations below all but the first.
+    Or (m, C), for one a sample. weights are those of every layer; backs lead through the activations below all but
+    the first.
     """
-    layout = Layout(tuple((columns.shape[0], columns.shape[1]) for columns in segments))
-    flat = [columns.flatten(0, 1) for columns in segments]
+    layout = Layout(
+        tuple((columns.shape[0], columns.shape[1] if columns.dim() == 3 else 1) for columns in segments)
+    )
+    flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
     whole = layout.samples == samples
     for weight, back in zip(reversed(weights), reversed(backs), strict=False):

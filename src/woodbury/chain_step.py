@@ -57,6 +57,8 @@ class ChainRows:
         if coefficients.dim() == 2:
             contracted = [self.layout.contract(*pair) for pair in zip(coefficients, self.grads, strict=True)]
         else:
+            if self.layout.is_plain:
+                coefficients = coefficients.unsqueeze(1)
             contracted = [self.layout.contract(coefficients, grads) for grads in self.grads]
         return ChainDisplacement(self.made, contracted, self._inner)
 

@@ -142,12 +142,13 @@ def solve_in_sample_space(
     """
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
     damping, shift, length = forced(damping, divisor * damping, count * damping)
-    matrix = _shifted(gram[..., :m, :m], shift)
+    head, across = gram.narrow(-2, 0, m).split((m, rest), -1)
+    matrix = _shifted(head, shift)
     constant = e is None and rest > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift
     if rest:
-        rhs = rhs - gram[..., :m, m:].sum(-1)
+        rhs = rhs - across.sum(-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))

@@ -61,6 +61,10 @@ class LossRule(ABC):
         """M, what the mean divides by: f = sum_i l(y_i, t_i) / M. The number of samples by default."""
         return len(targets)
 
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        """M of the first samples alone."""
+        return samples if type(self).count is LossRule.count else self.count(loss, targets[:samples])
+
     @abstractmethod
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """l(y_i, t_i) for each sample, (n,)."""
@@ -334,6 +338,9 @@ class Softmax(_Structured):
         if targets.is_floating_point():
             return len(targets) * _positions(targets)
         return scalar((targets >= 0).sum(dtype=torch.float64))
+
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        return samples if targets.dim() == 1 else self.count(loss, targets[:samples])
 
     def column_count(self, shape: Sequence[int]) -> int:
         return (shape[1] - 1) * math.prod(shape[2:])

@@ -72,9 +72,9 @@ class Layout:
         return rows
 
     def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
-        """sum over the rows of each sample of c h, (n, o), for c (r,) and rows h (r, o)."""
+        """sum over the rows of each sample of c h, (n, o), for c (r,), or (r, 1) as it is wanted, and rows h."""
         if self.is_plain:
-            return coefficients.unsqueeze(1) * rows
+            return (coefficients if coefficients.dim() == 2 else coefficients.unsqueeze(1)) * rows
         parts, row = [], 0
         for n, k in self.pieces:
             c, h = coefficients[row : row + n * k], rows[row : row + n * k]

@@ -195,11 +195,11 @@ class _SampleSpace(SecondOrder):
         self._check_loss(loss)
         self._check_memory(problem, outputs)
         if m < batch.samples:
-            chosen = self._rule.count(self.loss, targets[:m])
+            chosen = self._rule.count_of_first(self.loss, targets, m)
         segments, e = self._segments(batch, outputs, targets)
         rows = ChainRows(made, segments)
         gram = rows.grams(self.gram_dtype, self.blocks == "layer")
-        width, divisor = m * segments[0].shape[1], self._divisor(chosen, m)
+        width, divisor = m * rows.layout.pieces[0][1], self._divisor(chosen, m)
 
         def solve(damping: Scalar) -> _Step:
             coefficients, bend, solution = solve_in_sample_space(
@@ -242,10 +242,10 @@ class _SampleSpace(SecondOrder):
     def _segments(self, batch: Batch, outputs: Tensor, targets: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """Columns for the rows of Z: of S2, then of the samples outside it where e, which comes too, holds S2's g.
 
-        e is None for ones, and where the loss has none.
+        (m, k, C), or (m, C) for one a sample. e is None for ones, and where the loss has none.
         """
         if self.curvature == "empirical":  # every factor row is a gradient row: all in one go
-            return [self._rule.residual(self.loss, outputs, targets).unsqueeze(1)], None
+            return [self._rule.residual(self.loss, outputs, targets)], None
         m = batch.curvature
         if m == batch.samples:
             factor = self._rule.compact_factor(self.loss, outputs, targets)
@@ -253,7 +253,7 @@ class _SampleSpace(SecondOrder):
         factor = self._rule.compact_factor(self.loss, outputs[:m], targets[:m])
         segments = [factor.columns()]
         if factor.e is not None:
-            segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]).unsqueeze(1))
+            segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]))
         return segments, None if factor.e is None else factor.e.flatten()
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
@@ -279,10 +279,11 @@ class _SampleSpace(SecondOrder):
         count = chosen = total_count([piece])
         self._check_memory(problem, piece.capture.raw)
         if m < batch.samples:
-            chosen = self._rule.count(self.loss, targets[:m])
+            chosen = self._rule.count_of_first(self.loss, targets, m)
         segments, e = self._segments(batch, outputs, targets)
         if e is None and self.curvature == "gauss-newton":
             gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / count)
+        segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
         height = sum(columns.shape[0] * columns.shape[1] for columns in segments)
         rows = Rows(problem.plan, piece.capture.rows(segments), height)
         width = m * segments[0].shape[1]
