@@ -93,9 +93,8 @@ class SoftmaxFactor(Factor):
         return self.positions * self.root.shape[1]
 
     def columns(self) -> Tensor:
-        blocks = self.common.unsqueeze(1).repeat(1, self.others.shape[1], 1)
-        blocks.scatter_add_(2, self.others.unsqueeze(2), torch.ones_like(blocks[:, :, :1]))
-        blocks *= self.root.unsqueeze(2)
+        root = self.root.unsqueeze(2)
+        blocks = (self.common.unsqueeze(1) * root).scatter_add_(2, self.others.unsqueeze(2), root)
         return _block_diagonal(blocks, self.positions)
 
     def matvec(self, coefficients: Tensor) -> Tensor:

@@ -87,10 +87,9 @@ class Layout:
 
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
-        samples = self.of_rows(samples)
-        if not other.is_plain:
+        if not other.is_plain:  # columns first, while there are few rows to pick them from
             samples = samples.index_select(1, other.sample_of_row(samples.device))
-        return samples
+        return self.of_rows(samples)
 
 
 # Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
