@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from woodbury import _numbers
-from woodbury._numbers import Number, forced, keep, written_down
+from woodbury._numbers import Number, forced, keep, multiples, written_down
 from woodbury._scalar import as_double, as_truth, magnitude, ratio_where, root, where
 
 COMPARISONS = [operator.gt, operator.ge, operator.lt]
@@ -133,3 +133,12 @@ def test_the_kernel_that_keeps_rounds_as_torch_does(rate, kept):
     result = keep(values, torch.tensor(kept, dtype=torch.float64, device="cuda"), rate)
     expected = values if rate is None else values * rate
     assert torch.equal(result, expected if kept else torch.zeros_like(values))
+
+
+def test_multiples_are_computed():
+    (a,) = written([0.3])
+    shift, length = multiples(a + 0.1, 30, 60.0)
+    assert float(shift) == pytest.approx(12.0) and float(length) == pytest.approx(24.0)
+    assert multiples(0.5, 2, 4.0) == (1.0, 2.0)
+    other = written([2.0])[0]
+    assert [float(value) for value in multiples(a, other, 3.0)] == pytest.approx([0.6, 0.9])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -207,6 +208,19 @@ def forced(*values: Any) -> tuple[Any, ...]:
     if len(pending) > 1 and all(value.tape is pending[0].tape for value in pending):
         _compute(pending[0].tape, [value.name for value in pending])
     return tuple(value.tensor() if isinstance(value, Number) else value for value in values)
+
+
+def multiples(value: Any, *factors: Any) -> tuple[Any, ...]:
+    """value times each factor, computed: by one operation where the factors are plain numbers."""
+    if isinstance(value, Number) and all(isinstance(factor, float | int) for factor in factors):
+        tensor = value.tensor()
+        return (tensor * _vector(factors, tensor.device)).unbind()
+    return forced(*(value * factor for factor in factors))
+
+
+@cache
+def _vector(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _compute(tape: _Tape, names: Sequence[str]) -> None:

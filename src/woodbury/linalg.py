@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury._numbers import forced
+from woodbury._numbers import multiples
 from woodbury._scalar import Scalar, Scale, Truth, ones, scalar, truth
 
 
@@ -141,7 +141,7 @@ def solve_in_sample_space(
     and x = 1 on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the solver's report.
     """
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
-    damping, shift, length = forced(damping, divisor * damping, count * damping)
+    shift, length = multiples(damping, divisor, count)
     head, across = gram.narrow(-2, 0, m).split((m, rest), -1)
     matrix = _shifted(head, shift)
     constant = e is None and rest > 0
