@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as hooks
 
-from woodbury.layers.forms import Layout, OuterRows, RowForm
+from woodbury.layers.forms import Layout, OuterRows, RowForm, layout_of
 from woodbury.layers.rules import has_own, linear_rows
 from woodbury.plan import Layer, Plan
 
@@ -82,9 +82,7 @@ def columns_back(
     Or (m, C), for one a sample. weights are those of every layer; backs lead through the activations below all but
     the first.
     """
-    layout = Layout(
-        tuple((columns.shape[0], columns.shape[1] if columns.dim() == 3 else 1) for columns in segments)
-    )
+    layout = layout_of(tuple((c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments))
     flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
     whole = layout.samples == samples
@@ -123,7 +121,7 @@ class Chain:
     weights: tuple[nn.Parameter, ...]  # of each
     biases: tuple[nn.Parameter | None, ...]
     activations: tuple[nn.Module, ...]  # between them, one less
-    found: dict[Any, bool] = field(default_factory=dict)  # what was found to pay, by the sizes of a batch
+    found: dict[Any, Any] = field(default_factory=dict)  # about a step, by the sizes of the batch
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether a model still consists of these very modules and parameters, with nothing hung on any.
@@ -241,7 +239,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         return None
     chain = Chain(
         plan,
-        tuple((module._modules, tuple(module._modules.values())) for module in modules),
+        tuple((m._modules, tuple(m._modules.values())) for m in modules if type(m) is nn.Sequential),
         tuple(modules),
         tuple(layers[id(module)] for module in own),
         tuple(cast(nn.Parameter, module.weight) for module in own),

@@ -92,6 +92,12 @@ class Layout:
         return self.of_rows(samples)
 
 
+@cache
+def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
+    """The layout of these pieces, made once."""
+    return Layout(pieces)
+
+
 # Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
 @cache
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:

@@ -141,8 +141,10 @@ class _SampleSpace(SecondOrder):
         self._recorder = Recorder() if capture else None
 
     def _propose(self, problem: Problem) -> Proposal:
-        if problem.chain is not None and self._stays_in_factors(problem, problem.chain):
-            return self._propose_along(problem, problem.chain)
+        if problem.chain is not None:
+            in_factors, is_small = self._found(problem, problem.chain)
+            if in_factors:
+                return self._propose_along(problem, problem.chain, is_small)
         if problem.full is None:
             line, pieces = self._linearize(problem)
             loss = mean_of([piece.values for piece in pieces], line.count)
@@ -169,20 +171,26 @@ class _SampleSpace(SecondOrder):
             evaluate=evaluate,
         )
 
-    def _stays_in_factors(self, problem: Problem, chain: Chain) -> bool:
-        """Whether the step is one of `woodbury.chain_step`: K in sample space, and p in factors throughout."""
+    def _found(self, problem: Problem, chain: Chain) -> tuple[bool, bool]:
+        """Whether the step is one of `woodbury.chain_step`, and whether it surely fits into memory.
+
+        The former: K in sample space, and p in factors throughout.
+        """
         if self.solver != "cholesky" or problem.hyper.any_momentum or problem.hyper.any_decay:
-            return False
+            return False, False
         n, m = problem.batch.samples, problem.batch.curvature
         key = n, m, self.curvature, self.blocks
         if key not in chain.found:
             shapes = [(weight.shape[1], weight.shape[0]) for weight in chain.weights]
             k = self._rule.column_count((n, shapes[-1][1])) if self.curvature == "gauss-newton" else 1
-            formed = forming_pays(shapes, n, m, m * k + n - m, m * k)
-            chain.found[key] = not formed and not self._in_parameter_space(problem, m * k)
-        return chain.found[key]
+            rows = m * k + n - m
+            formed = forming_pays(shapes, n, m, rows, m * k)
+            small = (3 * len(shapes) * rows**2 + rows * shapes[-1][1]) * 8 < _WORTH_ASKING
+            chain.found[key] = not formed and not self._in_parameter_space(problem, m * k), small
+        found: tuple[bool, bool] = chain.found[key]
+        return found
 
-    def _propose_along(self, problem: Problem, chain: Chain) -> Proposal:
+    def _propose_along(self, problem: Problem, chain: Chain, is_small: bool) -> Proposal:
         """p along a chain, in factors."""
         batch, m = problem.batch, problem.batch.curvature
         self._check_dtype(chain.weights[0].dtype)
@@ -193,7 +201,8 @@ class _SampleSpace(SecondOrder):
         losses = self._losses(outputs, targets)
         loss = (scalar(losses.sum()) if isinstance(losses, Tensor) and losses.dim() else losses) / count
         self._check_loss(loss)
-        self._check_memory(problem, outputs)
+        if not is_small:
+            self._check_memory(problem, outputs)
         if m < batch.samples:
             chosen = self._rule.count_of_first(self.loss, targets, m)
         segments, e = self._segments(batch, outputs, targets)
@@ -348,11 +357,10 @@ class _SampleSpace(SecondOrder):
         wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
         size = height = rows + batch.samples - batch.curvature
         written_out = 0
-        if problem.chain is None or not self._stays_in_factors(problem, problem.chain):
-            if self._in_parameter_space(problem, rows):
-                size = self._largest_block(problem)
-                written_out = rows * sum(problem.plan.block_sizes)
-            written_out += height * sum(problem.plan.parameters[name].numel() for name in problem.plan.rest)
+        if self._in_parameter_space(problem, rows):
+            size = self._largest_block(problem)
+            written_out = rows * sum(problem.plan.block_sizes)
+        written_out += height * sum(problem.plan.parameters[name].numel() for name in problem.plan.rest)
         # written out and collected; the matrix, with damping, and its factor
         blocks = len(problem.plan.owned) if self.blocks == "layer" else 1
         system = (2 * written_out + 3 * blocks * size**2) * wide
