@@ -123,8 +123,6 @@ class Displacement:
             elif index == 0 and form.inner is not None and len(form.inner) == len(v):
                 inner = form.inner.to(contracted.dtype)
                 outputs = torch.addmm(made.sums[0], inner, contracted, alpha=-1)  # z is known
-            elif form.weight is None:
-                outputs = F.linear(v, weight, bias).sub_(contracted.sum(0))
             else:
                 outputs = F.linear(v, weight, bias).addmm_(form.input_gram(v).t(), contracted, alpha=-1)
             if index + 1 < len(made.chain.layers):

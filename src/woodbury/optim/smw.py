@@ -155,10 +155,22 @@ class _SampleSpace(SecondOrder):
             line, pieces = self._linearize(problem)
             line.gradient = gradient
         self._check_loss(loss)
+        parts = [piece.inputs for piece in pieces]
+        return self._answer(problem, partial(self._solve, problem, line), loss, parts, evaluate)
+
+    def _answer(
+        self,
+        problem: Problem,
+        solve: Callable[[Scalar], _Step],
+        loss: Scalar,
+        parts: list[Any],
+        evaluate: Callable[[Any], Scalar],
+    ) -> Proposal:
+        """The proposal for the damping of the problem, or for a larger one where that fails."""
         damping = problem.damping
-        step = self._solve(problem, line, damping)
-        if self.solver == "cholesky" and isinstance(damping, float) and not step.usable:
-            step, damping = self._with_more_damping(partial(self._solve, problem, line), step, damping)
+        step = solve(damping)
+        if step.usable is False and self.solver == "cholesky" and isinstance(damping, float):
+            step, damping = self._with_more_damping(solve, step, damping)
         return Proposal(
             displacement=step.displacement,
             predicted=step.predicted,
@@ -166,7 +178,7 @@ class _SampleSpace(SecondOrder):
             damping=damping,
             usable=step.usable,
             loss=loss,
-            parts=[piece.inputs for piece in pieces],
+            parts=parts,
             center=problem.previous,
             evaluate=evaluate,
         )
@@ -199,7 +211,7 @@ class _SampleSpace(SecondOrder):
         targets = self._rule.prepare(self.loss, outputs, batch.targets)
         count = chosen = check_count(self._rule.count(self.loss, targets))
         losses = self._losses(outputs, targets)
-        loss = (scalar(losses.sum()) if isinstance(losses, Tensor) and losses.dim() else losses) / count
+        loss = _mean(losses, count)
         self._check_loss(loss)
         if not is_small:
             self._check_memory(problem, outputs)
@@ -217,21 +229,8 @@ class _SampleSpace(SecondOrder):
             squared = scalar(quadratic_form(gram, coefficients))  # |p|^2 = c^T Z Z^T c
             return _Step(rows.step(coefficients), damping * squared + 0.5 * bend, squared, solution.ok)
 
-        damping = problem.damping
-        step = solve(damping)
-        if step.usable is False and isinstance(damping, float):
-            step, damping = self._with_more_damping(solve, step, damping)
-        return Proposal(
-            displacement=step.displacement,
-            predicted=step.predicted,
-            squared_norm=step.squared_norm,
-            damping=damping,
-            usable=step.usable,
-            loss=loss,
-            parts=[batch.inputs],
-            center=None,
-            evaluate=partial(self._decrease_along, targets, losses, count),
-        )
+        evaluate = partial(self._decrease_along, targets, losses, count)
+        return self._answer(problem, solve, loss, [batch.inputs], evaluate)
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Any:
         """The loss of each sample, or their sum where the outputs have less digits than it: for a difference."""
@@ -243,10 +242,7 @@ class _SampleSpace(SecondOrder):
         self, targets: Tensor, losses: Any, count: Scalar, displacement: ChainDisplacement
     ) -> Scalar:
         """f(theta) - f(theta + p) over a batch with these losses at theta."""
-        difference = losses - self._losses(displacement.outputs(), targets)
-        if isinstance(difference, Tensor) and difference.dim():
-            difference = scalar(difference.sum())
-        return difference / count
+        return _mean(losses - self._losses(displacement.outputs(), targets), count)
 
     def _segments(self, batch: Batch, outputs: Tensor, targets: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """Columns for the rows of Z: of S2, then of the samples outside it where e, which comes too, holds S2's g.
@@ -506,6 +502,12 @@ class _SampleSpace(SecondOrder):
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.solver_tolerance is None else self.solver_tolerance
+
+
+def _mean(losses: Any, count: Scalar) -> Scalar:
+    """From the losses of the samples, or from their sum."""
+    total: Scalar = scalar(losses.sum()) if isinstance(losses, Tensor) and losses.dim() else losses
+    return total / count
 
 
 @dataclass
