@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import woodbury
 from woodbury.bench import draw, peer_steps, peers, scale
 from woodbury.bench.timing import Network
 
@@ -30,6 +31,15 @@ def test_step_benchmark_prints_one_object(threads):
         assert row["sgd"] == 1.0
         assert {"smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"} <= set(row)
         assert all(0 < ratio < 1000 for ratio in row.values())
+
+
+def test_layers_in_a_module_are_the_same_layers_and_no_chain():
+    network = Network((5, 4, 3), 6, 3, iterations=2)
+    inputs, _ = network.batch()
+    plain, wrapped = network.build(), replace(network, in_module=True).build()
+    assert torch.equal(plain(inputs), wrapped(inputs))
+    optimizers = [woodbury.NaturalGradient(model, network.loss()) for model in (plain, wrapped)]
+    assert [optimizer._chain is not None for optimizer in optimizers] == [True, False]
 
 
 def test_exponent_is_the_slope_in_logarithms():

@@ -217,9 +217,12 @@ def bench_step(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object {net: {optimizer: ratio}}.")
     ] = False,
+    module: Annotated[
+        bool, typer.Option("--module", help="The layers inside a module of one's own, not an nn.Sequential.")
+    ] = False,
 ) -> None:
     """Cost of a step on the paper's three networks, in steps of torch.optim.SGD on the same batch."""
-    ratios: dict[str, dict[str, float]] = _measure("step")
+    ratios: dict[str, dict[str, float]] = _measure("step", *(["--module"] if module else []))
     if as_json:
         print(json.dumps(ratios))
         return

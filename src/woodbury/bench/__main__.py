@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     step = commands.add_parser("step", help="step cost against torch.optim.SGD on the paper's networks")
     step.add_argument("--repeats", type=int, default=200, help="timed steps of each optimizer (default 200)")
+    step.add_argument("--module", action="store_true", help="the layers inside a module of one's own")
     gpu = commands.add_parser("gpu", help="steps on a CUDA device: eager, recorded, and up to 10^9 parameters")
     gpu.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default all)")
     scale = commands.add_parser("scale", help="growth of the step cost with n, N1, N2, classes and width")
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         return subprocess.run([sys.executable, "-m", "woodbury.bench", *given], env=environment).returncode
     if chosen.command == "step":
-        _print(bench_step(chosen.repeats), _step_lines, chosen.json)
+        _print(bench_step(chosen.repeats, chosen.module), _step_lines, chosen.json)
     elif chosen.command == "scale":
         _print(bench_scale(quick=chosen.quick, say=_say), _scale_lines, chosen.json)
     else:

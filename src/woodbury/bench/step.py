@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from woodbury.bench.timing import Network, median_seconds, median_within, optimizer_step, sgd_step
@@ -20,10 +22,14 @@ NETWORKS = {
 }
 
 
-def bench_step(repeats: int) -> dict[str, dict[str, float]]:
-    """{network: {optimizer: median step time over that of SGD}}; KFAC inverts its factors at every step."""
+def bench_step(repeats: int, in_module: bool = False) -> dict[str, dict[str, float]]:
+    """{network: {optimizer: median step time over that of SGD}}; KFAC inverts its factors at every step.
+
+    in_module puts the layers into a module of one's own, which runs through autograd.
+    """
     ratios = {}
     for key, network in NETWORKS.items():
+        network = replace(network, in_module=in_module)
         torch.manual_seed(0)
         batch = network.batch()
         steps = {REFERENCE: sgd_step(network, *batch)}

@@ -17,6 +17,17 @@ from woodbury.optim import OPTIMIZERS
 Step = Callable[[], object]
 
 
+class _Module(nn.Module):
+    """What users write around layers."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.layers(inputs)
+
+
 @dataclass(frozen=True)
 class Network:
     """A network of Linear layers and sigmoids with its batch sizes."""
@@ -25,9 +36,11 @@ class Network:
     samples: int  # N1
     curvature_samples: int  # N2
     iterations: int  # of CG in a step of Hessian-free
+    in_module: bool = False  # the layers inside a module of one's own, whose structure tells nothing
 
-    def build(self) -> nn.Sequential:
-        return mlp(self.widths, seed=0)
+    def build(self) -> nn.Module:
+        layers = mlp(self.widths, seed=0)
+        return _Module(layers) if self.in_module else layers
 
     def loss(self) -> nn.Module:
         return nn.BCEWithLogitsLoss() if self.widths[-1] == 1 else nn.CrossEntropyLoss()
