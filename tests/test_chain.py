@@ -498,3 +498,51 @@ def test_an_info_is_a_dataclass_whose_numbers_stay(setting):
     assert "ratio=tensor" in repr(info)
     with pytest.raises(AttributeError, match="nothing"):
         info.nothing  # noqa: B018
+
+
+def test_what_a_step_keeps_can_be_differentiated_with(setting):
+    """Vectors of ones and the like are made once for all: not as the inference tensors of a first step."""
+    model, *batch = setting
+    optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), curvature_samples=3)
+    with torch.inference_mode():
+        loss = optimizer_step_outside(optimizer, *batch).loss
+    (loss * torch.ones((), dtype=torch.float64, requires_grad=True)).backward()
+    rows = woodbury.rows(model, nn.MSELoss(), *batch)
+    vector = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
+    rows.matvec(vector).square().sum().backward()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    rows.gram(scales=dict.fromkeys(vector, scale)).sum().backward()
+    assert scale.grad is not None
+
+
+def optimizer_step_outside(optimizer, inputs, targets):
+    with torch.inference_mode(False):
+        return optimizer.step(inputs, targets)
+
+
+def test_a_decay_kept_in_a_tensor_may_change_there(setting):
+    model, *batch = setting
+    other = copy.deepcopy(model)
+    optimizers = [woodbury.GaussNewton(net, nn.MSELoss(), seed=0) for net in (model, other)]
+    decay = torch.tensor(0.0)
+    optimizers[0].param_groups[0]["weight_decay"] = decay
+    for optimizer in optimizers:
+        optimizer.step(*batch)
+    decay.fill_(0.5)
+    optimizers[1].param_groups[0]["weight_decay"] = 0.5
+    for optimizer in optimizers:
+        optimizer.step(*batch)
+    torch.testing.assert_close(model[0].weight, other[0].weight)
+
+
+def test_a_module_that_changes_its_class_is_seen(setting):
+    model, *batch = setting
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
+    optimizer.step(*batch)
+
+    class Doubled(nn.Tanh):
+        def forward(self, z):
+            return 2 * super().forward(z)
+
+    model[1].__class__ = Doubled
+    assert optimizer.verify(*batch) < 1e-11

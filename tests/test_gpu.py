@@ -332,3 +332,48 @@ def test_orders_drawn_ahead_are_those_drawn_one_at_a_time():
         if index == 20:  # a state loaded into the same memory
             state.copy_(_random.new_state(4))
             expected = state.clone()
+
+
+def test_a_whole_number_is_a_learning_rate_too():
+    problem = problems.make("softmax")
+    problem.model.cuda()
+    optimizer = woodbury.NaturalGradient(problem.model, problem.loss, lr=1)
+    before = problem.model[0].weight.detach().clone()
+    optimizer.step(problem.inputs.cuda(), problem.targets.cuda())
+    assert not torch.equal(before, problem.model[0].weight)
+
+
+def test_a_long_loader_with_ignored_targets():
+    problem = problems.make("softmax")
+    problem.model.cuda()
+    optimizer = woodbury.GaussNewton(problem.model, nn.CrossEntropyLoss(ignore_index=2))
+    batch = problem.inputs.cuda(), problem.targets.cuda()
+    info = optimizer.step(*batch, full=[batch] * 700)
+    alone = nn.functional.cross_entropy(problem.model(batch[0]), batch[1], ignore_index=2)
+    assert info.accepted and alone < info.loss
+
+
+def test_a_state_loaded_in_inference_mode_draws_on():
+    problem = problems.make("softmax")
+    problem.model.cuda()
+    optimizer = woodbury.NaturalGradient(problem.model, problem.loss, curvature_samples=4, seed=0)
+    batch = problem.inputs.cuda(), problem.targets.cuda()
+    optimizer.step(*batch)
+    with torch.inference_mode():
+        optimizer.state["generator"] = optimizer.state["generator"].clone()
+    for _ in range(3):
+        optimizer.step(*batch)
+
+
+def test_an_info_read_late_shows_the_numbers_of_its_step():
+    """Also where the tensor that held lambda has been overwritten."""
+    problem = problems.make("softmax")
+    problem.model.cuda()
+    optimizer = woodbury.NaturalGradient(problem.model, nn.CrossEntropyLoss(ignore_index=2))
+    batch = problem.inputs.cuda(), problem.targets.cuda()
+    optimizer.step(*batch)
+    held = optimizer.state["damping"]
+    expected = float(held) + optimizer.damping.floor
+    info = optimizer.step(*batch)
+    held.mul_(1000)
+    assert float(info.damping) == pytest.approx(expected)

@@ -13,7 +13,7 @@ ROOT = Path(woodbury.__file__).parent
 
 # Lowest first. A module may import from lower layers, and from siblings only where `SIBLINGS` says so.
 LAYERS = [
-    ["_vector", "_numbers", "_scalar", "_batch", "_random", "_memory"],
+    ["_vector", "_kept", "_numbers", "_scalar", "_batch", "_random", "_memory"],
     ["layers", "factors", "losses", "linalg"],
     ["plan", "chain", "chain_step", "functional", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
@@ -34,6 +34,8 @@ LAYERS = [
     ["cli"],
 ]
 SIBLINGS = {
+    ("_numbers", "_kept"),
+    ("_scalar", "_kept"),
     ("_scalar", "_numbers"),
     ("losses", "factors"),  # S in the form its structure allows
     ("chain", "plan"),

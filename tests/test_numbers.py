@@ -89,13 +89,26 @@ def test_numbers_of_another_step_are_taken_as_they_are():
     assert float((a * 2) + (b + 1)) == 10.0
 
 
-@pytest.mark.parametrize("rate", [None, 0.5, torch.tensor(0.5, dtype=torch.float64)])
+@pytest.mark.parametrize("rate", [None, 2, 0.5, torch.tensor(0.5, dtype=torch.float64)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_not_kept_is_zero_whatever_it_was(rate, kept):
     values = torch.tensor([1.0, -2.0]) if kept else torch.tensor([math.nan, math.inf])
     result = keep(values, torch.tensor(kept), rate)
-    assert torch.equal(result, values * (1.0 if rate is None else 0.5) if kept else torch.zeros(2))
+    assert torch.equal(result, values * (1.0 if rate is None else float(rate)) if kept else torch.zeros(2))
     assert result.dtype == torch.float32
+
+
+def test_a_long_sum_is_computed():
+    (total,) = written([0.0])
+    for _ in range(5000):
+        total = total + 1.0
+    assert float(total) == 5000.0
+
+
+def test_numbers_are_doubles_whatever_they_come_from():
+    tape = _numbers._Tape()
+    norm = Number(tape, tape.name(torch.tensor(1e25)))
+    assert float(norm * norm) == pytest.approx(1e50, rel=1e-6)
 
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -123,7 +136,7 @@ def test_one_kernel_gives_what_ordinary_operations_give(values):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("rate", [None, 0.3, torch.tensor(0.3, dtype=torch.float64)])
+@pytest.mark.parametrize("rate", [None, 2, 0.3, torch.tensor(0.3, dtype=torch.float64)])
 @pytest.mark.parametrize("kept", [0.0, 1.0])
 def test_the_kernel_that_keeps_rounds_as_torch_does(rate, kept):
     values = torch.randn(50, 7, device="cuda")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from woodbury._kept import kept
 
 # operation -> (in C++, on tensors); a truth is a number, not zero where it holds
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -66,10 +67,8 @@ class _Tape:
         if not isinstance(value, Number | Tensor):
             self.constants.append(float(value))
             return _CONSTANTS[len(self.constants) - 1]
-        tensor = value.tensor() if isinstance(value, Number) else value
         name = _GIVEN[len(self.tensors)]
-        self.tensors.append(tensor)
-        self.values[name] = tensor
+        self.tensors.append(value.tensor() if isinstance(value, Number) else value)
         return name
 
     def write(self, operation: str, *operands: Number | Tensor | float) -> Number:
@@ -81,16 +80,33 @@ class _Tape:
         if name[0] == "c":
             return self.constants[int(name[1:])]
         if name not in self.values:
-            operation, *operands = self.code[int(name[1:])]
-            values = [self.value(operand) for operand in operands]
-            if operation in ("where", "and"):  # these take tensors only
-                like = next(value for value in values if isinstance(value, Tensor))
-                values = [
-                    value if isinstance(value, Tensor) else like.new_full((), value, dtype=torch.float64)
-                    for value in values
-                ]
-            self.values[name] = _OPERATIONS[operation][1](*values)
+            if name[0] == "a":
+                self.values[name] = self.tensors[int(name[1:])].double()
+            else:
+                for own in self._behind(name):
+                    self._carry_out(own)
         return self.values[name]
+
+    def _behind(self, name: str) -> list[str]:
+        """The results that one depends on and that are not known yet, in order, itself last."""
+        last = int(name[1:])
+        needed = {name}
+        for index in range(last, -1, -1):
+            if _RESULTS[index] in needed:
+                _, *operands = self.code[index]
+                needed.update(own for own in operands if own[0] == "t" and own not in self.values)
+        return [_RESULTS[index] for index in range(last + 1) if _RESULTS[index] in needed]
+
+    def _carry_out(self, name: str) -> None:
+        operation, *operands = self.code[int(name[1:])]
+        values = [self.value(operand) for operand in operands]
+        if operation in ("where", "and"):  # these take tensors only
+            like = next(value for value in values if isinstance(value, Tensor))
+            values = [
+                value if isinstance(value, Tensor) else like.new_full((), value, dtype=torch.float64)
+                for value in values
+            ]
+        self.values[name] = _OPERATIONS[operation][1](*values)
 
 
 def _binary(operation: str, swapped: bool = False) -> Callable[[Number, Any], Any]:
@@ -218,7 +234,7 @@ def multiples(value: Any, *factors: Any) -> tuple[Any, ...]:
     return forced(*(value * factor for factor in factors))
 
 
-@cache
+@kept
 def _vector(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
@@ -230,7 +246,7 @@ def _compute(tape: _Tape, names: Sequence[str]) -> None:
     most = max(len(tape.tensors), len(names))
     if not _works or not doubles or not tape.tensors[0].is_cuda or most > _MOST:
         return
-    key = (*tape.code, len(tape.tensors), *names)
+    key = (*tape.code, *names, *(tensor.dtype for tensor in tape.tensors), tape.tensors[0].device)
     constants = {_CONSTANTS[index]: value for index, value in enumerate(tape.constants)}
     kernel = _kernels.get(key)
     try:
@@ -240,8 +256,10 @@ def _compute(tape: _Tape, names: Sequence[str]) -> None:
             source = _source(tape, names)
             kernel = torch.cuda.jiterator._create_multi_output_jit_fn(source, len(names), **constants)
         results = kernel(*tape.tensors, **constants)
-    except RuntimeError:  # no compiler on this machine: the ordinary operations do it
-        _works = False
+    except RuntimeError as error:
+        if key in _kernels or isinstance(error, torch.OutOfMemoryError):
+            raise
+        _works = False  # no compiler on this machine: the ordinary operations do it
         return
     _kernels[key] = kernel
     tape.values.update(zip(names, results, strict=True))
@@ -262,25 +280,26 @@ def _source(tape: _Tape, names: Sequence[str]) -> str:
 _KEEP = "template <typename T> T keep(T x, T kept, T rate) { return kept != T(0) ? x * rate : T(0); }"
 
 
-def keep(values: Tensor, kept: Tensor, rate: float | Tensor | None = None) -> Tensor:
-    """rate times the values where `kept`, a truth, holds, else zeros, whatever the values are."""
+def keep(values: Tensor, where: Tensor, rate: float | Tensor | None = None) -> Tensor:
+    """rate times the values where a truth holds, else zeros, whatever the values are."""
     global _works
     if _works and values.is_cuda and values.dtype in (torch.float32, torch.float64):
-        form = "number" if isinstance(rate, float) else "one" if rate is None else "tensor"
-        kernel = _kernels.get((_KEEP, form))
+        by_tensor = isinstance(rate, Tensor)
+        key = _KEEP, by_tensor, values.dtype, values.device
+        kernel = _kernels.get(key)
         try:
             if kernel is None and not torch.cuda.is_current_stream_capturing():
-                constants = {} if form == "tensor" else {"rate": 1.0}
-                kernel = torch.cuda.jiterator._create_jit_fn(_KEEP, **constants)
-                _kernels[_KEEP, form] = kernel
+                kernel = torch.cuda.jiterator._create_jit_fn(_KEEP, **({} if by_tensor else {"rate": 1.0}))
             if kernel is not None:
+                factor = 1.0 if rate is None else rate
                 result: Tensor = (
-                    kernel(values, kept, rate)
-                    if isinstance(rate, Tensor)
-                    else kernel(values, kept, rate=1.0 if rate is None else rate)
+                    kernel(values, where, rate) if by_tensor else kernel(values, where, rate=float(factor))
                 )
+                _kernels[key] = kernel
                 return result
-        except RuntimeError:
+        except RuntimeError as error:
+            if key in _kernels or isinstance(error, torch.OutOfMemoryError):
+                raise
             _works = False
     scaled = values if rate is None else rate * values
-    return torch.where(kept.bool(), scaled, scaled.new_zeros(()))
+    return torch.where(where.bool(), scaled, scaled.new_zeros(()))

@@ -40,6 +40,9 @@ class Orders:
         """A permutation of range(count) and the state after drawing it."""
         if device.type == "cpu":
             return _drawn(count, state, 1)[0]
+        if state.is_inference():  # whether it changes cannot be told
+            order, after = _drawn(count, state, 1)[0]
+            return order.to(device, non_blocking=True), after
         known = self._known.get(id(state))
         if known is None or self._kind != (count, device) or known[0] is not state or known[1] != state._version:
             drawn = _drawn(count, state, max(1, min(_AHEAD, _MOST // count)))

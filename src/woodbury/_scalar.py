@@ -8,11 +8,11 @@ float costs a fraction of a 0-dim tensor, and a small step consists of many such
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from woodbury._kept import kept
 from woodbury._numbers import Number, number
 
 Scale = float | Tensor  # what a tensor can be multiplied by in place
@@ -49,7 +49,7 @@ def placed(value: Scalar, device: torch.device) -> float | Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
-@cache
+@kept
 def constant(value: float, device: torch.device) -> Tensor:
     """A number kept on a device: writing a new one there costs as much as any operation on it.
 
@@ -59,8 +59,7 @@ def constant(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device=device)
 
 
-# Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
-@cache
+@kept
 def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector of ones kept on a device."""
     return torch.ones(count, dtype=dtype, device=device)

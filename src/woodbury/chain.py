@@ -270,5 +270,5 @@ def _is_bare(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in vars(module)
-        or type(module).forward is not _FORWARDS[type(module)]  # exchanged for all modules of the class
+        or type(module).forward is not _FORWARDS.get(type(module))  # exchanged for all modules of the class
     )

@@ -17,8 +17,8 @@ class Damping(Protocol):
 
     `next` gets plain floats when the model is on the CPU and 0-dim tensors otherwise; there it must not wait
     for the device (`woodbury._scalar.where` chooses without waiting and takes both). A policy that uses nothing
-    but operators and `where` may say so by `takes_numbers = True`: its arithmetic is then part of one kernel
-    (`woodbury._numbers`).
+    but + - * /, comparisons, & and `where` may say so by `takes_numbers = True`: its arithmetic is then part of
+    one kernel (`woodbury._numbers`).
     """
 
     @property

@@ -7,12 +7,12 @@ one per layer: shapes below say (b, m) for (m,) or (b, m).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from woodbury._kept import kept
 from woodbury._numbers import multiples
 from woodbury._scalar import Scalar, Scale, Truth, ones, scalar, truth
 
@@ -176,7 +176,7 @@ def _shifted(matrix: Tensor, shift: Scale) -> Tensor:
 _SMALL = 128  # below it one operation on the whole matrix costs less than several on its diagonal
 
 
-@cache
+@kept
 def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(size, dtype=dtype, device=device)
 

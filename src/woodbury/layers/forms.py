@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from woodbury._kept import kept
 from woodbury._scalar import Scale, ones
 
 
@@ -98,8 +99,7 @@ def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
     return Layout(pieces)
 
 
-# Never emptied: a recorded CUDA graph reads them where they are. A few kilobytes for each batch size.
-@cache
+@kept  # a few kilobytes for each batch size
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     columns = torch.tensor([k for n, k in pieces for _ in range(n)])
     return torch.repeat_interleave(columns).to(device)

@@ -262,7 +262,8 @@ class SecondOrder(torch.optim.Optimizer):
         """Judge a proposal by the actual decrease, and move."""
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
-        accepted, damping = forced(accepted, self._next_damping(problem, proposal, ratio))
+        # lambda too, if it was not needed before: what it was computed from may be overwritten later
+        accepted, damping, _ = forced(accepted, self._next_damping(problem, proposal, ratio), proposal.damping)
         proposal.displacement.add_(problem.hyper.lr, accepted)
         self._remember(problem, proposal, damping, accepted, vector)
         return proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted

@@ -44,6 +44,8 @@ def read_settings(
         lr.update(dict.fromkeys(own, group["lr"] if rates is None else rates[index]))
         momentum.update(dict.fromkeys(own, group["momentum"]))
         decay.update(dict.fromkeys(own, group["weight_decay"]))
+    if any(isinstance(value, Tensor) for value in (*momentum.values(), *decay.values())):
+        source = []  # they may change where they are: read them again
     return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()), tuple(source))
 
 

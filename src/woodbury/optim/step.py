@@ -52,16 +52,20 @@ class StepInfo:
         numbers = vars(self).get("_numbers")
         if numbers is None or name not in names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = numbers[names.index(name)]
-        tensor = (
-            as_truth(value) if name == "accepted" else as_double(root(value) if name == "step_norm" else value)
-        )
-        vars(self)[name] = tensor
+        with torch.inference_mode(False):
+            vars(self)[name] = tensor = _made(name, numbers[names.index(name)])
         return tensor
 
     def as_dict(self) -> dict[str, float | bool]:
         """The same as plain Python numbers."""
         return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+
+
+def _made(name: str, value: Any) -> Tensor:
+    """A number of a `StepInfo` as the tensor it shows; it holds |p|^2 for |p|."""
+    if name == "accepted":
+        return as_truth(value)
+    return as_double(root(value) if name == "step_norm" else value)
 
 
 @dataclass
