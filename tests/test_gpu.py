@@ -361,8 +361,12 @@ def test_a_state_loaded_in_inference_mode_draws_on():
     optimizer.step(*batch)
     with torch.inference_mode():
         optimizer.state["generator"] = optimizer.state["generator"].clone()
+    generator = torch.Generator()
+    generator.set_state(optimizer.state["generator"].clone())
     for _ in range(3):
         optimizer.step(*batch)
+        torch.randperm(problems.N, generator=generator)
+        assert torch.equal(optimizer.state["generator"], generator.get_state())
 
 
 def test_an_info_read_late_shows_the_numbers_of_its_step():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,28 +242,40 @@ def _vector(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _compute(tape: _Tape, names: Sequence[str]) -> None:
     """Put the values of these results on the tape, if there is a kernel to do it."""
-    global _works
     doubles = any(tensor.dtype == torch.float64 for tensor in tape.tensors)
     most = max(len(tape.tensors), len(names))
-    if not _works or not doubles or not tape.tensors[0].is_cuda or most > _MOST:
+    if not doubles or not tape.tensors[0].is_cuda or most > _MOST:
         return
     key = (*tape.code, *names, *(tensor.dtype for tensor in tape.tensors), tape.tensors[0].device)
     constants = {_CONSTANTS[index]: value for index, value in enumerate(tape.constants)}
+
+    def make() -> Callable[..., Any]:
+        source = _source(tape, names)
+        return torch.cuda.jiterator._create_multi_output_jit_fn(source, len(names), **constants)
+
+    results = _launched(key, make, tape.tensors, constants)
+    if results is not None:
+        tape.values.update(zip(names, results, strict=True))
+
+
+def _launched(
+    key: Hashable, make: Callable[[], Callable[..., Any]], tensors: Sequence[Tensor], constants: dict[str, float]
+) -> Any:
+    """What the kernel of this key gives, made if it was not yet; None where none can be had."""
+    global _works
     kernel = _kernels.get(key)
+    if not _works or (kernel is None and torch.cuda.is_current_stream_capturing()):  # nothing is compiled then
+        return None
     try:
-        if kernel is None:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be compiled now
-                return
-            source = _source(tape, names)
-            kernel = torch.cuda.jiterator._create_multi_output_jit_fn(source, len(names), **constants)
-        results = kernel(*tape.tensors, **constants)
+        kernel = make() if kernel is None else kernel
+        results = kernel(*tensors, **constants)
     except RuntimeError as error:
         if key in _kernels or isinstance(error, torch.OutOfMemoryError):
             raise
         _works = False  # no compiler on this machine: the ordinary operations do it
-        return
+        return None
     _kernels[key] = kernel
-    tape.values.update(zip(names, results, strict=True))
+    return results
 
 
 def _source(tape: _Tape, names: Sequence[str]) -> str:
@@ -282,24 +295,16 @@ _KEEP = "template <typename T> T keep(T x, T kept, T rate) { return kept != T(0)
 
 def keep(values: Tensor, where: Tensor, rate: float | Tensor | None = None) -> Tensor:
     """rate times the values where a truth holds, else zeros, whatever the values are."""
-    global _works
-    if _works and values.is_cuda and values.dtype in (torch.float32, torch.float64):
-        by_tensor = isinstance(rate, Tensor)
-        key = _KEEP, by_tensor, values.dtype, values.device
-        kernel = _kernels.get(key)
-        try:
-            if kernel is None and not torch.cuda.is_current_stream_capturing():
-                kernel = torch.cuda.jiterator._create_jit_fn(_KEEP, **({} if by_tensor else {"rate": 1.0}))
-            if kernel is not None:
-                factor = 1.0 if rate is None else rate
-                result: Tensor = (
-                    kernel(values, where, rate) if by_tensor else kernel(values, where, rate=float(factor))
-                )
-                _kernels[key] = kernel
-                return result
-        except RuntimeError as error:
-            if key in _kernels or isinstance(error, torch.OutOfMemoryError):
-                raise
-            _works = False
+    if values.is_cuda and values.dtype in (torch.float32, torch.float64):
+        tensors, constants = [values, where], {"rate": 1.0}
+        if isinstance(rate, Tensor):
+            tensors, constants = [values, where, rate], {}
+        elif rate is not None:
+            constants = {"rate": float(rate)}
+        key = _KEEP, len(tensors), values.dtype, values.device
+        make = partial(torch.cuda.jiterator._create_jit_fn, _KEEP, **constants)
+        result: Tensor | None = _launched(key, make, tensors, constants)
+        if result is not None:
+            return result
     scaled = values if rate is None else rate * values
     return torch.where(where.bool(), scaled, scaled.new_zeros(()))

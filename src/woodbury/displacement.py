@@ -112,19 +112,20 @@ class Displacement:
                 parameter.data = data
 
     def outputs_along(self, made: ChainPass) -> Tensor:
-        """What the chain gives at theta + p for the batch of a pass at theta."""
-        factored = {layer.name: (form, contracted) for layer, form, contracted in self._factors}
+        """What the chain gives at theta + p for the batch of a pass at theta, where p is formed.
+
+        In factors alone p along a chain is a `ChainDisplacement`.
+        """
         outputs = v = made.given[0]
         for index, layer in enumerate(made.chain.layers):
-            weight, bias = made.chain.weights[index], made.chain.biases[index]
-            form, contracted = factored.get(layer.name, (None, None))
-            if form is None or contracted is None:
-                outputs = F.linear(v, self._moved(layer, "weight", weight), self._moved(layer, "bias", bias))
-            elif index == 0 and form.inner is not None and len(form.inner) == len(v):
+            if index == 0 and self._factors:
+                _, form, contracted = self._factors[0]
+                assert form.inner is not None
                 inner = form.inner.to(contracted.dtype)
                 outputs = torch.addmm(made.sums[0], inner, contracted, alpha=-1)  # z is known
             else:
-                outputs = F.linear(v, weight, bias).addmm_(form.input_gram(v).t(), contracted, alpha=-1)
+                weight, bias = made.chain.weights[index], made.chain.biases[index]
+                outputs = F.linear(v, self._moved(layer, "weight", weight), self._moved(layer, "bias", bias))
             if index + 1 < len(made.chain.layers):
                 v = made.chain.activate(index, outputs)
         return outputs

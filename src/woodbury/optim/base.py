@@ -126,7 +126,6 @@ class SecondOrder(torch.optim.Optimizer):
         self._is_chain: bool | None = None  # whether passes through it show a chain; None until seen
         self._recorder: Recorder | None = None
         self._orders = _random.Orders()
-        self._hyper: Hyperparameters | None = None  # of the last step
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
@@ -390,8 +389,7 @@ class SecondOrder(torch.optim.Optimizer):
     ) -> Problem:
         """The problem of this batch with the settings as they are now, or with other learning rates by group."""
         assert self._planned is not None
-        hyper = read_settings(self.param_groups, self._planned[2], rates, self._hyper)
-        self._hyper = hyper
+        hyper = read_settings(self.param_groups, self._planned[2], rates)
         damping = as_number(self.state["damping"]) + self.damping.floor
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain = chain is not None or self._shows_chain(plan, batch.inputs, batch.samples)
@@ -634,7 +632,6 @@ class SecondOrder(torch.optim.Optimizer):
             "_chain": None,
             "_is_chain": None,
             "_orders": _random.Orders(),
-            "_hyper": None,
             "_recorder": None if self._recorder is None else Recorder(),
         }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,24 +18,17 @@ class Hyperparameters:
     weight_decay: dict[str, float]
     any_momentum: bool
     any_decay: bool
-    source: tuple[Any, ...]  # what it was read from
 
 
 def read_settings(
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]],
     rates: Sequence[float | Tensor] | None = None,
-    last: Hyperparameters | None = None,
 ) -> Hyperparameters:
     """The settings of each parameter as its group has them now; rates, one a group, stand in for its lr.
 
-    names are those of the parameters in each group; last is what was read the last time, which may still hold.
+    names are those of the parameters in each group.
     """
-    source: list[Any] = [names]
-    for index, group in enumerate(groups):
-        source += (group["lr"] if rates is None else rates[index], group["momentum"], group["weight_decay"])
-    if last is not None and len(source) == len(last.source) and all(map(operator.is_, source, last.source)):
-        return last
     lr: dict[str, float | Tensor] = {}
     momentum: dict[str, float] = {}
     decay: dict[str, float] = {}
@@ -44,9 +36,7 @@ def read_settings(
         lr.update(dict.fromkeys(own, group["lr"] if rates is None else rates[index]))
         momentum.update(dict.fromkeys(own, group["momentum"]))
         decay.update(dict.fromkeys(own, group["weight_decay"]))
-    if any(isinstance(value, Tensor) for value in (*momentum.values(), *decay.values())):
-        source = []  # they may change where they are: read them again
-    return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()), tuple(source))
+    return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()))
 
 
 def names_by_group(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

@@ -188,10 +188,10 @@ class _SampleSpace(SecondOrder):
 
         The former: K in sample space, and p in factors throughout.
         """
-        if self.solver != "cholesky" or problem.hyper.any_momentum or problem.hyper.any_decay:
+        if problem.previous is not None or problem.hyper.any_decay:
             return False, False
         n, m = problem.batch.samples, problem.batch.curvature
-        key = n, m, self.curvature, self.blocks
+        key = n, m, self.curvature, self.blocks, self.solver
         if key not in chain.found:
             shapes = [(weight.shape[1], weight.shape[0]) for weight in chain.weights]
             k = self._rule.column_count((n, shapes[-1][1])) if self.curvature == "gauss-newton" else 1
@@ -224,7 +224,7 @@ class _SampleSpace(SecondOrder):
 
         def solve(damping: Scalar) -> _Step:
             coefficients, bend, solution = solve_in_sample_space(
-                gram, width, divisor, count, e, None, damping, solve_cholesky
+                gram, width, divisor, count, e, None, damping, self._solve_explicitly
             )
             squared = scalar(quadratic_form(gram, coefficients))  # |p|^2 = c^T Z Z^T c
             return _Step(rows.step(coefficients), damping * squared + 0.5 * bend, squared, solution.ok)
@@ -252,14 +252,13 @@ class _SampleSpace(SecondOrder):
         if self.curvature == "empirical":  # every factor row is a gradient row: all in one go
             return [self._rule.residual(self.loss, outputs, targets)], None
         m = batch.curvature
-        if m == batch.samples:
-            factor = self._rule.compact_factor(self.loss, outputs, targets)
-            return [factor.columns()], None if factor.e is None else factor.e.flatten()
         factor = self._rule.compact_factor(self.loss, outputs[:m], targets[:m])
         segments = [factor.columns()]
-        if factor.e is not None:
+        if factor.e is None:
+            return segments, None
+        if m < batch.samples:
             segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]))
-        return segments, None if factor.e is None else factor.e.flatten()
+        return segments, factor.e.flatten()
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
@@ -392,7 +391,7 @@ class _SampleSpace(SecondOrder):
             line.e,
             None if base is None else self._project(line, line.rows, base),
             damping,
-            solve_cholesky if self.solver == "cholesky" else self._solve_explicit_by_cg,
+            self._solve_explicitly,
         )
         displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales, form)
         if base is not None:
@@ -401,7 +400,9 @@ class _SampleSpace(SecondOrder):
         squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, coefficients))
         return _Step(displacement, damping * squared + 0.5 * bend, squared, solution.ok)
 
-    def _solve_explicit_by_cg(self, matrix: Tensor, rhs: Tensor) -> Solution:
+    def _solve_explicitly(self, matrix: Tensor, rhs: Tensor) -> Solution:
+        if self.solver == "cholesky":
+            return solve_cholesky(matrix, rhs)
         return solve_conjugate_gradient(
             lambda x: torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1),
             rhs,
