@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from woodbury import _small_system
 from woodbury._kept import kept
-from woodbury._numbers import multiples
+from woodbury._numbers import forced, multiples
 from woodbury._scalar import Scalar, Scale, Truth, ones, scalar, truth
 
 
@@ -118,6 +119,15 @@ def minimize_quadratic(
     return Minimum(x, values[-1], max_iterations)
 
 
+class SampleSpaceStep(NamedTuple):
+    """p = p0 - Z^T c by its coefficients, with what the quadratic model wants to know."""
+
+    coefficients: Tensor  # (b, r)
+    bend: Scalar  # p^T B p = |U p|^2
+    squared_norm: Scalar | None  # |p|^2 = c^T Z Z^T c; None with a p0, and where Z Z^T is not at hand whole
+    ok: Truth
+
+
 def solve_in_sample_space(
     gram: Tensor,
     curvature_rows: int,
@@ -127,7 +137,7 @@ def solve_in_sample_space(
     projected_base: Tensor | None,
     damping: Scalar,
     solve: Callable[[Tensor, Tensor], Solution],
-) -> tuple[Tensor, Scalar, Solution]:
+) -> SampleSpaceStep:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
     gram (b, r, r), or its first m = curvature_rows rows (b, m, r) if no more are at hand; e (m,), None for ones;
@@ -138,8 +148,20 @@ def solve_in_sample_space(
         (Z Z^T + D lambda I) x = D lambda e + M lambda Z p0 - M Z g_rest
         -sqrt(D) U p = (D / M) (e - x)
 
-    and x = 1 on the gradient rows of the samples outside S2. Returns c (b, r), |U p|^2 and the solver's report.
+    and x = 1 on the gradient rows of the samples outside S2.
     """
+    if (
+        solve is solve_cholesky
+        and projected_base is None
+        and isinstance(divisor, float | int)
+        and isinstance(count, float | int)
+        and _small_system.fits(gram, curvature_rows)
+    ):
+        (known,) = forced(damping)
+        solved = _small_system.solved(gram, curvature_rows, divisor, count, e, known)
+        if solved is not None:
+            squared, bend, failed = (scalar(value) for value in solved[1].unbind())
+            return SampleSpaceStep(solved[0], bend, squared, failed == 0)
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
     shift, length = multiples(damping, divisor, count)
     head, across = gram.narrow(-2, 0, m).split((m, rest), -1)
@@ -157,7 +179,9 @@ def solve_in_sample_space(
     if rest:
         outside = ones(rest, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
-    return x / length, bend, solution
+    c = x / length
+    whole = projected_base is None and gram.shape[-2] == m + rest
+    return SampleSpaceStep(c, bend, scalar(quadratic_form(gram, c)) if whole else None, solution.ok)
 
 
 def _shifted(matrix: Tensor, shift: Scale) -> Tensor:

@@ -38,7 +38,6 @@ from woodbury.displacement import Displacement
 from woodbury.layers.forms import concatenate_forms
 from woodbury.linalg import (
     Solution,
-    quadratic_form,
     solve_cholesky,
     solve_conjugate_gradient,
     solve_in_parameter_space,
@@ -223,11 +222,10 @@ class _SampleSpace(SecondOrder):
         width, divisor = m * rows.layout.pieces[0][1], self._divisor(chosen, m)
 
         def solve(damping: Scalar) -> _Step:
-            coefficients, bend, solution = solve_in_sample_space(
-                gram, width, divisor, count, e, None, damping, self._solve_explicitly
-            )
-            squared = scalar(quadratic_form(gram, coefficients))  # |p|^2 = c^T Z Z^T c
-            return _Step(rows.step(coefficients), damping * squared + 0.5 * bend, squared, solution.ok)
+            found = solve_in_sample_space(gram, width, divisor, count, e, None, damping, self._solver())
+            squared = found.squared_norm
+            assert squared is not None
+            return _Step(rows.step(found.coefficients), damping * squared + 0.5 * found.bend, squared, found.ok)
 
         evaluate = partial(self._decrease_along, targets, losses, count)
         return self._answer(problem, solve, loss, [batch.inputs], evaluate)
@@ -383,7 +381,7 @@ class _SampleSpace(SecondOrder):
         base = _base(problem, line, scales, damping)
         form = base is None and scales is None and problem.is_chain and line.rows.forming_pays(line.curvature_rows)
         gram = self._gram(line.rows, scales, line.curvature_rows if form else None)
-        coefficients, bend, solution = solve_in_sample_space(
+        found = solve_in_sample_space(
             gram,
             line.curvature_rows,
             line.divisor,
@@ -391,19 +389,19 @@ class _SampleSpace(SecondOrder):
             line.e,
             None if base is None else self._project(line, line.rows, base),
             damping,
-            self._solve_explicitly,
+            self._solver(),
         )
-        displacement = Displacement(problem.plan.parameters, line.rows, coefficients, base, scales, form)
+        displacement = Displacement(problem.plan.parameters, line.rows, found.coefficients, base, scales, form)
         if base is not None:
-            return _step_along(problem, displacement, damping, bend, solution.ok)
-        # |p|^2 = c^T Z Z^T c
-        squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, coefficients))
-        return _Step(displacement, damping * squared + 0.5 * bend, squared, solution.ok)
+            return _step_along(problem, displacement, damping, found.bend, found.ok)
+        squared = displacement.squared_norm() if found.squared_norm is None else found.squared_norm
+        return _Step(displacement, damping * squared + 0.5 * found.bend, squared, found.ok)
 
-    def _solve_explicitly(self, matrix: Tensor, rhs: Tensor) -> Solution:
+    def _solver(self) -> Callable[[Tensor, Tensor], Solution]:
+        """For small systems: from matrix (b, m, m) and right-hand side (b, m) to the solution."""
         if self.solver == "cholesky":
-            return solve_cholesky(matrix, rhs)
-        return solve_conjugate_gradient(
+            return solve_cholesky
+        return lambda matrix, rhs: solve_conjugate_gradient(
             lambda x: torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1),
             rhs,
             self._tolerance(rhs.dtype),
