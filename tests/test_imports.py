@@ -13,7 +13,7 @@ ROOT = Path(woodbury.__file__).parent
 
 # Lowest first. A module may import from lower layers, and from siblings only where `SIBLINGS` says so.
 LAYERS = [
-    ["_vector", "_kept", "_numbers", "_scalar", "_batch", "_random", "_memory"],
+    ["_vector", "_kept", "_numbers", "_scalar", "_batch", "_random", "_memory", "_cuda", "_small_system"],
     ["layers", "factors", "losses", "linalg"],
     ["plan", "chain", "chain_step", "functional", "capture", "rows", "displacement", "products", "damping"],
     ["optim"],
@@ -37,6 +37,7 @@ SIBLINGS = {
     ("_numbers", "_kept"),
     ("_scalar", "_kept"),
     ("_scalar", "_numbers"),
+    ("_small_system", "_cuda"),
     ("losses", "factors"),  # S in the form its structure allows
     ("chain", "plan"),
     ("chain_step", "chain"),

@@ -87,7 +87,10 @@ def take(tree: Any, index: Tensor, samples: int) -> Any:
     """The samples at `index` of every tensor in the tree whose first axis has `samples` entries."""
 
     def choose(leaf: Any) -> Any:
-        return leaf.index_select(0, index) if has_samples(leaf, samples) else leaf
+        if not has_samples(leaf, samples):
+            return leaf
+        # the same, launched in less time on CUDA devices, and slower elsewhere
+        return leaf[index] if leaf.is_cuda else leaf.index_select(0, index)
 
     return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
 
