@@ -39,7 +39,7 @@ def test_layers_in_a_module_are_the_same_layers_and_no_chain():
     plain, wrapped = network.build(), replace(network, in_module=True).build()
     assert torch.equal(plain(inputs), wrapped(inputs))
     optimizers = [woodbury.NaturalGradient(model, network.loss()) for model in (plain, wrapped)]
-    assert [optimizer._chain is not None for optimizer in optimizers] == [True, False]
+    assert [optimizer._structure.chain is not None for optimizer in optimizers] == [True, False]
 
 
 def test_exponent_is_the_slope_in_logarithms():

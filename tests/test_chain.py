@@ -84,8 +84,8 @@ def test_steps_equal_those_of_the_same_layers_run_by_torch(loss, kind, bias, met
     for _ in range(3):
         inputs, targets = batch(3, loss)
         a, b = own.step(inputs, targets), by_torch.step(inputs, targets)
-        assert own._chain is not None
-        assert by_torch._chain is None
+        assert own._structure.chain is not None
+        assert by_torch._structure.chain is None
         for name, value in a.as_dict().items():
             assert value == pytest.approx(b.as_dict()[name], rel=1e-9), name
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
@@ -232,7 +232,7 @@ def test_what_is_no_chain_is_not_run_as_one(change, late):
     optimizer = woodbury.GaussNewton(model, loss, damping=0.1, fallback="autograd")
     optimizer.step(inputs, targets)
     if late:
-        assert optimizer._chain is not None
+        assert optimizer._structure.chain is not None
         change(model)
         for group in optimizer.param_groups:  # parameters of new modules
             group["params"] = [p for p in model.parameters() if p.requires_grad]
@@ -242,7 +242,7 @@ def test_what_is_no_chain_is_not_run_as_one(change, late):
             else woodbury.GaussNewton(model, loss, damping=0.1, fallback="autograd")
         )
         optimizer.step(inputs, targets)
-    assert optimizer._chain is None
+    assert optimizer._structure.chain is None
     assert optimizer.verify(inputs, targets) < 1e-11
 
 
@@ -286,14 +286,14 @@ def test_settings_of_an_activation_are_read_at_each_step():
     optimizer.step(inputs, targets)
     model[1].negative_slope = 0.5
     assert optimizer.verify(inputs, targets) < 1e-11
-    assert optimizer._chain is not None
+    assert optimizer._structure.chain is not None
 
 
 def test_activations_written_in_place_leave_what_the_step_needs():
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)).double()
     inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.1)
-    assert optimizer._chain is not None
+    assert optimizer._structure.chain is not None
     assert optimizer.verify(inputs, targets) < 1e-11
 
 

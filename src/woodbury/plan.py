@@ -30,6 +30,7 @@ class Findings:
     unfit: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
     way: str | None = None  # to rows past the rules, as `functional` names them
     modes: tuple[bool, ...] = ()  # training or not, of every module, when that was found
+    passes: int = 0  # over more than one sample
 
 
 def _mixes_samples(norm: nn.Module) -> bool:

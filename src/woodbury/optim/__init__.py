@@ -8,8 +8,9 @@ from woodbury.optim.base import SecondOrder
 from woodbury.optim.first_order import FirstOrder, adam, sgd
 from woodbury.optim.hessian_free import HessianFree
 from woodbury.optim.kfac import KFAC
+from woodbury.optim.passes import NonFiniteLossError
 from woodbury.optim.smw import GaussNewton, NaturalGradient
-from woodbury.optim.step import NonFiniteLossError, StepInfo
+from woodbury.optim.step import StepInfo
 
 _block_diagonal = partial(NaturalGradient, blocks="layer")
 _block_diagonal.__doc__ = "SMW-NG-BD: SMW-NG with a block-diagonal F, one block and one small system a layer."

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from woodbury import _batch, _random, _vector, products
+from woodbury import _batch, _random, products
 from woodbury._batch import Batch
 from woodbury._numbers import forced, written_down
 from woodbury._scalar import (
@@ -27,41 +27,30 @@ from woodbury._scalar import (
     as_double,
     as_number,
     as_truth,
-    is_known,
     magnitude,
     placed,
     ratio_where,
     scalar,
 )
 from woodbury._vector import Vector
-from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
-from woodbury.chain import Chain, ChainPass, read_chain
+from woodbury.capture import Forward, call_model
+from woodbury.chain import Chain
 from woodbury.damping import Damping, as_damping
-from woodbury.displacement import Displacement
-from woodbury.losses import check_count, is_own, loss_rule
+from woodbury.losses import is_own, loss_rule
 from woodbury.optim import captured
 from woodbury.optim.captured import Recorder
+from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
     check_curvature_samples,
-    names_by_group,
     plain_groups,
     read_settings,
     with_names,
 )
-from woodbury.optim.step import (
-    Batches,
-    NonFiniteLossError,
-    Objective,
-    Piece,
-    Problem,
-    Proposal,
-    StepInfo,
-    mean_of,
-    total_count,
-)
-from woodbury.plan import Plan, plan_layers
+from woodbury.optim.step import Problem, Proposal, StepInfo
+from woodbury.optim.structure import Structure
+from woodbury.plan import Plan
 
 
 def _many_times() -> AbstractContextManager[None]:
@@ -117,13 +106,9 @@ class SecondOrder(torch.optim.Optimizer):
         self.blocks = blocks
         self.accept = accept
         self.forward = forward or call_model
-        self.fallback = fallback
         self.last: StepInfo | None = None
-        self._planned: tuple[Plan, list[list[int]], list[list[str]]] | None = None  # ids and names by group
-        self._passes: tuple[Plan | None, int] = (None, 0)  # through the model, by this plan
+        self._structure = Structure(fallback, self.by_layers, self.max_bytes)
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
-        self._chain: Chain | None = None  # what the model is by its structure, if that
-        self._is_chain: bool | None = None  # whether passes through it show a chain; None until seen
         self._recorder: Recorder | None = None
         self._orders = _random.Orders()
         self._rule = loss_rule(loss)
@@ -325,50 +310,17 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _plan(self) -> Plan:
         """The layers to train, made anew whenever something about the model has changed."""
-        groups = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
-        if self._planned is not None and self._planned[1] == groups:
-            plan = self._planned[0]
-            if self._chain is not None and self._chain.is_current(self.model):
-                return plan
-            self._chain = None
-            if plan.is_current(self.model):
-                return plan
-        named = dict(self.model.named_parameters())
-        names = {id(parameter): name for name, parameter in named.items()}
-        chosen = {names[id(p)] for group in self.param_groups for p in group["params"] if id(p) in names}
-        if len(chosen) < len(named):
-            named = {name: parameter for name, parameter in named.items() if name in chosen}
-        plan = plan_layers(self.model, named, self.fallback, self.by_layers, self.max_bytes)
-        self._planned = (plan, groups, names_by_group(self.param_groups, plan.parameters))
-        self._chain = self._is_chain = None
-        if self.by_layers:
-            self._chain = read_chain(plan, self.model)
-        return plan
+        return self._structure.read(self.model, self.param_groups)
 
     def _chain_for(self, inputs: Any) -> Chain | None:
         """The chain that the model is, if a batch can be run along it by hand.
 
         Not with a loss rule of someone's own, which may draw random numbers or differentiate.
         """
-        chain = self._chain
+        chain = self._structure.chain
         if chain is None or self.forward is not call_model or self.autocast is not None or not is_own(self._rule):
             return None
         return chain if chain.takes(inputs) else None
-
-    def _shows_chain(self, plan: Plan, inputs: Any, samples: int) -> bool:
-        """Whether passes through the model show a chain of Linear layers: seen once per plan, on one sample."""
-        if self._is_chain is None and self.autocast is not None:
-            self._is_chain = False  # its layers are cast in between
-        if self._is_chain is None:
-            random = _random.snapshot(self._device())
-            try:
-                one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
-                self._is_chain = capture(plan, self.model, self.forward, one, 1).chain is not None
-            except (ValueError, TypeError, RuntimeError, IndexError):
-                self._is_chain = False  # the batch itself will tell, in its own words
-            finally:
-                _random.restore(random)
-        return self._is_chain
 
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
@@ -388,12 +340,14 @@ class SecondOrder(torch.optim.Optimizer):
         self, plan: Plan, batch: Batch, full: Batches | None, rates: Sequence[float | Tensor] | None = None
     ) -> Problem:
         """The problem of this batch with the settings as they are now, or with other learning rates by group."""
-        assert self._planned is not None
-        hyper = read_settings(self.param_groups, self._planned[2], rates)
+        hyper = read_settings(self.param_groups, self._structure.names, rates)
         damping = as_number(self.state["damping"]) + self.damping.floor
         chain = None if full is not None else self._chain_for(batch.inputs)
-        is_chain = chain is not None or self._shows_chain(plan, batch.inputs, batch.samples)
-        return Problem(plan, batch, damping, hyper, full, self._previous(plan, hyper), is_chain, chain)
+        is_chain = chain is not None
+        if not is_chain and self.autocast is None:  # which casts between layers
+            is_chain = self._structure.shows_chain(plan, self.forward, batch.inputs, batch.samples)
+        passes = Passes(plan, chain, self.forward, self.autocast, self.loss, self._rule)
+        return Problem(passes, batch, damping, hyper, full, self._previous(plan, hyper), is_chain)
 
     def _check_surroundings(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -450,129 +404,6 @@ class SecondOrder(torch.optim.Optimizer):
             for name, parameter in plan.parameters.items()
         }
 
-    def _capture(self, problem: Problem, inputs: Any, samples: int) -> Capture | ChainPass:
-        """A pass over a batch, or part of it, at theta."""
-        if problem.chain is not None:
-            return problem.chain.run(inputs)
-        plan = problem.plan
-        with self._cast():
-            captured = capture(plan, self.model, self.forward, inputs, samples)
-        if samples > 1:
-            count = self._passes[1] + 1 if self._passes[0] is plan else 1
-            self._passes = plan, count
-            # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
-            if count == 1 or (count & (count - 1) == 0 and self._device().type == "cpu"):
-                check_samples_apart(captured, first=count == 1)
-        return captured
-
-    def _cast(self) -> AbstractContextManager[Any]:
-        """The precision of passes through the model."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device().type, dtype=self.autocast)
-
-    def _evaluate(
-        self, problem: Problem, inputs: Any, targets: Tensor | None, samples: int
-    ) -> tuple[Piece, Tensor]:
-        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
-        captured = self._capture(problem, inputs, samples)
-        outputs = captured.outputs.detach()
-        prepared = self._rule.prepare(self.loss, captured.raw, targets)
-        count = self._rule.count(self.loss, prepared)
-        return Piece(inputs, prepared, self._values(outputs, prepared), count, captured), outputs
-
-    def _objective(self, problem: Problem) -> Objective:
-        """f, g and the trial evaluation on the batch, or over all of the problem's loader."""
-        parts = problem.batch.pieces()
-        if problem.full is None:
-            evaluated = [self._evaluate(problem, *part) for part in parts]
-            pieces = [piece for piece, _ in evaluated]
-            count = total_count(pieces)
-            loss = mean_of([piece.values for piece in pieces], count)
-            gradient: Vector | None = None
-            for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
-                residual = self._rule.residual(self.loss, outputs, piece.targets) / count
-                part = piece.capture.gradient(residual)
-                gradient = part if gradient is None else _vector.combine(gradient, part)
-            assert gradient is not None
-            evaluate: Callable[[Displacement], Scalar] = partial(self._decrease_on, pieces)
-        else:
-            # The loader first: its random numbers must be the ones that `evaluate` replays.
-            loss, gradient, evaluate = self._full_objective(problem, problem.full)
-            evaluated = [self._evaluate(problem, *parts[0])]
-            pieces = [evaluated[0][0]]
-        self._check_loss(loss)
-        return Objective(loss, gradient, evaluate, pieces, outputs=evaluated[0][1])
-
-    def _full_objective(
-        self, problem: Problem, full: Batches
-    ) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar]]:
-        """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
-        if isinstance(full, Iterator):
-            raise TypeError(
-                "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
-            )
-        total: Tensor | None = None
-        gradient: Vector = {}
-        count: Scalar = 0
-        for inputs, targets in full:
-            samples = _batch.check_batch(inputs, targets)
-            captured = self._capture(problem, inputs, samples)
-            outputs = captured.outputs.detach()
-            prepared = self._rule.prepare(self.loss, captured.raw, targets)
-            part = captured.gradient(self._rule.residual(self.loss, outputs, prepared))
-            gradient = part if total is None else _vector.combine(gradient, part)
-            values = self._values(outputs, prepared).sum()
-            total = values if total is None else total + values
-            count = count + self._rule.count(self.loss, prepared)
-        if total is None:
-            raise ValueError("full= holds no batch")
-        count = check_count(count, "full=")
-        before = total
-
-        def evaluate(displacement: Displacement) -> Scalar:
-            after = torch.zeros_like(before)
-            with displacement.applied(), self._trial_mode():
-                for inputs, targets in full:
-                    with self._cast():
-                        raw = self.forward(self.model, inputs).detach()
-                    prepared = self._rule.prepare(self.loss, raw, targets)
-                    after = after + self._values(raw.reshape(raw.shape[0], -1), prepared).sum()
-            return scalar(before - after) / count
-
-        return scalar(total) / count, {name: value / count for name, value in gradient.items()}, evaluate
-
-    def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of each sample in float64: rho is a difference of nearly equal losses."""
-        return self._rule.values(self.loss, outputs.double(), targets)
-
-    def _check_loss(self, loss: Scalar) -> None:
-        """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
-        if is_known(loss) and not math.isfinite(loss):
-            raise NonFiniteLossError(
-                f"the loss at the current parameters is {loss}: nothing was changed. "
-                "Check the model's parameters for nan or inf"
-            )
-
-    def _trial_mode(self) -> torch.set_grad_enabled:
-        """No gradients in the trial pass, unless the model may want them for itself."""
-        return torch.set_grad_enabled(self.forward is not call_model or self.fallback is not None)
-
-    def _decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Scalar:
-        """f(theta) - f(theta + p) over pieces already evaluated at theta."""
-        differences = []
-        for index, piece in enumerate(pieces):
-            if isinstance(piece.capture, ChainPass):
-                outputs = displacement.outputs_along(piece.capture)
-            else:
-                with displacement.applied(piece.capture, index), self._trial_mode(), self._cast():
-                    outputs = self.forward(self.model, piece.inputs).detach()
-                piece.capture.check_inputs()  # the update still needs them
-            if outputs.dim() != 2:
-                outputs = outputs.reshape(piece.values.shape[0], -1)
-            differences.append(piece.values - self._values(outputs, piece.targets))
-        return mean_of(differences, total_count(pieces))
-
     def _vector_if_needed(self, problem: Problem, proposal: Proposal) -> Vector | None:
         """p itself where momentum or weight decay ask for it."""
         if problem.hyper.any_momentum or problem.hyper.any_decay:
@@ -627,10 +458,7 @@ class SecondOrder(torch.optim.Optimizer):
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
         kept = {name: value for name, value in vars(self).items() if name not in names}
         return {name: value for name, value in kept.items() if "hooks" not in name} | {
-            "_planned": None,
-            "_passes": (None, 0),
-            "_chain": None,
-            "_is_chain": None,
+            "_structure": self._structure.unread(),
             "_orders": _random.Orders(),
             "_recorder": None if self._recorder is None else Recorder(),
         }

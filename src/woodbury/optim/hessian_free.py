@@ -19,7 +19,8 @@ from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
 from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
-from woodbury.optim.step import Piece, Problem, Proposal
+from woodbury.optim.passes import Piece
+from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
 from woodbury.rows import loss_factor
 
@@ -87,7 +88,7 @@ class HessianFree(SecondOrder):
 
     def _propose(self, problem: Problem) -> Proposal:
         parameters = problem.plan.parameters
-        objective = self._objective(problem)
+        objective = problem.passes.objective(problem.batch, problem.full)
         gradient = objective.gradient
         decays, damping = problem.hyper.weight_decay, float(problem.damping)
         linear = _vector.flatten(

@@ -103,7 +103,7 @@ class KFAC(SecondOrder):
         )
 
     def _propose(self, problem: Problem) -> Proposal:
-        objective = self._objective(problem)
+        objective = problem.passes.objective(problem.batch, problem.full)
         piece, outputs = objective.pieces[0], objective.outputs
         factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
         forms = piece.capture.rows([factor.columns()])

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
-from woodbury._batch import Batch
 from woodbury._memory import available_bytes, in_words
 from woodbury._numbers import forced
 from woodbury._scalar import Scalar, Scale, Truth, scalar
@@ -35,7 +34,6 @@ from woodbury.chain import Chain
 from woodbury.chain_step import ChainDisplacement, ChainRows
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
-from woodbury.layers.forms import concatenate_forms
 from woodbury.linalg import (
     Solution,
     solve_cholesky,
@@ -47,32 +45,16 @@ from woodbury.linalg import (
 from woodbury.losses import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.captured import Recorder
+from woodbury.optim.linearize import Linearization, divisor_of, linearize, segments_of
+from woodbury.optim.passes import Passes, Piece, check_loss, mean_of
 from woodbury.optim.settings import check_choice
-from woodbury.optim.step import Piece, Problem, Proposal, mean_of, total_count
+from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
-from woodbury.rows import Rows, curvature_divisor, forming_pays, loss_factor
+from woodbury.rows import Rows, forming_pays
 
 SOLVERS = ("cholesky", "cg", "products")
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
 _RAISES = 12  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
-
-
-@dataclass
-class Linearization:
-    """The model around theta: Z with U in front, and g = Z^T (e / M, 1 / M) + gradient."""
-
-    rows: Rows | FactorProducts  # Z, unscaled
-    curvature_rows: int  # the first so many rows of Z, over sqrt(D), are U
-    divisor: Scalar  # D
-    count: Scalar  # M, what the mean loss of the batch divides by
-    e: Tensor | None  # (curvature rows,), S e = r, None for ones; zero where g is given by `gradient` alone
-    gradient: Vector | None  # the part of g that is not in Z
-
-    def factor_weights(self, like: Tensor) -> Tensor:
-        """e, written out."""
-        return like.new_ones(self.curvature_rows) if self.e is None else self.e
-
-    curvature: list[Tensor] | None = None  # B by block, once formed
 
 
 class _SampleSpace(SecondOrder):
@@ -144,18 +126,24 @@ class _SampleSpace(SecondOrder):
             in_factors, is_small = self._found(problem, problem.chain)
             if in_factors:
                 return self._propose_along(problem, problem.chain, is_small)
+        passes = problem.passes
         if problem.full is None:
             line, pieces = self._linearize(problem)
             loss = mean_of([piece.values for piece in pieces], line.count)
-            evaluate: Callable[[Displacement], Scalar] = partial(self._decrease_on, pieces)
+            evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
-            loss, gradient, evaluate = self._full_objective(problem, problem.full)
+            loss, gradient, evaluate = passes.over_all(problem.full)
             line, pieces = self._linearize(problem)
             line.gradient = gradient
-        self._check_loss(loss)
+        check_loss(loss)
         parts = [piece.inputs for piece in pieces]
         return self._answer(problem, partial(self._solve, problem, line), loss, parts, evaluate)
+
+    def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
+        self._check_dtype(problem.plan.dtype)
+        products_by = self._blocks(problem) if self.solver == "products" else None
+        return linearize(problem, self.curvature, products_by, partial(self._check_memory, problem))
 
     def _answer(
         self,
@@ -203,23 +191,23 @@ class _SampleSpace(SecondOrder):
 
     def _propose_along(self, problem: Problem, chain: Chain, is_small: bool) -> Proposal:
         """p along a chain, in factors."""
-        batch, m = problem.batch, problem.batch.curvature
+        passes, batch, m = problem.passes, problem.batch, problem.batch.curvature
         self._check_dtype(chain.weights[0].dtype)
         made = chain.run(batch.inputs)
         outputs = made.outputs
         targets = self._rule.prepare(self.loss, outputs, batch.targets)
         count = chosen = check_count(self._rule.count(self.loss, targets))
-        losses = self._losses(outputs, targets)
+        losses = _losses(passes, outputs, targets)
         loss = _mean(losses, count)
-        self._check_loss(loss)
+        check_loss(loss)
         if not is_small:
             self._check_memory(problem, outputs)
         if m < batch.samples:
             chosen = self._rule.count_of_first(self.loss, targets, m)
-        segments, e = self._segments(batch, outputs, targets)
+        segments, e = segments_of(passes, self.curvature, batch, outputs, targets)
         rows = ChainRows(made, segments)
         gram = rows.grams(self.gram_dtype, self.blocks == "layer")
-        width, divisor = m * rows.layout.pieces[0][1], self._divisor(chosen, m)
+        width, divisor = m * rows.layout.pieces[0][1], divisor_of(self.curvature, chosen, m)
 
         def solve(damping: Scalar) -> _Step:
             found = solve_in_sample_space(gram, width, divisor, count, e, None, damping, self._solver())
@@ -227,107 +215,14 @@ class _SampleSpace(SecondOrder):
             assert squared is not None
             return _Step(rows.step(found.coefficients), damping * squared + 0.5 * found.bend, squared, found.ok)
 
-        evaluate = partial(self._decrease_along, targets, losses, count)
+        def evaluate(displacement: ChainDisplacement) -> Scalar:
+            return _mean(losses - _losses(passes, displacement.outputs(), targets), count)
+
         return self._answer(problem, solve, loss, [batch.inputs], evaluate)
-
-    def _losses(self, outputs: Tensor, targets: Tensor) -> Any:
-        """The loss of each sample, or their sum where the outputs have less digits than it: for a difference."""
-        if outputs.dtype == torch.float64:
-            return self._values(outputs, targets)
-        return scalar(self._rule.total(self.loss, outputs.double(), targets))
-
-    def _decrease_along(
-        self, targets: Tensor, losses: Any, count: Scalar, displacement: ChainDisplacement
-    ) -> Scalar:
-        """f(theta) - f(theta + p) over a batch with these losses at theta."""
-        return _mean(losses - self._losses(displacement.outputs(), targets), count)
-
-    def _segments(self, batch: Batch, outputs: Tensor, targets: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """Columns for the rows of Z: of S2, then of the samples outside it where e, which comes too, holds S2's g.
-
-        (m, k, C), or (m, C) for one a sample. e is None for ones, and where the loss has none.
-        """
-        if self.curvature == "empirical":  # every factor row is a gradient row: all in one go
-            return [self._rule.residual(self.loss, outputs, targets)], None
-        m = batch.curvature
-        factor = self._rule.compact_factor(self.loss, outputs[:m], targets[:m])
-        segments = [factor.columns()]
-        if factor.e is None:
-            return segments, None
-        if m < batch.samples:
-            segments.append(self._rule.residual(self.loss, outputs[m:], targets[m:]))
-        return segments, factor.e.flatten()
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
         if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
             raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
-
-    def _linearize(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
-        """Run the model on the batch and return its rows, S2 in front, with the loss of every sample."""
-        batch = problem.batch
-        self._check_dtype(problem.plan.dtype)
-        if self.solver == "products" or problem.full is not None:
-            return self._linearize_in_pieces(problem)
-        # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
-        whole = batch.curvature == batch.samples
-        if self.curvature == "empirical" or whole or problem.is_chain:
-            return self._linearize_at_once(problem)
-        return self._linearize_in_pieces(problem)
-
-    def _linearize_at_once(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
-        batch, m = problem.batch, problem.batch.curvature
-        piece, outputs = self._evaluate(problem, batch.inputs, batch.targets, batch.samples)
-        targets, gradient = piece.targets, None
-        count = chosen = total_count([piece])
-        self._check_memory(problem, piece.capture.raw)
-        if m < batch.samples:
-            chosen = self._rule.count_of_first(self.loss, targets, m)
-        segments, e = self._segments(batch, outputs, targets)
-        if e is None and self.curvature == "gauss-newton":
-            gradient = piece.capture.gradient(self._rule.residual(self.loss, outputs, targets) / count)
-        segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        height = sum(columns.shape[0] * columns.shape[1] for columns in segments)
-        rows = Rows(problem.plan, piece.capture.rows(segments), height)
-        width = m * segments[0].shape[1]
-        if gradient is not None:
-            e = outputs.new_zeros(width)
-        return Linearization(rows, width, self._divisor(chosen, m), count, e, gradient), [piece]
-
-    def _linearize_in_pieces(self, problem: Problem) -> tuple[Linearization, list[Piece]]:
-        """The same with S2 and the samples outside it run through the model one after the other.
-
-        For solver="products" Z has the factor rows alone, and none of them is formed.
-        """
-        batch = problem.batch
-        given = problem.full is not None  # g comes from the loader: S2 is all we need
-        evaluated = [self._evaluate(problem, *part) for part in batch.pieces()[: 1 if given else None]]
-        pieces = [piece for piece, _ in evaluated]
-        divisor = self._divisor(pieces[0].count, batch.curvature)
-        count = total_count(pieces)
-        by_products = self.solver == "products"
-        if not by_products:
-            self._check_memory(problem, pieces[0].capture.raw)
-        piece, outputs = evaluated[0]
-        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
-        width = batch.curvature * factor.width
-        in_rows = 0 if factor.e is None else 1 if by_products else len(pieces)  # pieces whose gradient Z holds
-        gradient: Vector | None = None
-        for piece, outputs in evaluated[len(evaluated) if given else in_rows :]:
-            part = piece.capture.gradient(self._rule.residual(self.loss, outputs, piece.targets) / count)
-            gradient = part if gradient is None else _vector.combine(gradient, part)
-        e = outputs.new_zeros(width) if factor.e is None or given else factor.e.flatten()
-        if by_products:
-            rows: Rows | FactorProducts = FactorProducts(
-                pieces[0].capture.outputs, problem.plan.parameters, factor, self._blocks(problem)
-            )
-        else:
-            segments = [factor.columns()]
-            for piece, outputs in evaluated[1:in_rows]:
-                segments.append(self._rule.residual(self.loss, outputs, piece.targets).unsqueeze(1))
-            forms = [piece.capture.rows([own]) for piece, own in zip(pieces, segments, strict=False)]
-            height = sum(own.shape[0] * own.shape[1] for own in segments)
-            rows = Rows(problem.plan, concatenate_forms(forms), height)
-        return Linearization(rows, width, divisor, count, e, gradient), pieces
 
     def _blocks(self, problem: Problem) -> list[tuple[str, ...]]:
         """The parameters of each block of B."""
@@ -367,9 +262,6 @@ class _SampleSpace(SecondOrder):
                 f"{in_words(available)} are available. Ways out: fewer curvature_samples, NaturalGradient (one "
                 "row a sample), or solver='products' (no rows at all)"
             )
-
-    def _divisor(self, count: Scalar, samples: int) -> Scalar:
-        return curvature_divisor(self.curvature, check_count(count, "the curvature samples"), samples)
 
     def _solve(self, problem: Problem, line: Linearization, damping: Scalar) -> _Step:
         """p for this damping, with its norm and predicted decrease."""
@@ -501,6 +393,13 @@ class _SampleSpace(SecondOrder):
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.solver_tolerance is None else self.solver_tolerance
+
+
+def _losses(passes: Passes, outputs: Tensor, targets: Tensor) -> Any:
+    """The loss of each sample, or their sum where the outputs have less digits than it: for a difference."""
+    if outputs.dtype == torch.float64:
+        return passes.values(outputs, targets)
+    return scalar(passes.rule.total(passes.loss, outputs.double(), targets))
 
 
 def _mean(losses: Any, count: Scalar) -> Scalar:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,21 +10,14 @@ import torch
 from torch import Tensor
 
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, as_double, as_truth, root, scalar
+from woodbury._scalar import Scalar, Truth, as_double, as_truth, root
 from woodbury._vector import Vector
-from woodbury.capture import Capture
-from woodbury.chain import Chain, ChainPass
+from woodbury.chain import Chain
 from woodbury.chain_step import ChainDisplacement
 from woodbury.displacement import Displacement
-from woodbury.losses import check_count
+from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import Hyperparameters
 from woodbury.plan import Plan
-
-Batches = Iterable[tuple[Any, "Tensor | None"]]
-
-
-class NonFiniteLossError(ValueError):
-    """The loss at the current parameters, before any step, is not a finite number."""
 
 
 @dataclass(frozen=True)
@@ -69,39 +62,6 @@ def _made(name: str, value: Any) -> Tensor:
 
 
 @dataclass
-class Piece:
-    """Part of a batch as the loss saw it at theta."""
-
-    inputs: Any
-    targets: Tensor  # as the loss rule prepared them
-    values: Tensor  # loss of each sample, float64
-    count: Scalar  # what their mean divides by: f = sum of values / count
-    capture: Capture | ChainPass
-
-
-def mean_of(values: Sequence[Tensor], count: Scalar) -> Scalar:
-    """sum of values / count."""
-    joined = values[0] if len(values) == 1 else torch.cat(list(values))
-    return scalar(joined.sum()) / count
-
-
-def total_count(pieces: Sequence[Piece]) -> Scalar:
-    """What the mean over all pieces divides by."""
-    return check_count(sum(piece.count for piece in pieces))
-
-
-@dataclass
-class Objective:
-    """f and its gradient g at theta, for methods that work with g itself."""
-
-    loss: Scalar  # f(theta), float64
-    gradient: Vector  # of the loss alone
-    evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
-    pieces: list[Piece]  # the batch, S2 first; S2 alone if f is that of a loader
-    outputs: Tensor  # (N2, C) of S2, detached
-
-
-@dataclass
 class Proposal:
     """A step before it is taken."""
 
@@ -121,11 +81,18 @@ class Proposal:
 class Problem:
     """Everything `_propose` may use: the trainable parameters, the batch and the current settings."""
 
-    plan: Plan
+    passes: Passes
     batch: Batch
     damping: Scalar
     hyper: Hyperparameters
     full: Batches | None
     previous: Vector | None  # q = mu p_prev, or None when zero
     is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
-    chain: Chain | None  # what is run by hand, if that
+
+    @property
+    def plan(self) -> Plan:
+        return self.passes.plan
+
+    @property
+    def chain(self) -> Chain | None:
+        return self.passes.chain

@@ -1,0 +1,197 @@
+"""Passes through the model: f at theta and at theta + p, and its gradient, over a batch or all of a loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch, _vector
+from woodbury._batch import Batch
+from woodbury._scalar import Scalar, is_known, scalar
+from woodbury._vector import Vector
+from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
+from woodbury.chain import Chain, ChainPass
+from woodbury.displacement import Displacement
+from woodbury.losses import LossRule, check_count
+from woodbury.plan import Plan
+
+Batches = Iterable[tuple[Any, "Tensor | None"]]
+
+
+class NonFiniteLossError(ValueError):
+    """The loss at the current parameters, before any step, is not a finite number."""
+
+
+@dataclass
+class Piece:
+    """Part of a batch as the loss saw it at theta."""
+
+    inputs: Any
+    targets: Tensor  # as the loss rule prepared them
+    values: Tensor  # loss of each sample, float64
+    count: Scalar  # what their mean divides by: f = sum of values / count
+    capture: Capture | ChainPass
+
+
+def mean_of(values: Sequence[Tensor], count: Scalar) -> Scalar:
+    """sum of values / count."""
+    joined = values[0] if len(values) == 1 else torch.cat(list(values))
+    return scalar(joined.sum()) / count
+
+
+def total_count(pieces: Sequence[Piece]) -> Scalar:
+    """What the mean over all pieces divides by."""
+    return check_count(sum(piece.count for piece in pieces))
+
+
+def check_loss(loss: Scalar) -> None:
+    """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
+    if is_known(loss) and not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"the loss at the current parameters is {loss}: nothing was changed. "
+            "Check the model's parameters for nan or inf"
+        )
+
+
+@dataclass
+class Objective:
+    """f and its gradient g at theta, for methods that work with g itself."""
+
+    loss: Scalar  # f(theta), float64
+    gradient: Vector  # of the loss alone
+    evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
+    pieces: list[Piece]  # the batch, S2 first; S2 alone if f is that of a loader
+    outputs: Tensor  # (N2, C) of S2, detached
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """How a batch goes through the model and the loss in this step."""
+
+    plan: Plan
+    chain: Chain | None  # what is run by hand, if that
+    forward: Forward
+    autocast: torch.dtype | None
+    loss: nn.Module
+    rule: LossRule
+
+    def capture(self, inputs: Any, samples: int) -> Capture | ChainPass:
+        """A pass over a batch, or part of it, at theta."""
+        if self.chain is not None:
+            return self.chain.run(inputs)
+        with self._cast():
+            captured = capture(self.plan, self.plan.model, self.forward, inputs, samples)
+        if samples > 1:
+            findings = self.plan.findings
+            findings.passes = count = findings.passes + 1
+            # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
+            if count == 1 or (count & (count - 1) == 0 and self._device_type() == "cpu"):
+                check_samples_apart(captured, first=count == 1)
+        return captured
+
+    def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
+        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
+        captured = self.capture(inputs, samples)
+        outputs = captured.outputs.detach()
+        prepared = self.rule.prepare(self.loss, captured.raw, targets)
+        count = self.rule.count(self.loss, prepared)
+        return Piece(inputs, prepared, self.values(outputs, prepared), count, captured), outputs
+
+    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss of each sample in float64: rho is a difference of nearly equal losses."""
+        return self.rule.values(self.loss, outputs.double(), targets)
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient of each sample's loss at its outputs."""
+        return self.rule.residual(self.loss, outputs, targets)
+
+    def decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Scalar:
+        """f(theta) - f(theta + p) over pieces already evaluated at theta."""
+        differences = []
+        for index, piece in enumerate(pieces):
+            if isinstance(piece.capture, ChainPass):
+                outputs = displacement.outputs_along(piece.capture)
+            else:
+                with displacement.applied(piece.capture, index), self._trial_mode(), self._cast():
+                    outputs = self.forward(self.plan.model, piece.inputs).detach()
+                piece.capture.check_inputs()  # the update still needs them
+            if outputs.dim() != 2:
+                outputs = outputs.reshape(piece.values.shape[0], -1)
+            differences.append(piece.values - self.values(outputs, piece.targets))
+        return mean_of(differences, total_count(pieces))
+
+    def objective(self, batch: Batch, full: Batches | None) -> Objective:
+        """f, g and the trial evaluation on the batch, or over all of a loader."""
+        parts = batch.pieces()
+        if full is None:
+            evaluated = [self.evaluate(*part) for part in parts]
+            pieces = [piece for piece, _ in evaluated]
+            count = total_count(pieces)
+            loss = mean_of([piece.values for piece in pieces], count)
+            gradient: Vector | None = None
+            for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
+                part = piece.capture.gradient(self.residual(outputs, piece.targets) / count)
+                gradient = part if gradient is None else _vector.combine(gradient, part)
+            assert gradient is not None
+            evaluate: Callable[[Displacement], Scalar] = partial(self.decrease_on, pieces)
+        else:
+            # The loader first: its random numbers must be the ones that `evaluate` replays.
+            loss, gradient, evaluate = self.over_all(full)
+            evaluated = [self.evaluate(*parts[0])]
+            pieces = [evaluated[0][0]]
+        check_loss(loss)
+        return Objective(loss, gradient, evaluate, pieces, outputs=evaluated[0][1])
+
+    def over_all(self, full: Batches) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar]]:
+        """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
+        if isinstance(full, Iterator):
+            raise TypeError(
+                "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
+            )
+        total: Tensor | None = None
+        gradient: Vector = {}
+        count: Scalar = 0
+        for inputs, targets in full:
+            samples = _batch.check_batch(inputs, targets)
+            captured = self.capture(inputs, samples)
+            outputs = captured.outputs.detach()
+            prepared = self.rule.prepare(self.loss, captured.raw, targets)
+            part = captured.gradient(self.residual(outputs, prepared))
+            gradient = part if total is None else _vector.combine(gradient, part)
+            values = self.values(outputs, prepared).sum()
+            total = values if total is None else total + values
+            count = count + self.rule.count(self.loss, prepared)
+        if total is None:
+            raise ValueError("full= holds no batch")
+        count = check_count(count, "full=")
+        before = total
+
+        def evaluate(displacement: Displacement) -> Scalar:
+            after = torch.zeros_like(before)
+            with displacement.applied(), self._trial_mode():
+                for inputs, targets in full:
+                    with self._cast():
+                        raw = self.forward(self.plan.model, inputs).detach()
+                    prepared = self.rule.prepare(self.loss, raw, targets)
+                    after = after + self.values(raw.reshape(raw.shape[0], -1), prepared).sum()
+            return scalar(before - after) / count
+
+        return scalar(total) / count, {name: value / count for name, value in gradient.items()}, evaluate
+
+    def _device_type(self) -> str:
+        return next(iter(self.plan.parameters.values())).device.type
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        """The precision of passes through the model."""
+        return nullcontext() if self.autocast is None else torch.autocast(self._device_type(), dtype=self.autocast)
+
+    def _trial_mode(self) -> torch.set_grad_enabled:
+        """No gradients in the trial pass, unless the model may want them for itself."""
+        return torch.set_grad_enabled(self.forward is not call_model or self.plan.fallback is not None)

@@ -1,0 +1,65 @@
+"""What a model is made of, read once and again whenever something about it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from woodbury import _batch, _random
+from woodbury.capture import Forward, capture
+from woodbury.chain import Chain, read_chain
+from woodbury.optim.settings import names_by_group
+from woodbury.plan import Plan, plan_layers
+
+
+class Structure:
+    """The layers to train, and whether they form a chain."""
+
+    def __init__(self, fallback: str | None, by_layers: bool, max_bytes: int | None) -> None:
+        self.fallback = fallback
+        self.by_layers = by_layers
+        self.max_bytes = max_bytes
+        self.chain: Chain | None = None  # what the model is by its structure, if that
+        self.names: list[list[str]] = []  # of the parameters in each group
+        self._plan: Plan | None = None
+        self._groups: list[list[int]] = []  # the ids of the parameters in each group
+        self._shows_chain: bool | None = None  # None until seen
+
+    def unread(self) -> Structure:
+        """The same before any model was read: what a copy of the optimizer starts with."""
+        return Structure(self.fallback, self.by_layers, self.max_bytes)
+
+    def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
+        """The plan of a model as it is now, for parameter groups as torch.optim keeps them."""
+        ids = [[id(parameter) for parameter in group["params"]] for group in groups]
+        if self._plan is not None and self._groups == ids:
+            if self.chain is not None and self.chain.is_current(model):
+                return self._plan
+            self.chain = None
+            if self._plan.is_current(model):
+                return self._plan
+        named = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in named.items()}
+        chosen = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
+        if len(chosen) < len(named):
+            named = {name: parameter for name, parameter in named.items() if name in chosen}
+        self._plan = plan = plan_layers(model, named, self.fallback, self.by_layers, self.max_bytes)
+        self._groups, self.names = ids, names_by_group(groups, plan.parameters)
+        self.chain = read_chain(plan, model) if self.by_layers else None
+        self._shows_chain = None
+        return plan
+
+    def shows_chain(self, plan: Plan, forward: Forward, inputs: Any, samples: int) -> bool:
+        """Whether passes through the model show a chain of Linear layers: seen once per plan, on one sample."""
+        if self._shows_chain is None:
+            random = _random.snapshot(next(iter(plan.parameters.values())).device)
+            try:
+                one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
+                self._shows_chain = capture(plan, plan.model, forward, one, 1).chain is not None
+            except (ValueError, TypeError, RuntimeError, IndexError):
+                self._shows_chain = False  # the batch itself will tell, in its own words
+            finally:
+                _random.restore(random)
+        return self._shows_chain
