@@ -230,6 +230,27 @@ def test_a_loaded_state_reaches_the_recorded_step():
     assert float(optimizer.last.damping) > 2
 
 
+@pytest.mark.parametrize("steps", [2, 6], ids=["before recording", "after it"])
+@pytest.mark.parametrize("taken", [0, 3], ids=["fresh", "used"])
+def test_the_state_of_an_optimizer_on_the_cpu_reaches_the_recorded_step(steps, taken):
+    """Its numbers are plain, its tensors on the CPU; a fresh one has no momentum yet."""
+    ((plain, ordinary), (problem, optimizer)) = recorded("softmax", "smw-ng", momentum=0.5)
+    source = problems.make("softmax")
+    on_cpu = OPTIMIZERS["smw-ng"](source.model, source.loss, seed=1, momentum=0.5)
+    for _ in range(taken):
+        on_cpu.step(source.inputs, source.targets)
+    for _ in range(steps):
+        ordinary.step(plain.inputs, plain.targets)
+        optimizer.step(problem.inputs, problem.targets)
+    assert (optimizer._recorder.recording is not None) == (steps > 2)
+    for one in (ordinary, optimizer):
+        one.load_state_dict(copy.deepcopy(on_cpu.state_dict()))
+    for _ in range(6):
+        a = ordinary.step(plain.inputs, plain.targets).as_dict()
+        assert a == pytest.approx(optimizer.step(problem.inputs, problem.targets).as_dict(), rel=1e-12)
+    assert optimizer._recorder.recording is not None
+
+
 def test_freezing_a_layer_records_anew():
     ((plain, ordinary), (problem, optimizer)) = recorded("softmax", "smw-ng")
     for step in range(10):

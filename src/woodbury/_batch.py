@@ -89,8 +89,9 @@ def take(tree: Any, index: Tensor, samples: int) -> Any:
     def choose(leaf: Any) -> Any:
         if not has_samples(leaf, samples):
             return leaf
-        # the same, launched in less time on CUDA devices, and slower elsewhere
-        return leaf[index] if leaf.is_cuda else leaf.index_select(0, index)
+        if leaf.is_cuda and leaf.layout is torch.strided and leaf.is_contiguous():
+            return leaf[index]  # the same then, and launched in less time
+        return leaf.index_select(0, index)
 
     return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
 

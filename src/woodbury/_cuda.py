@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -29,50 +30,87 @@ class Kernel:
         if torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 return self.launch(device, blocks, threads, shared_bytes, arguments)
-        if index not in self._functions:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be compiled then
-                return False
-            self._functions[index] = self._made()
-        function = self._functions[index]
+        function = self._function(index)
         if function is None:
             return False
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        _check(
-            _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None)
+        status = _driver().cuLaunchKernel(
+            function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, pointers, None
         )
+        if status:
+            raise RuntimeError(
+                f"CUDA error {status} ({_in_words(status)}) at the launch of woodbury's kernel {self.name!r}; "
+                "it may come from an earlier operation on the device"
+            )
         return True
 
-    def _made(self) -> ctypes.c_void_p | None:
-        """The kernel on the current device."""
-        try:
-            image = _compiled(self.source)
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            _check(_driver().cuModuleLoadData(ctypes.byref(module), image))
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode()))
-        except (OSError, AttributeError, _CudaError):
-            return None
+    def _function(self, index: int) -> ctypes.c_void_p | None:
+        """The kernel on the current device, which has this index; None if there is none, or none for now."""
+        if index not in self._functions:
+            if torch.cuda.is_current_stream_capturing():  # nothing can be compiled then
+                return None
+            try:
+                self._functions[index] = self._made()
+            except _BusyError:
+                return None
+            except _UnavailableError:
+                self._functions[index] = None
+        return self._functions[index]
+
+    def _made(self) -> ctypes.c_void_p:
+        image = _compiled(self.source)
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        status = _driver().cuModuleLoadData(ctypes.byref(module), image)
+        status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode())
+        if status == _OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"no memory on the device for woodbury's kernel {self.name!r}")
+        if status in _CAPTURING:
+            raise _BusyError(_in_words(status))
+        if status:
+            raise _UnavailableError(_in_words(status))
         return function
 
 
-class _CudaError(RuntimeError):
-    pass
+class _UnavailableError(Exception):
+    """There is no such kernel on this machine."""
 
 
-def _check(status: int) -> None:
-    if status:
-        raise _CudaError(f"CUDA error {status} at a kernel of woodbury")
+class _BusyError(Exception):
+    """Another thread records a CUDA graph, and nothing can be loaded meanwhile."""
+
+
+_OUT_OF_MEMORY, _CAPTURING = 2, range(900, 909)  # codes of the driver
+
+
+def _in_words(status: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return (text.value or b"unknown").decode()
 
 
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return _loaded(["nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"])
 
 
 @cache
 def _compiler() -> Any:
+    """NVRTC of the CUDA that torch was built with; from 11.2 to 11.8 the library kept one name."""
     major = (torch.version.cuda or "none").split(".")[0]
-    return ctypes.CDLL(f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}")
+    minor = "2" if major == "11" else "0"
+    if sys.platform == "win32":
+        return _loaded([f"nvrtc64_{major}{minor}_0.dll"])
+    return _loaded([f"libnvrtc.so.{major}.2" if major == "11" else f"libnvrtc.so.{major}", "libnvrtc.so"])
+
+
+def _loaded(names: Sequence[str]) -> Any:
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise _UnavailableError(f"no library {names[0]}")
 
 
 def _compiled(source: str) -> bytes:
@@ -81,12 +119,16 @@ def _compiled(source: str) -> bytes:
     major, minor = torch.cuda.get_device_capability()
     options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{major}{minor}".encode())
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    _check(compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"woodbury.cu", 0, None, None))
+    failed = compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"woodbury.cu", 0, None, None)
+    if failed:
+        raise _UnavailableError(f"NVRTC error {failed}")
     try:
-        _check(compiler.nvrtcCompileProgram(program, 1, options))
-        _check(compiler.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        failed = compiler.nvrtcCompileProgram(program, 1, options)
+        failed = failed or compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
-        _check(compiler.nvrtcGetCUBIN(program, image))
+        failed = failed or compiler.nvrtcGetCUBIN(program, image)
     finally:
         compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise _UnavailableError(f"NVRTC error {failed}")
     return image.raw

@@ -56,16 +56,16 @@ extern "C" __global__ void small_system(const Arguments a) {
     for (int i = warp; i < m; i += warps)
         for (int j = lane; j <= i; j += 32) matrix[i * width + j] = gram[i * r + j] + (i == j ? shift : T(0));
     for (int i = me; i < m; i += all) {  // D lambda e - M Z g_rest
-        T rest = 0;
-        for (int j = m; j < r; ++j) rest += gram[j * r + i];
-        w[i] = (a.e ? a.e[i] : T(1)) * shift - rest;
+        double rest = 0;
+        for (int j = m; j < r; ++j) rest += double(gram[j * r + i]);
+        w[i] = (a.e ? a.e[i] : T(1)) * shift - T(rest);
     }
     __syncthreads();
 
     int failed = 0;
     for (int k = 0; k < m; ++k) {  // L L^T = Z Z^T + D lambda I, w <- L^-1 w
         const T pivot = matrix[k * width + k];
-        if (!(pivot > T(0))) {
+        if (!(pivot > T(0) && pivot - pivot == T(0))) {  // not positive, not a number, infinite
             failed = k + 1;
             break;
         }
@@ -127,11 +127,12 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def fits(gram: Tensor, curvature_rows: int) -> bool:
-    """Whether the kernel can take Z Z^T (b, r, r) with so many factor rows."""
+def fits(gram: Tensor, curvature_rows: int, e: Tensor | None) -> bool:
+    """Whether the kernel can take Z Z^T (b, r, r) with so many factor rows, and e."""
     rows = gram.shape[-1]
     return (
         gram.is_cuda
+        and (e is None or (e.shape == (curvature_rows,) and e.device == gram.device))
         and gram.dtype in _KERNELS
         and gram.shape[-2] == rows <= _MOST_ROWS
         and curvature_rows <= _MOST_CURVATURE_ROWS
@@ -145,10 +146,11 @@ def solved(
 ) -> tuple[Tensor, Tensor] | None:
     """c (b, r), and |p|^2, |U p|^2 and whether it failed (not 0) as doubles (3,); None without a kernel.
 
-    damping is lambda, a 0-dim tensor; the rest as for `woodbury.linalg.solve_in_sample_space`.
+    damping is lambda, a 0-dim tensor in double on the same device; the rest as for
+    `woodbury.linalg.solve_in_sample_space`.
     """
     blocks, rows = gram.numel() // gram.shape[-1] ** 2, gram.shape[-1]
-    e, damping = e if e is None else e.to(gram.dtype).contiguous(), damping.double()
+    e = e if e is None else e.to(gram.dtype).contiguous()
     c = gram.new_empty(gram.shape[:-1])
     numbers = gram.new_empty((blocks, 3), dtype=torch.float64)
     arguments = _Arguments(

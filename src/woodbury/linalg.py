@@ -15,7 +15,7 @@ from torch import Tensor
 from woodbury import _small_system
 from woodbury._kept import kept
 from woodbury._numbers import forced, multiples
-from woodbury._scalar import Scalar, Scale, Truth, ones, scalar, truth
+from woodbury._scalar import Scalar, Scale, Truth, ones, placed, scalar, truth
 
 
 class Solution(NamedTuple):
@@ -136,12 +136,12 @@ def solve_in_sample_space(
     e: Tensor | None,
     projected_base: Tensor | None,
     damping: Scalar,
-    solve: Callable[[Tensor, Tensor], Solution],
+    solve: Callable[[Tensor, Tensor], Solution] | None = None,
 ) -> SampleSpaceStep:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
     gram (b, r, r), or its first m = curvature_rows rows (b, m, r) if no more are at hand; e (m,), None for ones;
-    projected_base Z p0 (b, m) on the factor rows, or None.
+    projected_base Z p0 (b, m) on the factor rows, or None; solve (matrix, rhs) the small system, None: exactly.
     With D the divisor, M the count (N2 and N1 for a mean over samples), Z's factor rows sqrt(D) U and
     x = M lambda c = M lambda a / sqrt(D), the system of `woodbury.optim.smw` times M D lambda is
 
@@ -150,14 +150,18 @@ def solve_in_sample_space(
 
     and x = 1 on the gradient rows of the samples outside S2.
     """
+    exactly = solve is None
+    solve = solve or solve_cholesky
     if (
-        solve is solve_cholesky
+        exactly
         and projected_base is None
         and isinstance(divisor, float | int)
         and isinstance(count, float | int)
-        and _small_system.fits(gram, curvature_rows)
+        and _small_system.fits(gram, curvature_rows, e)
     ):
-        (known,) = forced(damping)
+        (damping,) = forced(damping)
+        known = placed(damping, gram.device)
+        assert isinstance(known, Tensor)
         solved = _small_system.solved(gram, curvature_rows, divisor, count, e, known)
         if solved is not None:
             squared, bend, failed = (scalar(value) for value in solved[1].unbind())

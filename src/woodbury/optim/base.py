@@ -268,7 +268,9 @@ class SecondOrder(torch.optim.Optimizer):
         plan = self._plan()
         settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
         memory = [parameter.data_ptr() for parameter in plan.parameters.values()]
-        key = ((id(plan), str(settings), str(self.damping), tuple(memory)), captured.shape_of(inputs, targets))
+        moving = self._moving_state(device)
+        fixed = id(plan), str(settings), str(self.damping), tuple(memory), tuple(moving)
+        key = (fixed, captured.shape_of(inputs, targets))
         if not recorder.is_due(key, plan):
             return None
         kept = self._draws()
@@ -289,24 +291,26 @@ class SecondOrder(torch.optim.Optimizer):
                 held = torch.stack([as_double(value) for value in numbers])
                 return held, {name: self.state[name] for name in state}
 
-            before = self._moving_state()
             try:
-                recorder.recording = captured.record(inputs, targets, rates, before, device, run)
+                recorder.recording = captured.record(inputs, targets, rates, moving, device, run)
             except RuntimeError as error:
                 self.state.update(kept)
                 recorder.refuse(f"a step of this model cannot be recorded ({error})")
                 return None
             finally:  # recording computes nothing: what it left behind holds no numbers
-                self.state.update(before)
+                self.state.update(moving)
         recording = recorder.recording
-        for name, value in self._moving_state().items():
+        for name, value in moving.items():
             captured.overwrite(recording.state[name], value)
         self.state.update(recording.state)
         return recording.replay(inputs, targets, order, rates)
 
-    def _moving_state(self) -> dict[str, Any]:
-        """The state that every step replaces: tensors on the device."""
-        return {key: self.state[key] for key in ("damping", "momentum") if key in self.state}
+    def _moving_state(self, device: torch.device) -> dict[str, Any]:
+        """The state that every step replaces, as tensors on the device."""
+        moving: dict[str, Any] = {"damping": placed(self.state["damping"], device)}
+        if "momentum" in self.state:
+            moving["momentum"] = {name: value.to(device) for name, value in self.state["momentum"].items()}
+        return moving
 
     def _plan(self) -> Plan:
         """The layers to train, made anew whenever something about the model has changed."""

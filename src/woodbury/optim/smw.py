@@ -36,7 +36,6 @@ from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import (
     Solution,
-    solve_cholesky,
     solve_conjugate_gradient,
     solve_in_parameter_space,
     solve_in_sample_space,
@@ -286,13 +285,15 @@ class _SampleSpace(SecondOrder):
         displacement = Displacement(problem.plan.parameters, line.rows, found.coefficients, base, scales, form)
         if base is not None:
             return _step_along(problem, displacement, damping, found.bend, found.ok)
-        squared = displacement.squared_norm() if found.squared_norm is None else found.squared_norm
+        # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other
+        squared = displacement.squared_norm() if form else found.squared_norm
+        assert squared is not None
         return _Step(displacement, damping * squared + 0.5 * found.bend, squared, found.ok)
 
-    def _solver(self) -> Callable[[Tensor, Tensor], Solution]:
-        """For small systems: from matrix (b, m, m) and right-hand side (b, m) to the solution."""
+    def _solver(self) -> Callable[[Tensor, Tensor], Solution] | None:
+        """For small systems: from matrix (b, m, m) and right-hand side (b, m) to the solution; None: exactly."""
         if self.solver == "cholesky":
-            return solve_cholesky
+            return None
         return lambda matrix, rhs: solve_conjugate_gradient(
             lambda x: torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1),
             rhs,
