@@ -182,6 +182,49 @@ def test_a_chain_may_be_nested_share_an_activation_and_hold_identities():
     torch.testing.assert_close(chain_of(model).run(inputs).outputs, model(inputs).detach())
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_chain_may_flatten_its_inputs_first(shape, method):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    other = copy.deepcopy(model)
+    own = METHODS[method](model, nn.CrossEntropyLoss(), curvature_samples=3, damping=0.1, seed=0)
+    by_torch = METHODS[method](Wrapped(other), nn.CrossEntropyLoss(), curvature_samples=3, damping=0.1, seed=0)
+    inputs, targets = batch(3, nn.CrossEntropyLoss())
+    inputs = inputs.reshape(9, *shape)
+    assert own._structure.chain.takes(inputs)
+    for _ in range(3):
+        a, b = own.step(inputs, targets).as_dict(), by_torch.step(inputs, targets).as_dict()
+        assert a == pytest.approx(b, rel=1e-9)
+    assert own.verify(inputs, targets) < 1e-11
+
+
+def test_settings_of_a_flatten_are_read_at_each_step():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double()
+    inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), damping=0.1)
+    optimizer.step(inputs, targets)
+    model[0].start_dim = 0
+    with pytest.raises(RuntimeError):  # from torch, in its own words
+        optimizer.step(inputs, targets)
+    assert optimizer._structure.chain is None
+    model[0].start_dim = 1
+    optimizer.step(inputs, targets)
+
+
+class Reversed(nn.Flatten):
+    def forward(self, x):
+        return super().forward(x).flip(1)
+
+
+def test_a_flatten_of_ones_own_is_no_part_of_a_chain():
+    assert chain_of(nn.Sequential(Reversed(), nn.Linear(4, 3))) is None
+    assert chain_of(nn.Sequential(nn.Flatten(), nn.Flatten(), nn.Linear(4, 3))) is None
+    assert chain_of(nn.Sequential(nn.Flatten(0), nn.Linear(4, 3))) is None
+    assert not chain_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 3))).takes(torch.randn(4))
+    assert not chain_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 3))).takes(torch.randn(3, 2, 3))
+
+
 def _hooked(model):
     model[2].register_forward_hook(lambda module, given, outputs: 2 * outputs)
 

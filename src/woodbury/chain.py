@@ -3,10 +3,10 @@
     z_l = W_l v_l + b_l,   v_{l+1} = phi_l(z_l),   outputs = z_L
 
 A chain needs neither a graph nor calls to watch: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns
-back in one product a layer (the paper's Algorithm 5). An `nn.Sequential` shows by its structure that it is one,
-whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any other model, and one with frozen
-parameters, is run by `woodbury.capture`, which takes the same way back where the graph of a pass turns out to be
-a chain.
+back in one product a layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` in front,
+shows by its structure that it is one, whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any
+other model, and one with frozen parameters, is run by `woodbury.capture`, which takes the same way back where the
+graph of a pass turns out to be a chain.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Chain:
     weights: tuple[nn.Parameter, ...]  # of each
     biases: tuple[nn.Parameter | None, ...]
     activations: tuple[nn.Module, ...]  # between them, one less
+    flatten: nn.Flatten | None  # before the first
     found: dict[Any, Any] = field(default_factory=dict)  # about a step, by the sizes of the batch
 
     def is_current(self, model: nn.Module) -> bool:
@@ -136,25 +137,27 @@ class Chain:
                 return False
             if bias is not None and not bias.requires_grad:
                 return False
+        if self.flatten is not None and (self.flatten.start_dim, self.flatten.end_dim) != (1, -1):
+            return False
         return all(tuple(held.values()) == kept for held, kept in self.containers) and all(
             _is_bare(module) for module in self.modules
         )
 
     def takes(self, inputs: Any) -> bool:
-        """Whether a batch is what the chain is made for: vectors of the parameters' own type."""
+        """Whether a batch is what the chain is made for: vectors of the parameters' own type, once flattened."""
         weight = self.weights[0]
         return (
             type(inputs) is Tensor
-            and inputs.dim() == 2
-            and inputs.shape[1] == weight.shape[1]
+            and (inputs.dim() == 2 or (self.flatten is not None and inputs.dim() > 2))
+            and inputs.numel() == inputs.shape[0] * weight.shape[1]
             and inputs.dtype == weight.dtype
             and inputs.device == weight.device
             and not inputs.requires_grad
         )
 
     def run(self, inputs: Tensor) -> ChainPass:
-        """One pass over a batch (n, i)."""
-        given, sums = [inputs], []
+        """One pass over a batch (n, i), or what flattens to it."""
+        given, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
         with torch.no_grad():
             for index, weight in enumerate(self.weights):
                 z = F.linear(given[-1], weight, self.biases[index])
@@ -225,6 +228,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     modules = list(_called(model))
     layers = {id(layer.module): layer for layer in plan.layers if layer.rule is linear_rows}
     leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
+    flatten = leaves.pop(0) if leaves and isinstance(leaves[0], nn.Flatten) else None
     linear, between = leaves[::2], leaves[1::2]
     own = [module for module in linear if type(module) is nn.Linear and id(module) in layers and has_own(module)]
     if (
@@ -245,6 +249,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         tuple(cast(nn.Parameter, module.weight) for module in own),
         tuple(cast("nn.Parameter | None", module.bias) for module in own),
         tuple(between),
+        cast("nn.Flatten | None", flatten),
     )
     return chain if chain.is_current(model) else None
 
@@ -258,7 +263,7 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
             yield from _called(module)
 
 
-_KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Linear, *ACTIVATIONS)
+_KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KNOWN}
 
 
