@@ -373,7 +373,7 @@ def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     a, scaled = n2**0.5 * c[0, :m], n2**0.5 / n1 * e
     torch.testing.assert_close(U @ p, damping * a - scaled)
     assert float(bend) == pytest.approx(float((U @ p).square().sum()), rel=1e-10)
-    assert bool(found.ok) and found.squared_norm is None
+    assert bool(found.ok) and found.known_norm is None
 
 
 @every_kind

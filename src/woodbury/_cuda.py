@@ -96,12 +96,14 @@ def _driver() -> Any:
 
 @cache
 def _compiler() -> Any:
-    """NVRTC of the CUDA that torch was built with; from 11.2 to 11.8 the library kept one name."""
+    """NVRTC of the CUDA that torch was built with."""
     major = (torch.version.cuda or "none").split(".")[0]
-    minor = "2" if major == "11" else "0"
+    version = {"11": "11.2"}.get(
+        major, major
+    )  # as the library is named: one name from 11.2 on, then one a version
     if sys.platform == "win32":
-        return _loaded([f"nvrtc64_{major}{minor}_0.dll"])
-    return _loaded([f"libnvrtc.so.{major}.2" if major == "11" else f"libnvrtc.so.{major}", "libnvrtc.so"])
+        return _loaded([f"nvrtc64_{version.replace('.', '').ljust(3, '0')}_0.dll"])
+    return _loaded([f"libnvrtc.so.{version}", "libnvrtc.so"])
 
 
 def _loaded(names: Sequence[str]) -> Any:

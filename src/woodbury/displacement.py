@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._scalar import Scalar, Scale, Truth, as_truth, constant, is_known, ones, scalar
+from woodbury._numbers import forced, keep
+from woodbury._scalar import Scalar, Scale, Truth, is_known, ones, scalar
 from woodbury._vector import Vector
 from woodbury.capture import Call, Capture, replaced_forward
 from woodbury.chain import ChainPass
@@ -140,27 +141,21 @@ class Displacement:
 
         To be called under torch.no_grad().
         """
-        if is_known(accepted):
-            if not accepted:
-                return
-            moved = None
-        else:
-            moved = as_truth(accepted)
+        if is_known(accepted) and not accepted:
+            return
+        kept = None if is_known(accepted) else forced(accepted)[0]
         for name, change in self._vector.items():
-            if moved is not None:
-                change = torch.where(moved, change, constant(0.0, change.device))
-            self.parameters[name].add_(rates[name] * change)
+            moved = rates[name] * change if kept is None else keep(change, kept, rates[name])
+            self.parameters[name].add_(moved)
         for layer, form, contracted in self._only_factored():
-            inputs = form.inputs
-            if moved is not None:
-                nothing = constant(0.0, inputs.device)
-                contracted = torch.where(moved, contracted, nothing)
-                inputs = torch.where(moved, inputs, nothing)
+            inputs = form.inputs if kept is None else keep(form.inputs, kept)
             for local in form.parameters:
                 name = layer.parameters[local]
                 rate, change = rates[name], contracted
                 # alpha= takes plain numbers only; where a rate may be either, both must round alike
-                if isinstance(rate, Tensor) or contracted.device.type != "cpu":
+                if kept is not None:
+                    rate, change = 1.0, keep(contracted, kept, rate)
+                elif isinstance(rate, Tensor):
                     rate, change = 1.0, rate * contracted
                 if local == form.weight:
                     self.parameters[name].addmm_(change.t(), inputs, alpha=-rate)

@@ -33,9 +33,8 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
     and x holds no meaning.
     """
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if (
-        matrix.is_cuda and matrix.dim() == 3
-    ):  # cholesky_solve allocates in its own way there, which no graph records
+    if matrix.is_cuda and matrix.dim() == 3:
+        # cholesky_solve allocates in its own way there, which no graph records
         half = torch.linalg.solve_triangular(factor, rhs.unsqueeze(-1), upper=False)
         x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
     else:
@@ -124,8 +123,12 @@ class SampleSpaceStep(NamedTuple):
 
     coefficients: Tensor  # (b, r)
     bend: Scalar  # p^T B p = |U p|^2
-    squared_norm: Scalar | None  # |p|^2 = c^T Z Z^T c; None with a p0, and where Z Z^T is not at hand whole
     ok: Truth
+    known_norm: Scalar | None = None  # |p|^2, where it came along
+
+    def squared_norm(self, gram: Tensor) -> Scalar:
+        """|p|^2 = c^T Z Z^T c, for p0 = 0 and all of Z Z^T."""
+        return scalar(quadratic_form(gram, self.coefficients)) if self.known_norm is None else self.known_norm
 
 
 def solve_in_sample_space(
@@ -150,10 +153,8 @@ def solve_in_sample_space(
 
     and x = 1 on the gradient rows of the samples outside S2.
     """
-    exactly = solve is None
-    solve = solve or solve_cholesky
     if (
-        exactly
+        solve is None
         and projected_base is None
         and isinstance(divisor, float | int)
         and isinstance(count, float | int)
@@ -165,7 +166,8 @@ def solve_in_sample_space(
         solved = _small_system.solved(gram, curvature_rows, divisor, count, e, known)
         if solved is not None:
             squared, bend, failed = (scalar(value) for value in solved[1].unbind())
-            return SampleSpaceStep(solved[0], bend, squared, failed == 0)
+            return SampleSpaceStep(solved[0], bend, failed == 0, squared)
+    solve = solve or solve_cholesky
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
     shift, length = multiples(damping, divisor, count)
     head, across = gram.narrow(-2, 0, m).split((m, rest), -1)
@@ -183,9 +185,7 @@ def solve_in_sample_space(
     if rest:
         outside = ones(rest, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
-    c = x / length
-    whole = projected_base is None and gram.shape[-2] == m + rest
-    return SampleSpaceStep(c, bend, scalar(quadratic_form(gram, c)) if whole else None, solution.ok)
+    return SampleSpaceStep(x / length, bend, solution.ok)
 
 
 def _shifted(matrix: Tensor, shift: Scale) -> Tensor:

@@ -48,12 +48,11 @@ def linearize(
     taken block by block. check_memory hears of the outputs of the model before rows are formed.
     """
     batch = problem.batch
-    in_pieces = products_by is not None or problem.full is not None
     # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
     whole = batch.curvature == batch.samples or curvature == "empirical" or problem.is_chain
-    if in_pieces or not whole:
-        return _in_pieces(problem, curvature, products_by, check_memory)
-    return _at_once(problem, curvature, check_memory)
+    if whole and products_by is None and problem.full is None:
+        return _at_once(problem, curvature, check_memory)
+    return _in_pieces(problem, curvature, products_by, check_memory)
 
 
 def segments_of(

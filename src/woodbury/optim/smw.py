@@ -210,8 +210,7 @@ class _SampleSpace(SecondOrder):
 
         def solve(damping: Scalar) -> _Step:
             found = solve_in_sample_space(gram, width, divisor, count, e, None, damping, self._solver())
-            squared = found.squared_norm
-            assert squared is not None
+            squared = found.squared_norm(gram)
             return _Step(rows.step(found.coefficients), damping * squared + 0.5 * found.bend, squared, found.ok)
 
         def evaluate(displacement: ChainDisplacement) -> Scalar:
@@ -286,8 +285,7 @@ class _SampleSpace(SecondOrder):
         if base is not None:
             return _step_along(problem, displacement, damping, found.bend, found.ok)
         # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other
-        squared = displacement.squared_norm() if form else found.squared_norm
-        assert squared is not None
+        squared = displacement.squared_norm() if form else found.squared_norm(gram)
         return _Step(displacement, damping * squared + 0.5 * found.bend, squared, found.ok)
 
     def _solver(self) -> Callable[[Tensor, Tensor], Solution] | None:
