@@ -12,14 +12,14 @@ from torch import nn
 import problems
 import reference
 import woodbury
-from woodbury import chain as chains
-from woodbury import losses
-from woodbury.capture import call_model, capture
-from woodbury.chain import ACTIVATIONS, read_chain
-from woodbury.factors import DenseFactor
-from woodbury.losses import SquaredError
-from woodbury.plan import plan_layers
-from woodbury.rows import Rows
+from woodbury.losses import rules as losses
+from woodbury.losses.elementwise import SquaredError
+from woodbury.losses.factors import DenseFactor
+from woodbury.model import chain as chains
+from woodbury.model.capture import call_model, capture
+from woodbury.model.chain import ACTIVATIONS, read_chain
+from woodbury.model.plan import plan_layers
+from woodbury.row_matrix import Rows
 
 METHODS = {
     "gn": woodbury.GaussNewton,

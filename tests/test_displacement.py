@@ -7,9 +7,9 @@ from torch import nn
 import problems
 import reference
 import woodbury
-from woodbury.capture import call_model, capture
 from woodbury.displacement import Displacement
-from woodbury.plan import plan_layers
+from woodbury.model.capture import call_model, capture
+from woodbury.model.plan import plan_layers
 
 
 def setting(name):

@@ -114,7 +114,7 @@ def test_code_about_models_runs_and_its_steps_verify(number, code):
 
 @pytest.mark.parametrize(
     "name",
-    ["woodbury.Rows.grams", "woodbury.nothing", "woodbury.rows.Rows.gram.x", "woodbury.optim.smw.solve"],
+    ["woodbury.Rows.grams", "woodbury.nothing", "woodbury.row_matrix.Rows.gram.x", "woodbury.optim.smw.solve"],
 )
 def test_a_wrong_name_is_noticed(name):
     assert names(f"see `{name}(x)`") == [name]

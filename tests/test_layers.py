@@ -15,7 +15,7 @@ import reference
 import woodbury
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, shared
-from woodbury.losses import loss_rule
+from woodbury.losses.rules import loss_rule
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 CLASSES = 3

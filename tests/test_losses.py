@@ -6,7 +6,7 @@ from torch import nn
 
 import problems
 import woodbury
-from woodbury.losses import loss_rule
+from woodbury.losses.rules import loss_rule
 
 
 def outputs_of(name, dtype=torch.float64):

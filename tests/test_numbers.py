@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from woodbury import _numbers
-from woodbury._numbers import Number, forced, keep, multiples, written_down
-from woodbury._scalar import as_double, as_truth, magnitude, ratio_where, root, where
+from woodbury.device import numbers as _numbers
+from woodbury.device.numbers import Number, forced, keep, multiples, written_down
+from woodbury.device.scalars import as_double, as_truth, magnitude, ratio_where, root, where
 
 COMPARISONS = [operator.gt, operator.ge, operator.lt]
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, *COMPARISONS]

@@ -12,7 +12,7 @@ import problems
 import reference
 import woodbury
 from woodbury._vector import flatten
-from woodbury.losses import loss_rule
+from woodbury.losses.rules import loss_rule
 
 
 def dense_rows(problem, curvature):

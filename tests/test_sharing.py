@@ -516,7 +516,7 @@ def test_operations_that_cannot_be_batched_are_differentiated_one_seed_at_a_time
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "grad", unbatched)
-        patch.setattr("woodbury.functional.rows_by_func", no_func)
+        patch.setattr("woodbury.model.fallback.rows_by_func", no_func)
         optimizer = woodbury.GaussNewton(model, LOSS, damping=0.05, fallback="autograd")
         p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
     expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, "gauss-newton")

@@ -13,8 +13,9 @@ from torch import nn
 import cuda_in_cpp
 import problems
 import woodbury
-from woodbury import _cuda, _small_system
 from woodbury._batch import take
+from woodbury.device import cuda as _cuda
+from woodbury.device import small_system as _small_system
 from woodbury.linalg import solve_cholesky, solve_in_sample_space
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

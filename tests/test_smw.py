@@ -13,7 +13,7 @@ import woodbury
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
 from woodbury.linalg import solve_cholesky, solve_in_sample_space
-from woodbury.rows import Rows
+from woodbury.row_matrix import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}

@@ -14,9 +14,9 @@ import reference
 import woodbury
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
-from woodbury.capture import Capture
+from woodbury.model.capture import Capture
 from woodbury.optim import smw
-from woodbury.rows import Rows
+from woodbury.row_matrix import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 every_kind = pytest.mark.parametrize("kind", list(METHODS))
@@ -258,7 +258,7 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(solver, n
     model, loss, inputs, targets = many_rows()
     monkeypatch.setattr(smw, "available_bytes", lambda device: 2**28)
     monkeypatch.setattr(smw, "_WORTH_ASKING", 2**20)
-    forbid(monkeypatch, woodbury.losses.Softmax, "compact_factor")
+    forbid(monkeypatch, woodbury.losses.softmax.Softmax, "compact_factor")
     optimizer = woodbury.GaussNewton(model, loss, solver=solver)
     with pytest.raises(MemoryError) as error:
         optimizer.step(inputs, targets)

@@ -4,7 +4,7 @@ from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.layers import register_layer
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
-from woodbury.rows import Rows, rows
+from woodbury.row_matrix import Rows, rows
 
 __all__ = [
     "KFAC",

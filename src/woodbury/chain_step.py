@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._numbers import forced, keep
-from woodbury._scalar import Truth, is_known, ones
 from woodbury._vector import Vector
-from woodbury.chain import ChainPass
+from woodbury.device.numbers import forced, keep
+from woodbury.device.scalars import Truth, is_known, ones
 from woodbury.layers.forms import own_product
 from woodbury.linalg import full_precision
+from woodbury.model.chain import ChainPass
 
 
 class ChainRows:

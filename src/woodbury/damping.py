@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from woodbury._scalar import Scalar, where
+from woodbury.device.scalars import Scalar, where
 
 
 class Damping(Protocol):
     """A rule for lambda.
 
     `next` gets plain floats when the model is on the CPU and 0-dim tensors otherwise; there it must not wait
-    for the device (`woodbury._scalar.where` chooses without waiting and takes both). A policy that uses nothing
-    but + - * /, comparisons, & and `where` may say so by `takes_numbers = True`: its arithmetic is then part of
-    one kernel (`woodbury._numbers`).
+    for the device (`woodbury.device.scalars.where` chooses without waiting and takes both). A policy that uses
+    nothing but + - * /, comparisons, & and `where` may say so by `takes_numbers = True`: its arithmetic is then
+    part of one kernel (`woodbury.device.numbers`).
     """
 
     @property

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._numbers import forced, keep
-from woodbury._scalar import Scalar, Scale, Truth, is_known, ones, scalar
 from woodbury._vector import Vector
-from woodbury.capture import Call, Capture, replaced_forward
-from woodbury.chain import ChainPass
+from woodbury.device.numbers import forced, keep
+from woodbury.device.scalars import Scalar, Scale, Truth, is_known, ones, scalar
 from woodbury.layers.forms import OuterRows
-from woodbury.plan import Layer
-from woodbury.rows import Rows
+from woodbury.model.call import Call
+from woodbury.model.capture import Capture, replaced_forward
+from woodbury.model.chain import ChainPass
+from woodbury.model.plan import Layer
+from woodbury.row_matrix import Rows
 
 
 class Displacement:

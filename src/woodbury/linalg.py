@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury import _small_system
-from woodbury._kept import kept
-from woodbury._numbers import forced, multiples
-from woodbury._scalar import Scalar, Scale, Truth, ones, placed, scalar, truth
+from woodbury.device import small_system as _small_system
+from woodbury.device.constants import kept
+from woodbury.device.numbers import forced, multiples
+from woodbury.device.scalars import Scalar, Scale, Truth, ones, placed, scalar, truth
 
 
 class Solution(NamedTuple):

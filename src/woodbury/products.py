@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from woodbury import _vector
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar
 from woodbury._vector import Vector
-from woodbury.factors import Factor
+from woodbury.device.scalars import Scalar
+from woodbury.losses.factors import Factor
 
 
 def jacobian_products(

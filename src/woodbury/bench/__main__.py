@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import woodbury.bench as package
 from woodbury.bench.draw import draw
 from woodbury.bench.gpu import PARTS, bench_gpu
 from woodbury.bench.peer_steps import PEERS
@@ -21,7 +20,7 @@ from woodbury.bench.step import bench_step
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m woodbury.bench", description=package.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m woodbury.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     step = commands.add_parser("step", help="step cost against torch.optim.SGD on the paper's networks")
     step.add_argument("--repeats", type=int, default=200, help="timed steps of each optimizer (default 200)")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scale
+from woodbury.device.scalars import Scale
 from woodbury.layers.forms import limit, windows
 from woodbury.layers.shared import (
     ELEMENTWISE,

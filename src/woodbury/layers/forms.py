@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._kept import kept
-from woodbury._scalar import Scale, ones
+from woodbury.device.constants import kept
+from woodbury.device.scalars import Scale, ones
 
 
 def limit(max_bytes: int | None, device: torch.device) -> int:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury._scalar import Scale
+from woodbury.device.scalars import Scale
 from woodbury.layers.forms import OuterRows, limit, windows
 
 ELEMENTWISE = 8  # a product of two numbers out of cache costs about as much as so many inside a matrix product

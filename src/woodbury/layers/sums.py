@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury._scalar import Scale
+from woodbury.device.scalars import Scale
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, limit, windows
 from woodbury.layers.shared import SharedRows, as_shared

@@ -20,8 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
-from woodbury._numbers import forced, written_down
-from woodbury._scalar import (
+from woodbury._vector import Vector
+from woodbury.damping import Damping, as_damping
+from woodbury.device.numbers import forced, written_down
+from woodbury.device.scalars import (
     Scalar,
     Truth,
     as_double,
@@ -32,14 +34,15 @@ from woodbury._scalar import (
     ratio_where,
     scalar,
 )
-from woodbury._vector import Vector
-from woodbury.capture import Forward, call_model
-from woodbury.chain import Chain
-from woodbury.damping import Damping, as_damping
-from woodbury.losses import is_own, loss_rule
-from woodbury.optim import captured
-from woodbury.optim.captured import Recorder
+from woodbury.losses.rules import loss_rule
+from woodbury.model.capture import call_model
+from woodbury.model.chain import Chain
+from woodbury.model.fallback import Forward
+from woodbury.model.plan import Plan
+from woodbury.model.structure import Structure
+from woodbury.optim import recorded as captured
 from woodbury.optim.passes import Batches, Passes
+from woodbury.optim.recorded import Recorder
 from woodbury.optim.settings import (
     Hyperparameters,
     check_choice,
@@ -49,8 +52,6 @@ from woodbury.optim.settings import (
     with_names,
 )
 from woodbury.optim.step import Problem, Proposal, StepInfo
-from woodbury.optim.structure import Structure
-from woodbury.plan import Plan
 
 
 def _many_times() -> AbstractContextManager[None]:
@@ -322,7 +323,7 @@ class SecondOrder(torch.optim.Optimizer):
         Not with a loss rule of someone's own, which may draw random numbers or differentiate.
         """
         chain = self._structure.chain
-        if chain is None or self.forward is not call_model or self.autocast is not None or not is_own(self._rule):
+        if chain is None or self.forward is not call_model or self.autocast is not None or not self._rule.by_hand:
             return None
         return chain if chain.takes(inputs) else None
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
-from woodbury.capture import Forward, call_model
+from woodbury.model.capture import call_model
+from woodbury.model.fallback import Forward
 from woodbury.optim.step import StepInfo
 
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
-from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
-from woodbury.losses import check_count
+from woodbury.losses.rules import check_count
+from woodbury.model.fallback import Forward
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.passes import Piece
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
-from woodbury.rows import loss_factor
+from woodbury.row_matrix import loss_factor
 
 
 class HessianFree(SecondOrder):

@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
-from woodbury._scalar import Scalar, as_double, root, scalar, truth
 from woodbury._vector import Vector
-from woodbury.capture import Forward
 from woodbury.damping import Damping, LevenbergMarquardt
+from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
-from woodbury.losses import check_count
+from woodbury.losses.rules import check_count
+from woodbury.model.fallback import Forward
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Problem, Proposal
-from woodbury.rows import loss_factor
+from woodbury.row_matrix import loss_factor
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from woodbury import _vector
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar
 from woodbury._vector import Vector
+from woodbury.device.scalars import Scalar
 from woodbury.layers.forms import concatenate_forms
-from woodbury.losses import check_count
+from woodbury.losses.rules import check_count
 from woodbury.optim.passes import Passes, Piece, total_count
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
-from woodbury.rows import Rows, curvature_divisor, loss_factor
+from woodbury.row_matrix import Rows, curvature_divisor, loss_factor
 
 
 @dataclass

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from woodbury import _batch, _vector
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, is_known, scalar
 from woodbury._vector import Vector
-from woodbury.capture import Capture, Forward, call_model, capture, check_samples_apart
-from woodbury.chain import Chain, ChainPass
+from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
-from woodbury.losses import LossRule, check_count
-from woodbury.plan import Plan
+from woodbury.losses.rules import LossRule, check_count
+from woodbury.model.capture import Capture, call_model, capture
+from woodbury.model.chain import Chain, ChainPass
+from woodbury.model.fallback import Forward
+from woodbury.model.independence import check_samples_apart
+from woodbury.model.plan import Plan
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
 

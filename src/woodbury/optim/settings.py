@@ -39,12 +39,6 @@ def read_settings(
     return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()))
 
 
-def names_by_group(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """The names of the parameters in each group, without those that are not trained."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
-
-
 def plain_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
     """The groups asked for; by default one with every trainable parameter of the model."""
     if params is None:

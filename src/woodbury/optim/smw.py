@@ -1,7 +1,7 @@
 """SMW-GN, SMW-NG and SMW-NG-BD: exact damped steps solved in the space of samples.
 
 With rows Z of the batch (factor rows of S2, then gradient rows of the samples outside it), U the factor
-rows over sqrt(D) (D = N2 for a mean over samples; see `woodbury.rows.curvature_divisor`), and
+rows over sqrt(D) (D = N2 for a mean over samples; see `woodbury.row_matrix.curvature_divisor`), and
 g = U^T e + g_rest:
 
     (K + lambda I) a = e + U p0 - U g_rest / lambda          K = U U^T, small
@@ -26,13 +26,11 @@ from torch import Tensor, nn
 
 from woodbury import _vector
 from woodbury._memory import available_bytes, in_words
-from woodbury._numbers import forced
-from woodbury._scalar import Scalar, Scale, Truth, scalar
 from woodbury._vector import Vector
-from woodbury.capture import Forward
-from woodbury.chain import Chain
 from woodbury.chain_step import ChainDisplacement, ChainRows
 from woodbury.damping import Damping, LevenbergMarquardt
+from woodbury.device.numbers import forced
+from woodbury.device.scalars import Scalar, Scale, Truth, scalar
 from woodbury.displacement import Displacement
 from woodbury.linalg import (
     Solution,
@@ -41,15 +39,17 @@ from woodbury.linalg import (
     solve_in_sample_space,
     sum_of_squares,
 )
-from woodbury.losses import check_count
+from woodbury.losses.rules import check_count
+from woodbury.model.chain import Chain
+from woodbury.model.fallback import Forward
 from woodbury.optim.base import SecondOrder
-from woodbury.optim.captured import Recorder
 from woodbury.optim.linearize import Linearization, divisor_of, linearize, segments_of
 from woodbury.optim.passes import Passes, Piece, check_loss, mean_of
+from woodbury.optim.recorded import Recorder
 from woodbury.optim.settings import check_choice
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
-from woodbury.rows import Rows, forming_pays
+from woodbury.row_matrix import Rows, forming_pays
 
 SOLVERS = ("cholesky", "cg", "products")
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from woodbury._batch import Batch
-from woodbury._scalar import Scalar, Truth, as_double, as_truth, root
 from woodbury._vector import Vector
-from woodbury.chain import Chain
 from woodbury.chain_step import ChainDisplacement
+from woodbury.device.scalars import Scalar, Truth, as_double, as_truth, root
 from woodbury.displacement import Displacement
+from woodbury.model.chain import Chain
+from woodbury.model.plan import Plan
 from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import Hyperparameters
-from woodbury.plan import Plan
 
 
 @dataclass(frozen=True)

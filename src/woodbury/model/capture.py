@@ -5,11 +5,10 @@ Nothing is hung on tensors or modules: `capture` returns a value, and its keys a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -17,91 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from woodbury import _batch, _random
-from woodbury.chain import ACTIVATIONS, Back, rows_along
-from woodbury.functional import Forward, Pass, agree, grads_of_many, written_rows
 from woodbury.layers.attention import attention_rows, linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
-from woodbury.layers.registry import as_form
-from woodbury.layers.rules import has_own, linear_rows, sequence_rows
 from woodbury.layers.shared import SharedRows
-from woodbury.layers.sums import Place, Use, sum_uses, whole
-from woodbury.plan import Layer, Plan
+from woodbury.layers.sums import Place, Use, sum_uses
+from woodbury.model.call import Call
+from woodbury.model.chain import Back, rows_along
+from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
+from woodbury.model.graph import chain_of, unseen_parameters
+from woodbury.model.plan import Layer, Plan
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
     """The default forward: model(inputs)."""
     outputs: Tensor = model(inputs)
     return outputs
-
-
-@dataclass
-class Call:
-    """One use of parameters during a captured forward pass: a call of a layer, or of a linear map inside one."""
-
-    layer: Layer
-    given: tuple[Tensor, ...]  # the tensors it was called with, attached to the graph
-    outputs: Tensor
-    edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
-    versions: tuple[int, ...]  # of the inputs and the output at the time of the call
-    maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map caught inside a layer
-
-    def __post_init__(self) -> None:
-        self.inputs = self.given[0].detach()  # the first of them
-
-    @property
-    def inputs_intact(self) -> bool:
-        if len(self.given) == 1:
-            return self.given[0]._version == self.versions[0]
-        return all(tensor._version == version for tensor, version in zip(self.given, self.versions, strict=False))
-
-    @property
-    def outputs_intact(self) -> bool:
-        return self.outputs._version == self.versions[-1]
-
-    @property
-    def parameters(self) -> list[str]:
-        """Names of what it uses."""
-        if self.maps is None:
-            return list(self.layer.parameters.values())
-        return [place.name for place in self.maps if place is not None]
-
-    def form(self, window: slice | None, grads: Tensor, dtype: torch.dtype) -> RowForm:
-        """The rows for gradients (n, k, ...) in the outputs, of some samples, in the type of the parameters."""
-        inputs = [tensor.detach() for tensor in self.given]
-        cast = grads.dtype != dtype
-        if cast:  # the pass ran under autocast: rows are wanted in the parameters' own precision
-            grads = grads.to(dtype)
-            inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
-        if window is not None:
-            samples = len(self.outputs)
-            inputs = [_batch.part(tensor, window, samples) for tensor in inputs]
-            grads = grads[window]
-        if self.maps is not None:
-            shape = torch.Size((self.outputs.shape[-1], inputs[0].shape[-1]))
-            weight, bias = self.maps
-            return sequence_rows(inputs[0], grads, shape, weight and "weight", bias and "bias")
-        layer = self.layer
-        try:
-            form = as_form(layer.rule(layer.module, inputs[0] if len(inputs) == 1 else tuple(inputs), grads))
-        except ValueError as error:
-            raise ValueError(f"layer {layer.name!r}: {error}") from None
-        missing = set(layer.parameters) - set(form.parameters)
-        if missing:
-            raise ValueError(
-                f"the rule for {type(layer.module).__name__} gives no rows for parameter "
-                f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
-            )
-        if cast and isinstance(form, OuterRows):
-            form = replace(form, affine=False)  # not to those digits
-        return form.restrict(layer.parameters)
-
-    def places(self, plan: Plan) -> dict[str, Place]:
-        """The form's own names -> where in which parameter (by its name in the model) the rows belong."""
-        if self.maps is not None:
-            return {own: place for own, place in zip(("weight", "bias"), self.maps, strict=True) if place}
-        return {own: whole(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()}
 
 
 @dataclass
@@ -118,7 +48,7 @@ class Capture:
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
-        return chain_of(self)
+        return chain_of(self.plan, self.outputs, self.calls)
 
     def call_of(self, layer: Layer) -> Call | None:
         """The call of a layer that was called once."""
@@ -135,7 +65,7 @@ class Capture:
         self.check_inputs()
         if self.chain is not None:
             return rows_along(*self.chain, segments)
-        unseen = unseen_parameters(self)
+        unseen = unseen_parameters(self.plan, self.outputs, self.calls)
         if unseen and self.plan.fallback is None:
             name, layer = next(iter(unseen.items()))
             raise ValueError(
@@ -351,192 +281,3 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
     return Capture(plan, model, forward, inputs, outputs.detach(), flat, calls)
-
-
-# Nodes of the autograd graph that act on each number by itself.
-_ELEMENTWISE = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Sigmoid", "Tanh", "Relu", "Silu", "Gelu", "Elu", "LeakyRelu", "Softplus", "Hardtanh", "Hardswish"),
-        *("Mish", "LogSigmoid", "Sin", "Cos", "Exp", "Celu", "NativeDropout", "Pow", "Neg"),
-        *("Mul", "Div", "Add", "Sub"),  # with a constant: they have one parent then
-    )
-)
-# Those whose derivative is one operation in v = phi(z) alone; autograd gives the others.
-_BY_OUTPUT: dict[str, type[nn.Module]] = {
-    "SigmoidBackward0": nn.Sigmoid,
-    "TanhBackward0": nn.Tanh,
-    "ReluBackward0": nn.ReLU,
-}
-
-
-def chain_of(capture: Capture) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
-    """Layers, their inputs and the ways back between them if outputs = z_L and every v_{l+1} = phi(z_l).
-
-    phi may be any function of each number by itself.
-
-    Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
-    plan's Linear layers and one-input elementwise nodes. None for any other model.
-    """
-    plan = capture.plan
-    if plan.rest or plan.tied:
-        return None
-    owners = {call.edge.node: call for call in capture.calls}
-    calls: list[Call] = []  # last first
-    nodes: list[list[str]] = []  # names of those below each layer
-    node, shape = capture.outputs.grad_fn, capture.outputs.shape
-    while node is not None:
-        call = owners.get(node)
-        if call is None:
-            parents = [parent for parent, _ in node.next_functions if parent is not None]
-            if not calls or len(parents) != 1 or node.name() not in _ELEMENTWISE:
-                return None
-            nodes[-1].append(node.name())
-            node = parents[0]
-            continue
-        given = call.given[0]
-        # an elementwise node may still broadcast, which the shape gives away
-        if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
-            return None
-        if not has_own(call.layer.module) or given._backward_hooks or call.outputs._backward_hooks:
-            return None  # what autograd sees there is more than W v + b
-        calls.append(call)
-        nodes.append([])
-        node, shape = given.grad_fn, given.shape
-        if node is None and given.requires_grad:
-            return None
-    if not len({call.layer.name for call in calls}) == len(calls) == len(capture.calls):
-        return None
-    backs = [_back(call, below, names) for call, below, names in zip(calls, calls[1:], nodes, strict=False)]
-    calls = calls[::-1]
-    return [call.layer for call in calls], [call.inputs for call in calls], backs[::-1]
-
-
-def _back(call: Call, below: Call, nodes: Sequence[str]) -> Back:
-    """From gradients in the input of a layer to those in the output of the one below."""
-    kind = _BY_OUTPUT.get(nodes[0]) if len(nodes) == 1 else None
-    if kind is not None:
-        return partial(ACTIVATIONS[kind].backward, None, call.inputs, call.inputs)
-    return lambda grads: torch.autograd.grad(call.given[0], [below.edge], grads)[0]
-
-
-def _graph(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
-    """Every edge (node, next node) of the autograd graph behind the outputs."""
-    pending: list[Any] = [outputs.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters "
-                "inside from torch.autograd.grad: pass use_reentrant=False there"
-            )
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            yield node, following
-            if following not in seen:
-                seen.add(following)
-                pending.append(following)
-
-
-def unseen_parameters(capture: Capture) -> dict[str, str]:
-    """Parameter -> its module wherever one reaches the outputs other than through the calls that were captured.
-
-    Walks the autograd graph: a parameter covered by rules must have as many uses as there are captured calls on
-    the way to the outputs that use it (`F.linear(x, layer.weight)` calls no module; of a layer perhaps only the
-    derivative is on the way). A view of a parameter counts by its own uses: the derivative of a network in its
-    inputs goes through the transposed weight a second time.
-    """
-    consumers: dict[Any, list[Any]] = {}
-    accumulators: dict[int, Any] = {}
-    seen = {capture.outputs.grad_fn}
-    for node, following in _graph(capture.outputs):
-        consumers.setdefault(following, []).append(node)
-        variable = getattr(following, "variable", None)
-        if variable is not None:
-            accumulators[id(variable)] = following
-        seen.add(following)
-
-    def uses(node: Any) -> int:
-        total = 0
-        for consumer in consumers.get(node, ()):
-            parents = [parent for parent, _ in consumer.next_functions if parent is not None]
-            total += uses(consumer) if len(parents) == 1 and consumer.name() in _VIEWS else 1
-        return total
-
-    captured = Counter(name for call in capture.calls if call.edge.node in seen for name in call.parameters)
-    found: dict[str, str] = {}
-    for name, parameter in capture.plan.parameters.items():
-        node = accumulators.get(id(parameter))
-        if name not in capture.plan.rest and node is not None and uses(node) > captured[name]:
-            found[name] = capture.plan.block_of[name][0]
-    return found
-
-
-_VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("T", "Transpose", "Permute", "View", "Alias", "Expand", "Unsqueeze", "ToCopy"),
-        *("Slice", "Split", "SplitWithSizes", "Select", "Unbind", "Narrow"),
-    )
-)
-
-
-def check_samples_apart(capture: Capture, first: bool = True) -> None:
-    """Raise if the outputs of the first or the last sample depend on another sample's activations.
-
-    A layer may only seem to see samples, where as many positions happen to come first: with a fallback its calls
-    are left to that. Then, and the first time, the first sample is also run on its own: mixing may lie past every
-    layer.
-    """
-    for _ in _graph(capture.outputs):  # refuses what autograd cannot see through
-        pass
-    samples = len(capture.outputs)
-    if samples < 2:
-        return
-    capture.check_inputs()
-    for sample, others in ((0, slice(1, None)), (samples - 1, slice(0, samples - 1))):
-        seed = torch.zeros_like(capture.outputs)
-        seed[sample] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
-        edges = [call.edge for call in capture.calls]
-        if not edges:
-            break
-        grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
-        for call, grad in zip(list(capture.calls), grads, strict=True):
-            if grad is None or not bool((grad[others].abs() > 0).any()):  # nan is another's concern
-                continue
-            if capture.plan.fallback is None:
-                raise ValueError(
-                    f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: rows "
-                    "per sample do not exist where the model mixes the samples of a batch"
-                )
-            capture.plan.findings.unfit.add(call.layer.name)
-            capture.calls = [other for other in capture.calls if other.layer is not call.layer]
-            first = True
-    if first:
-        _check_first_alone(capture)
-
-
-def _check_first_alone(capture: Capture) -> None:
-    """The same past every layer that was captured: the first sample must give the same outputs on its own."""
-    samples = len(capture.outputs)
-    random = _random.snapshot(capture.outputs.device)
-    try:
-        alone = capture.forward(capture.model, _batch.part(capture.inputs, slice(0, 1), samples))
-        drawn = _random.drawn_since(random)
-    except Exception:  # whatever a model does not like about one sample
-        return
-    finally:
-        _random.restore(random)
-    capture.check_inputs()
-    first = capture.outputs[:1].detach()
-    if drawn or not bool(torch.isfinite(first).all()):  # nan is another's concern
-        return
-    # loosely: a GPU computes one sample by other kernels than many
-    if not agree(alone.detach().reshape(1, -1), first, digits=0.25):
-        raise ValueError(
-            f"the outputs of the first sample of {samples} change when it is run on its own: rows per sample do "
-            "not exist where the model mixes the samples of a batch, or changes from one run to the next (as "
-            "spectral_norm does in training mode; call .eval() on it)"
-        )

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
-from woodbury._scalar import Scalar, Scale
 from woodbury._vector import Vector
-from woodbury.capture import Forward, call_model, capture, check_samples_apart
-from woodbury.factors import DenseFactor, Factor
+from woodbury.device.scalars import Scalar, Scale
 from woodbury.layers.forms import OuterRows, RowForm, limit, windows
 from woodbury.linalg import full_precision
-from woodbury.losses import LossRule, check_count, loss_rule
-from woodbury.plan import Plan, plan_layers
+from woodbury.losses.factors import DenseFactor, Factor
+from woodbury.losses.rules import LossRule, check_count, loss_rule
+from woodbury.model.capture import call_model, capture
+from woodbury.model.fallback import Forward
+from woodbury.model.independence import check_samples_apart
+from woodbury.model.plan import Plan, plan_layers
 
 CURVATURES = ("gauss-newton", "empirical")
 _PASSES = 200  # operations in the time a number of p takes on its way through memory: written, added, measured

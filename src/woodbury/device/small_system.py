@@ -12,7 +12,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from woodbury._cuda import Kernel
+from woodbury.device.cuda import Kernel
 
 _THREADS = 512
 _MOST_ROWS, _MOST_CURVATURE_ROWS = 256, 96  # of Z, of U: beyond, the library gains on one thread block

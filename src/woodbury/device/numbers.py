@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from woodbury._kept import kept
+from woodbury.device.constants import kept
 
 # operation -> (in C++, on tensors); a truth is a number, not zero where it holds
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -5,8 +5,8 @@
 A chain needs neither a graph nor calls to watch: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns
 back in one product a layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` in front,
 shows by its structure that it is one, whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any
-other model, and one with frozen parameters, is run by `woodbury.capture`, which takes the same way back where the
-graph of a pass turns out to be a chain.
+other model, and one with frozen parameters, is run by `woodbury.model.capture`, which takes the same way back
+where the graph of a pass turns out to be a chain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.modules import module as hooks
 
 from woodbury.layers.forms import Layout, OuterRows, RowForm, layout_of
 from woodbury.layers.rules import has_own, linear_rows
-from woodbury.plan import Layer, Plan
+from woodbury.model.plan import Layer, Plan
 
 aten = torch.ops.aten
 

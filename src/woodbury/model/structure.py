@@ -8,10 +8,16 @@ from typing import Any
 from torch import nn
 
 from woodbury import _batch, _random
-from woodbury.capture import Forward, capture
-from woodbury.chain import Chain, read_chain
-from woodbury.optim.settings import names_by_group
-from woodbury.plan import Plan, plan_layers
+from woodbury.model.capture import capture
+from woodbury.model.chain import Chain, read_chain
+from woodbury.model.fallback import Forward
+from woodbury.model.plan import Plan, plan_layers
+
+
+def names_by_group(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """The names of the parameters in each group, without those that are not trained."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
 
 
 class Structure:

@@ -2,7 +2,7 @@
 
 Arithmetic and comparisons are written once with the ordinary operators; what they lack is here. On the CPU a
 float costs a fraction of a 0-dim tensor, and a small step consists of many such numbers; on a CUDA device see
-`woodbury._numbers`.
+`woodbury.device.numbers`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from woodbury._kept import kept
-from woodbury._numbers import Number, number
+from woodbury.device.constants import kept
+from woodbury.device.numbers import Number, number
 
 Scale = float | Tensor  # what a tensor can be multiplied by in place
 Scalar = float | Tensor | Number

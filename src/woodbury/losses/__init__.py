@@ -1,0 +1,7 @@
+"""Loss rules: what a loss says about its curvature at the outputs."""
+
+from woodbury.losses import elementwise as _elementwise  # noqa: F401  (these two fill the registry)
+from woodbury.losses import softmax as _softmax  # noqa: F401
+from woodbury.losses.rules import LossRule, loss_rule, register_loss
+
+__all__ = ["LossRule", "loss_rule", "register_loss"]

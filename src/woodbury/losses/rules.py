@@ -1,0 +1,166 @@
+"""Loss rules: what a loss says about its curvature at the outputs.
+
+A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian
+H_i = d2l/dy_i2 = S_i S_i^T. A rule gives the values l, the residuals r, the factor S and the count M: the number
+of samples, or of tokens where l sums over those of a sample. Where r lies in the range of S it also gives e with
+S e = r, which keeps small damping accurate (see `optim.smw`).
+
+Outputs and targets reach a rule with one row per sample: outputs (n, C), all of a sample's in one row.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from woodbury.device.scalars import Scalar, is_known
+from woodbury.losses.factors import DenseFactor, Factor
+
+RuleType = TypeVar("RuleType", bound="type[LossRule]")
+
+_RULES: dict[type[nn.Module], LossRule] = {}
+
+
+class LossRule(ABC):
+    """One kind of loss. `values` is all a rule must define; the rest follows from it by autograd.
+
+    The derived `factor` takes the Hessian of each sample's value and its positive semi-definite square
+    root by an eigendecomposition (C x C per sample), so a hand-written one pays for many outputs.
+
+    `by_hand` says that a rule neither draws random numbers nor needs autograd, and that its factor always comes
+    with e: a step along a plain chain of layers then runs without a graph.
+    """
+
+    by_hand: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.by_hand = bool(vars(cls).get("by_hand", False))  # not inherited: a changed rule must say it again
+
+    def check(self, loss: nn.Module) -> None:
+        """Raise if an option of this loss is not supported, naming the option."""
+        reduction = getattr(loss, "reduction", "mean")
+        if reduction != "mean":
+            raise ValueError(
+                f"{type(loss).__name__}(reduction={reduction!r}) is not supported: the step is defined for a "
+                "mean over samples; use reduction='mean'"
+            )
+
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        """Targets checked against the outputs and brought to the form the other methods take.
+
+        outputs are in the model's own shape, (n, ...); here the targets must have that very shape.
+        """
+        if targets is None:
+            return torch.zeros_like(outputs).reshape(outputs.shape[0], -1)
+        if targets.shape != outputs.shape:
+            raise ValueError(
+                f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+                f"{tuple(outputs.shape)}: they must be equal"
+            )
+        return targets.reshape(targets.shape[0], -1).to(outputs.dtype)
+
+    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
+        """M, what the mean divides by: f = sum_i l(y_i, t_i) / M. The number of samples by default."""
+        return len(targets)
+
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        """M of the first samples alone."""
+        return samples if type(self).count is LossRule.count else self.count(loss, targets[:samples])
+
+    @abstractmethod
+    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """l(y_i, t_i) for each sample, (n,)."""
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """sum_i l(y_i, t_i), where nobody asks for the terms."""
+        return self.values(loss, outputs, targets).sum()
+
+    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """r_i = dl/dy_i, (n, C)."""
+        with torch.enable_grad():
+            point = outputs.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.values(loss, point, targets).sum(), point)
+        return gradient
+
+    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The columns of S_i as rows, (n, k, C), and e (n, k) with S_i e_i = r_i, or None."""
+
+        def value(output: Tensor, target: Tensor) -> Tensor:
+            return self.values(loss, output.unsqueeze(0), target.unsqueeze(0)).squeeze(0)
+
+        hessian = torch.func.vmap(torch.func.hessian(value))(outputs.detach(), targets)
+        eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
+        return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT, None
+
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        """S and e held in as little memory as the loss allows; here what `factor` gives."""
+        columns, e = self.factor(loss, outputs, targets)
+        return DenseFactor(e, columns)
+
+    def column_count(self, shape: Sequence[int]) -> int:
+        """k, or a bound on it, for outputs of the model's own shape (n, ...): known before `factor` is called."""
+        return math.prod(shape[1:])
+
+
+class StructuredRule(LossRule):
+    """A loss whose S has a structure: `compact_factor` is written by hand and `factor` shows it."""
+
+    @abstractmethod
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
+
+    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        compact = self.compact_factor(loss, outputs, targets)
+        return compact.columns(), compact.e
+
+
+def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
+    """Class decorator that makes a `LossRule` the rule for losses of class `kind`.
+
+    >>> @woodbury.register_loss(torch.nn.PoissonNLLLoss)
+    ... class Poisson(woodbury.LossRule):
+    ...     def values(self, loss, outputs, targets):
+    ...         return (outputs.exp() - targets * outputs).mean(1)
+    """
+
+    def register(rule: RuleType) -> RuleType:
+        _RULES[kind] = rule()
+        return rule
+
+    return register
+
+
+def loss_rule(loss: nn.Module) -> LossRule:
+    """The rule for this loss, its options checked."""
+    rule = _RULES.get(type(loss))
+    if rule is None:
+        known = ", ".join(sorted(kind.__name__ for kind in _RULES))
+        raise TypeError(
+            f"no rule for the loss {type(loss).__name__}; known: {known}. Add one with woodbury.register_loss"
+        )
+    rule.check(loss)
+    return rule
+
+
+def check_count(count: Scalar, what: str = "the batch") -> Scalar:
+    """The count of a mean loss; raises if it is zero, where asking does not wait."""
+    if is_known(count) and count == 0:
+        raise ValueError(
+            f"every target of {what} is ignored (ignore_index of the loss), and a mean over none is not a number: "
+            "leave out samples without a target"
+        )
+    return count
+
+
+def refuse(loss: nn.Module, option: str, advice: str) -> None:
+    """Raise an error that names an option of a loss and what to do instead."""
+    raise ValueError(f"{type(loss).__name__}({option}=...) is not supported: {advice}")
+
+
+def smallest_probability(dtype: torch.dtype) -> float:
+    """Where a probability is cut off in S: a change of H far below rounding that keeps e = r / S finite."""
+    return torch.finfo(dtype).eps ** 1.5
