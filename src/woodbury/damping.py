@@ -7,7 +7,7 @@ is value + floor; the value is state of the optimizer, the policy is not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from woodbury.device.scalars import Scalar, where
 
@@ -15,10 +15,9 @@ from woodbury.device.scalars import Scalar, where
 class Damping(Protocol):
     """A rule for lambda.
 
-    `next` gets plain floats when the model is on the CPU and 0-dim tensors otherwise; there it must not wait
-    for the device (`woodbury.device.scalars.where` chooses without waiting and takes both). A policy that uses
-    nothing but + - * /, comparisons, & and `where` may say so by `takes_numbers = True`: its arithmetic is then
-    part of one kernel (`woodbury.device.numbers`).
+    `next` gets plain floats when the model is on the CPU and numbers of the device otherwise
+    (`woodbury.device.scalars.Number`, a 0-dim tensor for all purposes); there it must not wait for the device
+    (`woodbury.device.scalars.where` chooses without waiting and takes both).
     """
 
     @property
@@ -46,7 +45,6 @@ class LevenbergMarquardt:
     drop: float = 0.99
     threshold: float = 0.25  # epsilon
     floor: float = 1e-3  # tau
-    takes_numbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.initial > 0:
@@ -71,7 +69,6 @@ class Constant:
 
     initial: float
     floor: float = 0.0
-    takes_numbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.initial > 0:

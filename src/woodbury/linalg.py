@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury.device import small_system as _small_system
-from woodbury.device.constants import kept
-from woodbury.device.numbers import forced, multiples
-from woodbury.device.scalars import Scalar, Scale, Truth, ones, placed, scalar, truth
+from woodbury.device.constants import identity, ones
+from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
 
 
 class Solution(NamedTuple):
@@ -121,14 +119,9 @@ def minimize_quadratic(
 class SampleSpaceStep(NamedTuple):
     """p = p0 - Z^T c by its coefficients, with what the quadratic model wants to know."""
 
-    coefficients: Tensor  # (b, r)
-    bend: Scalar  # p^T B p = |U p|^2
+    coefficients: Tensor  # c (b, r)
+    curvature: Scalar  # p^T B p = |U p|^2
     ok: Truth
-    known_norm: Scalar | None = None  # |p|^2, where it came along
-
-    def squared_norm(self, gram: Tensor) -> Scalar:
-        """|p|^2 = c^T Z Z^T c, for p0 = 0 and all of Z Z^T."""
-        return scalar(quadratic_form(gram, self.coefficients)) if self.known_norm is None else self.known_norm
 
 
 def solve_in_sample_space(
@@ -139,39 +132,25 @@ def solve_in_sample_space(
     e: Tensor | None,
     projected_base: Tensor | None,
     damping: Scalar,
-    solve: Callable[[Tensor, Tensor], Solution] | None = None,
+    solve: Callable[[Tensor, Tensor], Solution] = solve_cholesky,
 ) -> SampleSpaceStep:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
     gram (b, r, r), or its first m = curvature_rows rows (b, m, r) if no more are at hand; e (m,), None for ones;
-    projected_base Z p0 (b, m) on the factor rows, or None; solve (matrix, rhs) the small system, None: exactly.
+    projected_base Z p0 (b, m) on the factor rows, or None; solve (matrix, rhs) the small system.
     With D the divisor, M the count (N2 and N1 for a mean over samples), Z's factor rows sqrt(D) U and
-    x = M lambda c = M lambda a / sqrt(D), the system of `woodbury.optim.smw` times M D lambda is
+    x = M lambda c = M lambda a / sqrt(D), the system of `woodbury.optim.sample_space` times M D lambda is
 
         (Z Z^T + D lambda I) x = D lambda e + M lambda Z p0 - M Z g_rest
         -sqrt(D) U p = (D / M) (e - x)
 
     and x = 1 on the gradient rows of the samples outside S2.
     """
-    if (
-        solve is None
-        and projected_base is None
-        and isinstance(divisor, float | int)
-        and isinstance(count, float | int)
-        and _small_system.fits(gram, curvature_rows, e)
-    ):
-        (damping,) = forced(damping)
-        known = placed(damping, gram.device)
-        assert isinstance(known, Tensor)
-        solved = _small_system.solved(gram, curvature_rows, divisor, count, e, known)
-        if solved is not None:
-            squared, bend, failed = (scalar(value) for value in solved[1].unbind())
-            return SampleSpaceStep(solved[0], bend, failed == 0, squared)
-    solve = solve or solve_cholesky
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
-    shift, length = multiples(damping, divisor, count)
+    # damping itself is computed along: the decrease that the model predicts will ask for it
+    shift, length, _ = compute(damping * divisor, damping * count, damping)
     head, across = gram.narrow(-2, 0, m).split((m, rest), -1)
-    matrix = _shifted(head, shift)
+    matrix = _plus_diagonal(head, shift)
     constant = e is None and rest > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift
@@ -181,32 +160,27 @@ def solve_in_sample_space(
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
-    bend = sum_of_squares(e - x) * (divisor / (count * count))
+    curvature = sum_of_squares(e - x) * (divisor / (count * count))
     if rest:
         outside = ones(rest, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
-    return SampleSpaceStep(x / length, bend, solution.ok)
+    return SampleSpaceStep(x / length, curvature, solution.ok)
 
 
-def _shifted(matrix: Tensor, shift: Scale) -> Tensor:
+def _plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
     """A + shift I, in memory of its own."""
     size = matrix.shape[-1]
     if size > _SMALL:
         matrix = matrix.clone()
         matrix.diagonal(dim1=-2, dim2=-1).add_(shift)
         return matrix
-    identity = _identity(size, matrix.dtype, matrix.device)
+    unit = identity(size, matrix.dtype, matrix.device)
     if isinstance(shift, Tensor):
-        return torch.addcmul(matrix, identity, shift)
-    return torch.add(matrix, identity, alpha=shift)
+        return torch.addcmul(matrix, unit, shift)
+    return torch.add(matrix, unit, alpha=shift)
 
 
 _SMALL = 128  # below it one operation on the whole matrix costs less than several on its diagonal
-
-
-@kept
-def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(size, dtype=dtype, device=device)
 
 
 def solve_in_parameter_space(curvature: Tensor, shift: Scale, rhs: Tensor) -> tuple[Tensor, Scalar, Solution]:
@@ -241,14 +215,19 @@ class full_precision:  # noqa: N801  (a context, used as a function)
     """Keep TF32 and bfloat16 out of float32 matrix products inside, whatever the global settings say."""
 
     def __enter__(self) -> None:
-        kept = _precision()
-        self._kept = None if set(kept) <= _FULL else kept
-        if self._kept is not None:
-            _set_precision(("ieee",) * len(kept))
+        before = _precision()
+        self._before = None if set(before) <= _FULL else before
+        if self._before is not None:
+            _set_precision(("ieee",) * len(before))
 
     def __exit__(self, *_: object) -> None:
-        if self._kept is not None:
-            _set_precision(self._kept)
+        if self._before is not None:
+            _set_precision(self._before)
+
+    @staticmethod
+    def settings() -> tuple[str, ...]:
+        """The global settings as they are."""
+        return _precision()
 
 
 _FULL = {"ieee", "none", "highest"}

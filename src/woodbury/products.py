@@ -87,33 +87,42 @@ def loss_of(loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
     return value
 
 
+# (loss, outputs (n, ...), targets, J v of the shape of the outputs) -> what J^T turns into B v
+OutputProduct = Callable[[nn.Module, Tensor, "Tensor | None", Tensor], Tensor]
+
+
+def hessian_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+    """H_i (J v)_i / n: with it B = (1/n) sum J_i^T H_i J_i."""
+    with torch.enable_grad():
+        point = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point, create_graph=True)  # r_i / n
+        if not slope.requires_grad:
+            return torch.zeros_like(point)
+        (weights,) = torch.autograd.grad(slope, point, image)
+    return weights
+
+
+def fisher_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+    """r_i (r_i . (J v)_i) / n: with it B = (1/n) sum g_i g_i^T, g_i = J_i^T r_i."""
+    with torch.enable_grad():
+        point = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point)  # r_i / n
+    inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
+    return len(outputs) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
+
+
 def curvature_product(
     outputs: Tensor,
     loss: nn.Module,
     parameters: Mapping[str, Tensor],
     targets: Tensor | None,
     vector: Mapping[str, Tensor],
-    curvature: str,
+    at_outputs: OutputProduct,
 ) -> Vector:
-    """B v for outputs attached to the graph of a batch of n samples.
-
-    "gauss-newton": B = (1/n) sum J_i^T H_i J_i.  "empirical": B = (1/n) sum g_i g_i^T, g_i = J_i^T r_i.
-    """
-    samples = len(outputs)
+    """B v for outputs attached to the graph of a batch of n samples; at_outputs makes B what it is."""
     with torch.enable_grad():
         image = jacobian_products(outputs, parameters)(vector)
-        point = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point, create_graph=True)  # r_i / n
-        if curvature == "gauss-newton":
-            if slope.requires_grad:
-                (weights,) = torch.autograd.grad(slope, point, image)
-            else:
-                weights = torch.zeros_like(point)
-        else:
-            slope = slope.detach()
-            inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
-            weights = samples * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
-        return transposed_jacobian_product(outputs, parameters, weights)
+        return transposed_jacobian_product(outputs, parameters, at_outputs(loss, outputs, targets, image))
 
 
 def relative_residual(
@@ -127,7 +136,7 @@ def relative_residual(
     decay: Mapping[str, float],
     previous: Mapping[str, Tensor] | None,
     blocks: Sequence[Sequence[str]],
-    curvature: str,
+    at_outputs: OutputProduct,
 ) -> Tensor:
     """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side.
 
@@ -147,7 +156,7 @@ def relative_residual(
         part = _vector.restrict(vector, block)
         with torch.enable_grad():
             chosen = outputs[: batch.curvature]
-        product = curvature_product(chosen, loss, parameters, targets, part, curvature)
+        product = curvature_product(chosen, loss, parameters, targets, part, at_outputs)
         image |= {name: product[name] for name in block}
     rhs: Vector = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
+from woodbury._choice import FALLBACKS, chosen
 from woodbury._vector import Vector
-from woodbury.device.scalars import Scalar, Scale
+from woodbury.curvature import CURVATURES
+from woodbury.device.scalars import Scale
 from woodbury.layers.forms import OuterRows, RowForm, limit, windows
 from woodbury.linalg import full_precision
-from woodbury.losses.factors import DenseFactor, Factor
-from woodbury.losses.rules import LossRule, check_count, loss_rule
+from woodbury.losses.rules import check_count, loss_rule
 from woodbury.model.capture import call_model, capture
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan, plan_layers
 
-CURVATURES = ("gauss-newton", "empirical")
 _PASSES = 200  # operations in the time a number of p takes on its way through memory: written, added, measured
 
 
@@ -44,7 +45,8 @@ def _inner_pays(form: OuterRows) -> bool:
     return form.layout.samples * (i + o) < i * o
 
 
-def forming_pays(shapes: Sequence[tuple[int, int]], n: int, m: int, r: int, head: int) -> bool:
+@cache
+def forming_pays(shapes: tuple[tuple[int, int], ...], n: int, m: int, r: int, head: int) -> bool:
     """Whether p itself, and the first rows of K alone, cost less than p in factors and all of K.
 
     For layers (i, o) of n samples and r rows, the first `head` of which belong to the first m samples. In factors,
@@ -81,11 +83,15 @@ class Rows:
         scales gives D as one number per parameter name; dtype asks for accumulation in that type. With
         other = the gradient rows this is the cross-Gram whose row sums give U g without forming g.
         """
-        grams = self.layer_grams(other, scales, dtype)
-        total = grams[0]
-        for gram in grams[1:]:
-            total = total.add_(gram)
-        return total
+        other = self if other is None else other
+        total: Tensor | None = None
+        with full_precision():
+            for name, form in self.forms.items():
+                own = None if scales is None else self._scales_of(name, scales)
+                total = form.gram(other.forms[name], own, dtype, total)
+        assert total is not None
+        factor = self.scale * other.scale
+        return total if factor == 1.0 else total.mul_(factor)
 
     def gram_head(self, count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The first `count` rows of the Gram matrix of each layer, (count, r), where all rows are outer products.
@@ -114,7 +120,7 @@ class Rows:
             shapes.append((form.inputs.shape[1], form.grads.shape[1]))
             layout = form.layout
         m = count if layout.is_plain else layout.pieces[0][0]
-        return forming_pays(shapes, layout.samples, m, self.count, count)
+        return forming_pays(tuple(shapes), layout.samples, m, self.count, count)
 
     def layer_grams(
         self,
@@ -126,12 +132,15 @@ class Rows:
         other = self if other is None else other
         factor = self.scale * other.scale
         with full_precision():
-            grams = []
-            for name, form in self.forms.items():
-                local = None if scales is None else {own: scales[full] for own, full in self._names[name].items()}
-                gram = form.gram(other.forms[name], local, dtype)
-                grams.append(gram if factor == 1.0 else gram.mul_(factor))
-        return grams
+            grams = [
+                form.gram(other.forms[name], None if scales is None else self._scales_of(name, scales), dtype)
+                for name, form in self.forms.items()
+            ]
+        return grams if factor == 1.0 else [gram.mul_(factor) for gram in grams]
+
+    def _scales_of(self, block: str, scales: Mapping[str, Scale]) -> dict[str, Scale]:
+        """The scales of a block's parameters, by their own names."""
+        return {own: scales[full] for own, full in self._names[block].items()}
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,), for a vector given by parameter name (the paper's J theta_1)."""
@@ -184,7 +193,7 @@ class Rows:
             for block in blocks:
                 strips = self._strips(block, dtype)
                 width = sum(slab.size for strip in strips for slab in strip)
-                matrix = torch.empty(width, width, dtype=dtype, device=self._device)
+                matrix = torch.empty(width, width, dtype=dtype, device=self.plan.device)
                 row = 0
                 for index, strip in enumerate(strips):
                     left = self._written(strip, count, dtype)
@@ -202,7 +211,7 @@ class Rows:
 
     def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
         """The parameters of a block in pieces whose rows take no more than half of what temporaries may."""
-        budget = limit(self.plan.max_bytes, self._device) // 2 // dtype.itemsize // max(1, self.count)
+        budget = limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.count)
         strips: list[list[Slab]] = [[]]
         room = budget
         for name in block:
@@ -225,39 +234,14 @@ class Rows:
             if module in self.forms:
                 columns.append(self.forms[module].slab(own, window, dtype)[:count].reshape(count, size))
             else:
-                columns.append(torch.zeros(count, size, dtype=dtype, device=self._device))
+                columns.append(torch.zeros(count, size, dtype=dtype, device=self.plan.device))
         written = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         return written if self.scale == 1.0 else written * self.scale
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.plan.parameters.values())).device
 
     @property
     def shape(self) -> tuple[int, int]:
         """(r, p)."""
         return self.count, sum(parameter.numel() for parameter in self.plan.parameters.values())
-
-
-def loss_factor(rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, curvature: str) -> Factor:
-    """S, and e with S_i e_i = r_i where there is one.
-
-    "gauss-newton": S_i S_i^T is the Hessian of the loss. "empirical": S_i = r_i and e_i = 1, so that
-    U^T U is the empirical Fisher matrix of the paper.
-    """
-    if curvature == "gauss-newton":
-        return rule.compact_factor(loss, outputs, targets)
-    residual = rule.residual(loss, outputs, targets)
-    return DenseFactor(torch.ones_like(residual[:, :1]), residual.unsqueeze(1))
-
-
-def curvature_divisor(curvature: str, count: Scalar, samples: int) -> Scalar:
-    """D with U = Z / sqrt(D) for the rows Z = S_i^T J_i of n samples and the count M of their mean loss.
-
-    "gauss-newton": U^T U = (1/M) sum J_i^T H_i J_i, so D = M. "empirical": U^T U = (1/n) sum g_i g_i^T with
-    g_i = (n/M) J_i^T r_i, whose mean is the gradient, so D = M^2 / n. Both are n where M is.
-    """
-    return count if curvature == "gauss-newton" else count * count / samples
 
 
 def rows(
@@ -276,22 +260,21 @@ def rows(
         model: a module; only parameters with requires_grad count.
         loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss or a registered loss, with mean reduction.
         inputs, targets: a batch of n samples.
-        curvature: "gauss-newton" (k rows a sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row a
+        curvature: "gauss-newton" (k rows per sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row per
             sample, U^T U = (1/n) sum of outer products of per-sample gradients). Where the loss is a mean over
-            tokens, see `curvature_divisor`.
+            tokens, see `woodbury.curvature`.
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows no layer rule covers with torch.func, or by plain autograd.
         max_bytes: what temporaries of the Gram matrix may take, beside the rows and the matrix itself.
     """
-    if curvature not in CURVATURES:
-        raise ValueError(f"curvature must be one of {CURVATURES}, got {curvature!r}")
-    rule = loss_rule(loss)
-    plan = plan_layers(model, dict(model.named_parameters()), fallback, max_bytes=max_bytes)
+    kind, rule = chosen("curvature", curvature, CURVATURES), loss_rule(loss)
+    has_fallback = chosen("fallback", fallback, FALLBACKS)
+    plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
     check_samples_apart(captured)
     outputs = captured.outputs.detach()
     prepared = rule.prepare(loss, captured.raw, targets)
-    columns = loss_factor(rule, loss, outputs, prepared, curvature).columns()
+    columns = kind.factor(rule, loss, outputs, prepared).columns()
     n, k, _ = columns.shape
-    divisor = curvature_divisor(curvature, check_count(rule.count(loss, prepared)), n)
+    divisor = kind.divisor(check_count(rule.count(loss, prepared)), n)
     return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)

@@ -1,4 +1,4 @@
-"""Small tensors that are made once and kept."""
+"""Small constant tensors, made once and never let go: writing one to a device costs as much as an operation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ from torch import Tensor
 Make = TypeVar("Make", bound=Callable[..., Tensor])
 
 
-def kept(make: Make) -> Make:
-    """Decorator: a tensor for each set of arguments, never let go: a recorded CUDA graph reads it where it is.
+def constant_tensor(make: Make) -> Make:
+    """Decorator: one tensor for each set of arguments; a recorded CUDA graph reads it where it is.
 
     Made as an ordinary tensor, also where the first to ask does so in inference mode: autograd may need it later.
     """
 
-    def made(*arguments: object) -> Tensor:
+    def ordinary(*arguments: object) -> Tensor:
         with torch.inference_mode(False):
             return make(*arguments)
 
-    return cache(made)  # type: ignore[return-value]
+    return cache(ordinary)  # type: ignore[return-value]
+
+
+@constant_tensor
+def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector of ones."""
+    return torch.ones(count, dtype=dtype, device=device)
+
+
+@constant_tensor
+def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An identity matrix."""
+    return torch.eye(size, dtype=dtype, device=device)

@@ -1,81 +1,203 @@
-"""Single numbers that never make a step wait: plain floats on the CPU, numbers of the device elsewhere.
+"""Single numbers that never make a step wait: floats on the CPU, `Number`s on any other device.
 
-Arithmetic and comparisons are written once with the ordinary operators; what they lack is here. On the CPU a
-float costs a fraction of a 0-dim tensor, and a small step consists of many such numbers; on a CUDA device see
-`woodbury.device.numbers`.
+Arithmetic and comparisons are written once with the ordinary operators; what they lack is here. On the CPU a float
+costs a fraction of a 0-dim tensor, and a small step consists of many such numbers. Elsewhere a `Number` stands for
+a 0-dim tensor and remembers what was asked of it: a step decides by some thirty operations on single numbers (rho,
+lambda, whether to move), each as dear to launch as a product of matrices, and `compute` does them by one kernel.
 """
 
 from __future__ import annotations
 
-import math
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from woodbury.device.constants import kept
-from woodbury.device.numbers import Number, number
+# operation -> (in C++, on tensors); a truth is a number, not zero where it holds
+_OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "add": ("{} + {}", operator.add),
+    "sub": ("{} - {}", operator.sub),
+    "mul": ("{} * {}", operator.mul),
+    "div": ("{} / {}", operator.truediv),
+    "gt": ("T({} > {})", operator.gt),
+    "ge": ("T({} >= {})", operator.ge),
+    "lt": ("T({} < {})", operator.lt),
+    "le": ("T({} <= {})", operator.le),
+    "eq": ("T({} == {})", operator.eq),
+    "and": ("T({} != T(0) && {} != T(0))", lambda a, b: a.bool() & b.bool()),
+    "abs": ("fabs({})", torch.abs),
+    "root": ("sqrt({0} < T(0) ? T(0) : {0})", lambda a: a.clamp_min(0).sqrt()),
+    "where": ("({} != T(0) ? {} : {})", lambda c, a, b: torch.where(c.bool(), a, b)),
+}
+_ON_TENSORS_ONLY = ("and", "where")
 
-Scale = float | Tensor  # what a tensor can be multiplied by in place
-Scalar = float | Tensor | Number
-Truth = bool | Tensor | Number
+
+def _operator(operation: str, swapped: bool = False) -> Callable[[Number, Any], Any]:
+    """An operator of `Number`; with a tensor that is no single number it is torch's own."""
+
+    def method(self: Number, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            if other.dim() > 0:
+                pair = (other, self.tensor()) if swapped else (self.tensor(), other)
+                return _OPERATIONS[operation][1](*pair)
+            other = Number(other)
+        return Number(None, operation, (other, self) if swapped else (self, other))
+
+    return method
+
+
+class Number:
+    """A number of a device: a 0-dim tensor, or arithmetic on such numbers that is not done yet.
+
+    Where more than the operators below is asked of it, the tensor answers: methods, torch functions, float().
+    """
+
+    __slots__ = ("operands", "operation", "value")
+
+    def __init__(self, value: Tensor | None, operation: str = "", operands: tuple[Any, ...] = ()) -> None:
+        self.value = value
+        self.operation = operation
+        self.operands = operands  # numbers and floats
+
+    def tensor(self) -> Tensor:
+        """The number in double precision, by torch's operations one after the other."""
+        if self.value is None:
+            for number in _pending([self]):
+                number.value = _carried_out(number)
+        assert self.value is not None
+        if self.value.dtype not in (torch.float64, torch.bool):
+            self.value = self.value.double()
+        return self.value
+
+    __add__ = _operator("add")
+    __radd__ = _operator("add", swapped=True)
+    __sub__ = _operator("sub")
+    __rsub__ = _operator("sub", swapped=True)
+    __mul__ = _operator("mul")
+    __rmul__ = _operator("mul", swapped=True)
+    __truediv__ = _operator("div")
+    __rtruediv__ = _operator("div", swapped=True)
+    __gt__ = _operator("gt")
+    __ge__ = _operator("ge")
+    __lt__ = _operator("lt")
+    __le__ = _operator("le")
+    __eq__ = _operator("eq")
+    __and__ = _operator("and")
+    __rand__ = _operator("and", swapped=True)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __abs__(self) -> Number:
+        return Number(None, "abs", (self,))
+
+    def __neg__(self) -> Number:
+        return 0.0 - self
+
+    def __pow__(self, exponent: float) -> Tensor:
+        return self.tensor() ** exponent
+
+    def __or__(self, other: Any) -> Tensor:
+        return self.tensor().bool() | (other.tensor().bool() if isinstance(other, Number) else other)
+
+    def __invert__(self) -> Tensor:
+        return ~self.tensor().bool()
+
+    def __float__(self) -> float:
+        return float(self.tensor())
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor())
+
+    def __getattr__(self, name: str) -> Any:  # what a tensor has and this has not
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.tensor() if isinstance(leaf, Number) else leaf, (tuple(args), kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+def _pending(results: Sequence[Number]) -> list[Number]:
+    """These numbers and all that they depend on, as far as they are not computed, in an order to do it."""
+    order: dict[int, Number] = {}
+    stack = list(reversed(results))
+    while stack:
+        number = stack[-1]
+        missing = [
+            own
+            for own in number.operands
+            if isinstance(own, Number) and own.value is None and id(own) not in order
+        ]
+        if missing:
+            stack.extend(reversed(missing))
+        else:
+            order.setdefault(id(stack.pop()), number)
+    return list(order.values())
+
+
+def _carried_out(number: Number) -> Tensor:
+    """The value of a number whose operands have theirs."""
+    values = [own.tensor() if isinstance(own, Number) else own for own in number.operands]
+    if number.operation in _ON_TENSORS_ONLY:
+        like = next(value for value in values if isinstance(value, Tensor))
+        values = [v if isinstance(v, Tensor) else like.new_full((), v, dtype=torch.float64) for v in values]
+    result: Tensor = _OPERATIONS[number.operation][1](*values)
+    return result
+
+
+Scalar = float | Number
+Truth = bool | Number
+Scale = float | Tensor  # a computed number: what a tensor can be multiplied by in place
 
 
 def scalar(value: Tensor) -> Scalar:
-    """A 0-dim tensor as a number of its device; what is computed from it and a double is a double."""
-    return value.item() if value.device.type == "cpu" else number(value)
+    """A 0-dim tensor as a number of its device."""
+    return value.item() if value.device.type == "cpu" else Number(value)
 
 
 def truth(value: Tensor) -> Truth:
     """A boolean tensor with one entry as a truth value of its device."""
-    return bool(value) if value.device.type == "cpu" else number(value.reshape(()))
+    return bool(value) if value.device.type == "cpu" else Number(value.reshape(()))
 
 
-def as_number(value: Scalar) -> Scalar:
-    """A number kept from an earlier step, to compute with in this one."""
-    return number(value) if isinstance(value, Tensor) else value
+def as_number(value: float | Tensor) -> Scalar:
+    """A number from the state of an optimizer, to compute with."""
+    return Number(value) if isinstance(value, Tensor) else value
 
 
 def is_known(value: Scalar | Truth) -> bool:
     """Whether asking for the value would not wait."""
-    return not isinstance(value, Tensor | Number)
+    return not isinstance(value, Number)
 
 
-def placed(value: Scalar, device: torch.device) -> float | Tensor:
-    """The same number for use on a device, wherever it was before."""
+def placed(value: float | Tensor | Number, device: torch.device) -> float | Tensor:
+    """A number for the state of an optimizer on a device, wherever it was before."""
     if device.type == "cpu":
         return float(value)
+    if isinstance(value, Number):
+        value = value.tensor()
     if isinstance(value, Tensor) and value.dtype == torch.float64 and value.device == device:
         return value
     return torch.as_tensor(value, dtype=torch.float64, device=device)
 
 
-@kept
-def constant(value: float, device: torch.device) -> Tensor:
-    """A number kept on a device: writing a new one there costs as much as any operation on it.
-
-    In single precision where that is exact, so that it does not change the type of what it meets.
-    """
-    exact = math.isinf(value) or float(torch.tensor(value, dtype=torch.float32)) == value
-    return torch.tensor(value, dtype=torch.float32 if exact else torch.float64, device=device)
-
-
-@kept
-def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of ones kept on a device."""
-    return torch.ones(count, dtype=dtype, device=device)
-
-
-def where(condition: Truth, a: Scalar, b: Scalar) -> Scalar:
-    """a where the condition holds, else b."""
-    if isinstance(condition, Number):
-        return condition.where(a, b)
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b, without waiting."""
     if isinstance(condition, Tensor):
-        a, b = (constant(x, condition.device) if isinstance(x, float | int) else x for x in (a, b))
-        return torch.where(condition, a, b)  # type: ignore[arg-type]
-    return a if condition else b
+        condition = Number(condition)
+    return Number(None, "where", (condition, a, b)) if isinstance(condition, Number) else a if condition else b
 
 
-def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Scalar:
+def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Any:
     """a / b where the condition holds."""
     if is_known(condition):
         return a / b if condition else otherwise
@@ -84,19 +206,17 @@ def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Sca
 
 def magnitude(value: Scalar) -> Scalar:
     """|value|."""
-    return value.abs() if isinstance(value, Tensor) else value.__abs__()
+    return value.__abs__()
 
 
 def root(value: Scalar) -> Scalar:
     """Square root; rounding may have left a square a little below zero."""
     if isinstance(value, Number):
-        return value.root()
-    if isinstance(value, Tensor):
-        return value.clamp_min(0).sqrt()
+        return Number(None, "root", (value,))
     return max(value, 0.0) ** 0.5 if value == value else value
 
 
-def as_double(value: Scalar) -> Tensor:
+def as_double(value: Scalar | Tensor) -> Tensor:
     """The number as a 0-dim tensor in double precision."""
     if isinstance(value, Number):
         value = value.tensor()
@@ -105,10 +225,110 @@ def as_double(value: Scalar) -> Tensor:
     return value.clone().double() if value.is_inference() else value.double()
 
 
-def as_truth(value: Truth) -> Tensor:
+def as_truth(value: Truth | Tensor) -> Tensor:
     """The truth value as a 0-dim boolean tensor."""
     if isinstance(value, Number):
         value = value.tensor()
     if not isinstance(value, Tensor):
         return torch.tensor(value)
     return value.clone().bool() if value.is_inference() else value.bool()
+
+
+# -- several numbers by one kernel --------------------------------------------------------------------------------
+
+_MOST = 8  # tensors that a kernel takes, and gives
+_kernels: dict[Hashable, Callable[..., Any]] = {}
+_works = True  # until a kernel could not be made
+
+
+def compute(*values: Any) -> tuple[Any, ...]:
+    """The same numbers with every `Number` among them as its tensor, all by one kernel where that can be."""
+    pending = [value for value in values if isinstance(value, Number) and value.value is None]
+    if pending and torch.cuda.is_available():
+        _compute_by_kernel(pending)
+    return tuple(value.tensor() if isinstance(value, Number) else value for value in values)
+
+
+def _compute_by_kernel(results: Sequence[Number]) -> None:
+    """Give these numbers their values, if there is a kernel to do it."""
+    source, given, constants, operations = _program(results)
+    if operations < 2 or not given or not given[0].is_cuda or max(len(given), len(results)) > _MOST:
+        return
+    if all(tensor.dtype != torch.float64 for tensor in given):  # the kernel would compute in their type
+        return
+    make = partial(torch.cuda.jiterator._create_multi_output_jit_fn, source, len(results), **constants)
+    key = source, *(tensor.dtype for tensor in given), given[0].device
+    values = _launched(key, make, given, constants)
+    if values is not None:
+        for number, value in zip(results, values, strict=True):
+            number.value = value
+
+
+def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, float], int]:
+    """A C++ function of these numbers, the tensors and constants it takes, and its number of operations."""
+    given: list[Tensor] = []  # a0, a1, ...
+    constants: dict[str, float] = {}  # c0, c1, ...
+    names: dict[int, str] = {}  # of numbers and tensors, by id
+
+    def name_of(value: Any) -> str:
+        if not isinstance(value, Number):
+            name = f"c{len(constants)}"
+            constants[name] = float(value)
+            return name
+        if value.value is None:
+            return names[id(value)]
+        if id(value.value) not in names:
+            names[id(value.value)] = f"a{len(given)}"
+            given.append(value.value)
+        return names[id(value.value)]
+
+    lines = []
+    for index, number in enumerate(_pending(results)):
+        operands = [name_of(own) for own in number.operands]
+        names[id(number)] = f"t{index}"
+        lines.append(f"T t{index} = {_OPERATIONS[number.operation][0].format(*operands)};")
+    outputs = [f"o{index} = {names[id(number)]};" for index, number in enumerate(results)]
+    signature = [f"T a{index}" for index in range(len(given))] + [f"T {name}" for name in constants]
+    signature += [f"T& o{index}" for index in range(len(results))]
+    body = " ".join([*lines, *outputs])
+    return f"template <typename T> void numbers({', '.join(signature)}) {{ {body} }}", given, constants, len(lines)
+
+
+def _launched(
+    key: Hashable, make: Callable[[], Callable[..., Any]], tensors: Sequence[Tensor], constants: dict[str, float]
+) -> Any:
+    """What the kernel of this key gives, compiled at its first use; None where none can be had."""
+    global _works
+    kernel = _kernels.get(key)
+    if not _works or (kernel is None and torch.cuda.is_current_stream_capturing()):  # nothing is compiled then
+        return None
+    try:
+        kernel = make() if kernel is None else kernel
+        results = kernel(*tensors, **constants)
+    except RuntimeError as error:
+        if key in _kernels or isinstance(error, torch.OutOfMemoryError):
+            raise
+        _works = False  # no compiler on this machine: torch's operations do it
+        return None
+    _kernels[key] = kernel
+    return results
+
+
+_SCALED_IF = "template <typename T> T scaled_if(T x, T holds, T rate) { return holds != T(0) ? x * rate : T(0); }"
+
+
+def scaled_if(holds: Tensor, values: Tensor, rate: float | Tensor = 1.0) -> Tensor:
+    """rate times the values where a truth holds, else zeros, whatever the values are."""
+    if values.is_cuda and values.dtype in (torch.float32, torch.float64):
+        tensors, constants = [values, holds], {}
+        if isinstance(rate, Tensor):
+            tensors = [values, holds, rate]
+        else:
+            constants = {"rate": float(rate)}
+        key = _SCALED_IF, len(tensors), values.dtype, values.device
+        make = partial(torch.cuda.jiterator._create_jit_fn, _SCALED_IF, **constants)
+        result: Tensor | None = _launched(key, make, tensors, constants)
+        if result is not None:
+            return result
+    scaled = values if isinstance(rate, float) and rate == 1.0 else rate * values
+    return torch.where(holds.bool(), scaled, scaled.new_zeros(()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import limit, windows
+from woodbury.layers.forms import added, limit, windows
 from woodbury.layers.shared import (
     ELEMENTWISE,
     Part,
@@ -49,12 +49,18 @@ class EmbeddingRows:
         assert self.weight in names
         return self
 
-    def gram(self, other: object, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(
+        self,
+        other: object,
+        scales: Mapping[str, Scale] | None,
+        dtype: torch.dtype | None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         assert isinstance(other, EmbeddingRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
         gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
-        return gram if scales is None else gram.mul_(scales[self.weight])
+        return added(gram if scales is None else gram.mul_(scales[self.weight]), onto)
 
     def gram_by_pairs(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
         """K from pairs of positions."""

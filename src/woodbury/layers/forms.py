@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury.device.constants import kept
-from woodbury.device.scalars import Scale, ones
+from woodbury.device.constants import constant_tensor, ones
+from woodbury.device.scalars import Scale
 
 
 def limit(max_bytes: int | None, device: torch.device) -> int:
@@ -99,7 +99,7 @@ def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
     return Layout(pieces)
 
 
-@kept  # a few kilobytes for each batch size
+@constant_tensor  # a few kilobytes for each batch size
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     columns = torch.tensor([k for n, k in pieces for _ in range(n)])
     return torch.repeat_interleave(columns).to(device)
@@ -114,8 +114,14 @@ class RowForm(Protocol):
     def restrict(self, names: Collection[str]) -> RowForm:
         """The same rows with every parameter outside `names` left out."""
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
-        """U diag(scales) U'^T, (r, r'); a scale is one number per parameter."""
+    def gram(
+        self,
+        other: RowForm,
+        scales: Mapping[str, Scale] | None,
+        dtype: torch.dtype | None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        """U diag(scales) U'^T, (r, r'), added in place to `onto` if given; a scale is one number per parameter."""
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,)."""
@@ -165,12 +171,22 @@ class OuterRows:
         bias = self.bias if self.bias in names else None
         return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(
+        self,
+        other: RowForm,
+        scales: Mapping[str, Scale] | None,
+        dtype: torch.dtype | None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         assert isinstance(other, OuterRows)
-        inner = self.input_gram(other.inputs, scales, dtype)
-        if other is self and scales is None:
-            self.inner = inner
-        return self.outer_gram(other, dtype).mul_(self.layout.spread(inner, other.layout))
+        if other is self and scales is None and self.weight is not None:
+            inputs = self.inputs if dtype is None or dtype == self.inputs.dtype else self.inputs.to(dtype)
+            self.inner = inner = _shifted_product(inputs, inputs, self.bias is not None)
+            outer = own_product(self.grads, dtype)
+        else:
+            inner, outer = self.input_gram(other.inputs, scales, dtype), self.outer_gram(other, dtype)
+        spread = self.layout.spread(inner, other.layout)
+        return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
 
     def outer_gram(self, other: OuterRows, dtype: torch.dtype | None) -> Tensor:
         """h . h', (r, r')."""
@@ -182,9 +198,16 @@ class OuterRows:
         """s_W v . v' + s_b, (n, n'), with the term of an absent or frozen parameter left out."""
         weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
-        if self.weight is not None and self.bias is not None and scales is None and dtype is None:
-            return F.linear(self.inputs, inputs, ones(inputs.shape[0], inputs.dtype, inputs.device))
         return _product(self.inputs, inputs, dtype) * weight + bias
+
+    def output_change(self, inputs: Tensor, contracted: Tensor, outputs: Tensor) -> Tensor:
+        """z(v) - (v V^T + 1) Hbar for inputs v, in place of z(v): the layer's outputs at theta - U^T c.
+
+        Hbar = `contract(c)`; exact for a layer that is W v + b and nothing else.
+        """
+        if self.weight is None:
+            return outputs - contracted.sum(0)
+        return outputs.addmm_(_shifted_product(inputs, self.inputs, self.bias is not None), contracted, alpha=-1)
 
     def head(self, rows: int) -> OuterRows:
         """The first rows, of whole samples."""
@@ -203,7 +226,9 @@ class OuterRows:
 
     def contract(self, coefficients: Tensor) -> Tensor:
         """sum over the columns of each sample of c h, (n, o): all that U^T c needs beside the inputs."""
-        return self.layout.contract(coefficients.to(self.grads.dtype), self.grads)
+        if coefficients.dtype != self.grads.dtype:
+            coefficients = coefficients.to(self.grads.dtype)
+        return self.layout.contract(coefficients, self.grads)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         contracted = self.contract(coefficients)
@@ -257,13 +282,19 @@ class ExplicitRows:
     def restrict(self, names: Collection[str]) -> ExplicitRows:
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(
+        self,
+        other: RowForm,
+        scales: Mapping[str, Scale] | None,
+        dtype: torch.dtype | None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         assert isinstance(other, ExplicitRows)
         products = [
             _product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])
             for name, rows in self.rows.items()
         ]
-        return torch.stack(products).sum(0)
+        return added(torch.stack(products).sum(0), onto)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         products = [_flat(rows) @ vector[name].flatten() for name, rows in self.rows.items()]
@@ -317,6 +348,16 @@ def _written_out(pieces: Sequence[Mapping[str, RowForm]], name: str) -> list[Row
 def _flat(rows: Tensor) -> Tensor:
     """(r, *shape) -> (r, p), also for a parameter that is a single number."""
     return rows.reshape(rows.shape[0], -1)
+
+
+def added(gram: Tensor, onto: Tensor | None) -> Tensor:
+    """A Gram matrix, added in place to the terms of other layers if there are any."""
+    return gram if onto is None else onto.add_(gram)
+
+
+def _shifted_product(a: Tensor, b: Tensor, bias: bool) -> Tensor:
+    """a b^T + 1, (n, n'), or a b^T for a layer without bias."""
+    return F.linear(a, b, ones(b.shape[0], b.dtype, b.device) if bias else None)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, limit, windows
+from woodbury.layers.forms import OuterRows, added, limit, windows
 
 ELEMENTWISE = 8  # a product of two numbers out of cache costs about as much as so many inside a matrix product
 
@@ -252,7 +252,13 @@ class SharedRows:
         weight = self.weight if self.weight in names else None
         return replace(self, weight=weight, bias=self.bias if self.bias in names else None)
 
-    def gram(self, other: object, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(
+        self,
+        other: object,
+        scales: Mapping[str, Scale] | None,
+        dtype: torch.dtype | None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         assert isinstance(other, SharedRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         gram = None
@@ -268,7 +274,7 @@ class SharedRows:
                 term = term.mul_(scales[self.bias])
             gram = term if gram is None else gram.add_(term)
         assert gram is not None
-        return gram
+        return added(gram, onto)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
         """sum_s h_s, (r, g o): the rows of b."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from woodbury.device.scalars import Scale
 from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, limit, windows
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, added, limit, windows
 from woodbury.layers.shared import SharedRows, as_shared
 
 
@@ -116,22 +116,25 @@ class SumRows:
                 uses.append(Use(form.restrict(kept), kept))
         return replace(self, uses=tuple(uses), shapes={n: shape for n, shape in self.shapes.items() if n in names})
 
-    def gram(self, other: RowForm, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+    def gram(
+        self,
+        other: RowForm,
+        scales: Mapping[str, Scale] | None,
+        dtype: torch.dtype | None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         """Use by use where they do not overlap, else from rows written out for a block of the parameters."""
         assert isinstance(other, SumRows)
-        total = None
+        total = onto
         if self._apart:
             for (form, places), (theirs, _) in zip(self.uses, other.uses, strict=True):
                 own = None if scales is None else {name: scales[place.name] for name, place in places.items()}
-                term = form.gram(theirs, own, dtype)
-                total = term if total is None else total.add_(term)
+                total = form.gram(theirs, own, dtype, total)
             assert total is not None
             return total
         for name, shape in self.shapes.items():
             term = self._gram_of(other, name, shape, dtype)
-            if scales is not None:
-                term = term.mul_(scales[name])
-            total = term if total is None else total.add_(term)
+            total = added(term if scales is None else term.mul_(scales[name]), total)
         assert total is not None
         return total
 

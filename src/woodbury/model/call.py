@@ -41,6 +41,11 @@ class Call:
         return self.outputs._version == self.versions[-1]
 
     @property
+    def is_intact(self) -> bool:
+        """Whether inputs and outputs are still what they were at the call."""
+        return self.inputs_intact and self.outputs_intact
+
+    @property
     def parameters(self) -> list[str]:
         """Names of what it uses."""
         if self.maps is None:

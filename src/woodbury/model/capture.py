@@ -1,4 +1,4 @@
-"""Running a model once and keeping what the rows need: layer inputs, and where to send columns back.
+"""What a pass through the model leaves behind: layer inputs, and where to send columns back.
 
 Nothing is hung on tensors or modules: `capture` returns a value, and its keys are names.
 """
@@ -6,11 +6,11 @@ Nothing is hung on tensors or modules: `capture` returns a value, and its keys a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_
 from woodbury.layers.shared import SharedRows
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.call import Call
-from woodbury.model.chain import Back, rows_along
+from woodbury.model.chain import Back, MovedForward, Seen, rows_along
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
 from woodbury.model.graph import chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
@@ -34,9 +34,47 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
     return outputs
 
 
+class Capture(Protocol):
+    """What a pass over a batch leaves behind, whether autograd followed it or a chain was run by hand."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def raw(self) -> Tensor:
+        """The outputs in the model's own shape (n, ...)."""
+
+    @property
+    def outputs(self) -> Tensor:
+        """The outputs (n, C)."""
+
+    def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+        """Back-propagate columns and return the rows of every module whose parameters were used.
+
+        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on.
+        Row (i, a) is the derivative of columns[i, a] . outputs[i] in the module's parameters. The last thing to
+        ask of a capture: a graph is freed on the way back.
+        """
+
+    def gradient(self, weights: Tensor) -> dict[str, Tensor]:
+        """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
+
+    def seen_by(self, layer: str) -> Call | Seen | None:
+        """What a layer was given and gave, if it was called once."""
+
+    def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
+        """The outputs of the same batch with parameters changed by so much, by parameter name.
+
+        Layers named in `forwards` are computed by these. Parameters are bit-identical afterwards.
+        """
+
+    def check_inputs(self) -> None:
+        """Raise if a layer's input is no longer what the layer saw."""
+
+
 @dataclass
-class Capture:
-    """A forward pass with what it left behind at each layer."""
+class GraphCapture:
+    """A forward pass that autograd followed, with what it left behind at each layer."""
 
     plan: Plan
     model: nn.Module
@@ -45,28 +83,24 @@ class Capture:
     raw: Tensor  # the outputs in the model's own shape
     outputs: Tensor  # (n, C), attached to the graph
     calls: list[Call]  # in the order they were made
+    autocast: torch.dtype | None = None  # the type of passes through the model, if not that of its parameters
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
         return chain_of(self.plan, self.outputs, self.calls)
 
-    def call_of(self, layer: Layer) -> Call | None:
-        """The call of a layer that was called once."""
-        calls = [call for call in self.calls if call.layer.name == layer.name]
+    def seen_by(self, layer: str) -> Call | None:
+        calls = [call for call in self.calls if call.layer.name == layer]
         return calls[0] if len(calls) == 1 else None
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-        """Back-propagate columns and return the rows of every module whose parameters were used.
-
-        segments are columns (m, k, C) for consecutive samples, from the first on. Row (i, a) is the
-        derivative of columns[i, a] . outputs[i] in the module's parameters. The last thing to ask of a capture:
-        the graph is freed on the way back.
-        """
         self.check_inputs()
         if self.chain is not None:
-            return rows_along(*self.chain, segments)
+            layers, given, backs = self.chain
+            weights = [layer.module.get_parameter("weight").detach() for layer in layers]
+            return rows_along(layers, weights, given, backs, segments)
         unseen = unseen_parameters(self.plan, self.outputs, self.calls)
-        if unseen and self.plan.fallback is None:
+        if unseen and not self.plan.has_fallback:
             name, layer = next(iter(unseen.items()))
             raise ValueError(
                 f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees "
@@ -74,6 +108,7 @@ class Capture:
                 "module itself, or pass fallback='autograd'"
             )
         start, pieces = 0, []
+        segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
         for columns in segments:
             last = columns is segments[-1]
             pieces.append(self._rows_by_autograd(columns, start, unseen, last))
@@ -81,7 +116,6 @@ class Capture:
         return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
 
     def check_inputs(self) -> None:
-        """Raise if a layer's input is no longer what the layer saw."""
         for call in self.calls:
             if not call.inputs_intact:
                 raise ValueError(
@@ -144,8 +178,17 @@ class Capture:
             return {block: Use(form, places) for block, places in uses.items()}
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
+    def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
+        # without gradients, unless the model may want them for itself
+        by_autograd = self.forward is not call_model or self.plan.has_fallback
+        with (
+            moved_model(self.plan, changes, forwards),
+            torch.set_grad_enabled(by_autograd),
+            casting(self.autocast, self.plan),
+        ):
+            return self.forward(self.model, self.inputs).detach()
+
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
-        """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         parameters = self.plan.parameters
         grads = torch.autograd.grad(
             self.outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
@@ -173,6 +216,34 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Ite
     finally:
         for module in forwards:
             vars(module).pop("forward", None)
+
+
+def casting(autocast: torch.dtype | None, plan: Plan) -> AbstractContextManager[Any]:
+    """The precision of passes through the model."""
+    return nullcontext() if autocast is None else torch.autocast(plan.device.type, dtype=autocast)
+
+
+@contextmanager
+def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Iterator[None]:
+    """Inside, the model computes with parameters changed by so much; they are bit-identical afterwards.
+
+    Layers named in `forwards` are computed by these.
+    """
+    before: list[tuple[nn.Parameter, Tensor]] = []
+    functions = {}
+    for name, moved in forwards.items():
+        module = plan.layer_named[name].module
+        functions[module] = partial(moved, partial(type(module).forward, module))
+    try:
+        for name, change in changes.items():
+            parameter = plan.parameters[name]
+            before.append((parameter, parameter.data))
+            parameter.data = parameter.data + change
+        with replaced_forward(functions):
+            yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
 
 
 def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | None:
@@ -219,10 +290,17 @@ def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, cast: bool
     return None
 
 
-def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int) -> Capture:
+def capture(
+    plan: Plan,
+    model: nn.Module,
+    forward: Forward,
+    inputs: Any,
+    samples: int,
+    autocast: torch.dtype | None = None,
+) -> GraphCapture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: list[Call] = []
-    cast = torch.is_autocast_enabled(next(iter(plan.parameters.values())).device.type)
+    cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
     obstacles: list[str] = []
 
     def keep(layer: Layer, given: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
@@ -236,7 +314,7 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
         if obstacle is None:
             versions = (*(tensor._version for tensor in given), outputs._version)
             calls.append(Call(layer, given, outputs, get_gradient_edge(outputs), versions, maps))
-        elif plan.fallback is None:
+        elif not plan.has_fallback:
             obstacles.append(obstacle)  # raised once the model is through: it may have things to put back
         else:
             plan.findings.unfit.add(layer.name)
@@ -261,7 +339,8 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
 
         return attention_forward if layer.rule is attention_rows else layer_forward
 
-    with replaced_forward({layer.module: recording(layer) for layer in plan.layers}), torch.enable_grad():
+    functions = {layer.module: recording(layer) for layer in plan.layers}
+    with replaced_forward(functions), torch.enable_grad(), casting(autocast, plan):
         outputs = forward(model, inputs)
     if obstacles:
         raise ValueError(obstacles[0])
@@ -280,4 +359,4 @@ def capture(plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
-    return Capture(plan, model, forward, inputs, outputs.detach(), flat, calls)
+    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast)

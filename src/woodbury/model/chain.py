@@ -4,15 +4,15 @@
 
 A chain needs neither a graph nor calls to watch: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns
 back in one product a layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` in front,
-shows by its structure that it is one, whatever the data: `read_chain` says so, and the pass is a `ChainPass`. Any
+shows by its structure that it is one, whatever the data: `read_chain` says so, and a pass is a `ChainCapture`. Any
 other model, and one with frozen parameters, is run by `woodbury.model.capture`, which takes the same way back
 where the graph of a pass turns out to be a chain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -72,6 +72,8 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 Back = Callable[[Tensor], Tensor]  # from gradients in v = phi(z), (n, o), to those in z
+# (the layer's own forward, its input) -> its output at other parameters
+MovedForward = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 def columns_back(
@@ -97,16 +99,21 @@ def columns_back(
 
 
 def rows_along(
-    layers: Sequence[Layer], given: Sequence[Tensor], backs: Sequence[Back], segments: Sequence[Tensor]
+    layers: Sequence[Layer],
+    weights: Sequence[Tensor],
+    given: Sequence[Tensor],
+    backs: Sequence[Back],
+    segments: Sequence[Tensor],
 ) -> dict[str, RowForm]:
     """Rows of a chain for such columns, from the inputs v (n, i) of its layers."""
-    weights = [cast(Tensor, layer.module._parameters["weight"]).detach() for layer in layers]
     layout, grads = columns_back(segments, weights, backs, given[0].shape[0])
     forms: dict[str, RowForm] = {}
     for layer, inputs, own in zip(layers, given, grads, strict=True):
-        bias = None if layer.module.bias is None else "bias"
-        form = OuterRows(inputs[: layout.samples], own, layout, bias=bias, affine=True)
-        forms[layer.name] = form.restrict(layer.parameters)
+        bias = None if layer.module._parameters["bias"] is None else "bias"
+        inputs = inputs if inputs.shape[0] == layout.samples else inputs[: layout.samples]
+        form = OuterRows(inputs, own, layout, "weight", bias, affine=True)
+        complete = len(layer.parameters) == (1 if bias is None else 2)
+        forms[layer.name] = form if complete else form.restrict(layer.parameters)
     return forms
 
 
@@ -122,7 +129,6 @@ class Chain:
     biases: tuple[nn.Parameter | None, ...]
     activations: tuple[nn.Module, ...]  # between them, one less
     flatten: nn.Flatten | None  # before the first
-    found: dict[Any, Any] = field(default_factory=dict)  # about a step, by the sizes of the batch
 
     def is_current(self, model: nn.Module) -> bool:
         """Whether a model still consists of these very modules and parameters, with nothing hung on any.
@@ -155,16 +161,15 @@ class Chain:
             and not inputs.requires_grad
         )
 
-    def run(self, inputs: Tensor) -> ChainPass:
-        """One pass over a batch (n, i), or what flattens to it."""
+    def run(self, inputs: Tensor) -> ChainCapture:
+        """One pass over a batch (n, i), or what flattens to it; to be called under torch.no_grad()."""
         given, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
-        with torch.no_grad():
-            for index, weight in enumerate(self.weights):
-                z = F.linear(given[-1], weight, self.biases[index])
-                sums.append(z)
-                if index < len(self.activations):
-                    given.append(self.activate(index, z))
-        return ChainPass(self, given, sums)
+        for index, weight in enumerate(self.weights):
+            z = F.linear(given[-1], weight, self.biases[index])
+            sums.append(z)
+            if index < len(self.activations):
+                given.append(self.activate(index, z))
+        return ChainCapture(self, given, sums)
 
     def activate(self, index: int, z: Tensor) -> Tensor:
         """v of the layer after the one of this index, from z."""
@@ -172,8 +177,16 @@ class Chain:
         return ACTIVATIONS[type(module)].forward(module, z)
 
 
+class Seen(NamedTuple):
+    """What a layer was given and gave in a pass along a chain: nothing can change it."""
+
+    inputs: Tensor
+    outputs: Tensor
+    is_intact: bool = True
+
+
 @dataclass
-class ChainPass:
+class ChainCapture:
     """A pass along a chain: the inputs v_l (n, i) of its layers and the sums z_l (n, o) they gave."""
 
     chain: Chain
@@ -191,25 +204,39 @@ class ChainPass:
 
     raw = outputs
 
-    def columns_back(self, segments: Sequence[Tensor]) -> tuple[Layout, list[Tensor]]:
-        """The layout of columns (m, k, C) of consecutive samples, and h (r, o) in the outputs of every layer."""
-        return columns_back(segments, self.chain.weights, self._backs(), self.given[0].shape[0])
-
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-        """Rows of every layer for such columns, as `Capture.rows` gives them."""
-        with torch.no_grad():
-            return rows_along(self.chain.layers, self.given, self._backs(), segments)
+        """Rows of every layer for columns (m, k, C), or (m, C), of consecutive samples."""
+        return rows_along(self.chain.layers, self.chain.weights, self.given, self._backs(), segments)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         gradient: dict[str, Tensor] = {}
-        for layer, form in zip(self.chain.layers, self.rows([weights.unsqueeze(1)]).values(), strict=True):
+        for layer, form in zip(self.chain.layers, self.rows([weights]).values(), strict=True):
             assert isinstance(form, OuterRows)
             if form.weight is not None:
                 gradient[layer.parameters[form.weight]] = form.grads.t() @ form.inputs
             if form.bias is not None:
                 gradient[layer.parameters[form.bias]] = form.grads.sum(0)
         return {name: gradient[name] for name in self.plan.parameters}
+
+    def seen_by(self, layer: str) -> Seen | None:
+        """What the first layer was given, and gave: in a trial pass only that one is given the same again."""
+        first = self.chain.layers[0].name
+        return Seen(self.given[0], self.sums[0]) if layer == first else None
+
+    def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
+        """The outputs with parameters changed by so much, layers named in `forwards` computed by these."""
+        chain, v = self.chain, self.given[0]
+        for index, layer in enumerate(chain.layers):
+            weight, bias = chain.weights[index], chain.biases[index]
+            moved = forwards.get(layer.name)
+            if moved is not None:
+                z = moved(partial(F.linear, weight=weight, bias=bias), v)
+            else:
+                z = F.linear(v, _changed(weight, layer, "weight", changes), _changed(bias, layer, "bias", changes))
+            if index < len(chain.activations):
+                v = chain.activate(index, z)
+        return z
 
     def check_inputs(self) -> None:
         """Nothing can have changed them."""
@@ -219,6 +246,12 @@ class ChainPass:
             partial(ACTIVATIONS[type(module)].backward, module, z, v)
             for module, z, v in zip(self.chain.activations, self.sums, self.given[1:], strict=False)
         ]
+
+
+def _changed(parameter: Any, layer: Layer, local: str, changes: Mapping[str, Tensor]) -> Any:
+    """A parameter of a layer (None where it has none) changed by so much."""
+    change = changes.get(layer.parameters.get(local, ""))
+    return parameter if change is None else parameter + change
 
 
 def read_chain(plan: Plan, model: nn.Module) -> Chain | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from woodbury import _batch, _random
-from woodbury.model.capture import Capture
+from woodbury.model.capture import GraphCapture
 from woodbury.model.fallback import agree
 from woodbury.model.graph import graph_edges
 
 
-def check_samples_apart(capture: Capture, first: bool = True) -> None:
+def check_samples_apart(capture: GraphCapture, first: bool = True) -> None:
     """Raise if the outputs of the first or the last sample depend on another sample's activations.
 
     A layer may only seem to see samples, where as many positions happen to come first: with a fallback its calls
@@ -33,7 +33,7 @@ def check_samples_apart(capture: Capture, first: bool = True) -> None:
         for call, grad in zip(list(capture.calls), grads, strict=True):
             if grad is None or not bool((grad[others].abs() > 0).any()):  # nan is another's concern
                 continue
-            if capture.plan.fallback is None:
+            if not capture.plan.has_fallback:
                 raise ValueError(
                     f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: rows "
                     "per sample do not exist where the model mixes the samples of a batch"
@@ -45,7 +45,7 @@ def check_samples_apart(capture: Capture, first: bool = True) -> None:
         _check_first_alone(capture)
 
 
-def _check_first_alone(capture: Capture) -> None:
+def _check_first_alone(capture: GraphCapture) -> None:
     """The same past every layer that was captured: the first sample must give the same outputs on its own."""
     samples = len(capture.outputs)
     random = _random.snapshot(capture.outputs.device)

@@ -50,7 +50,7 @@ class Plan:
     owned: dict[str, dict[str, str]]  # module -> its own name of each parameter -> name in the model
     rest: frozenset[str]
     parameters: dict[str, nn.Parameter]
-    fallback: str | None  # "autograd": rows past the rules are computed by autograd instead of refused
+    has_fallback: bool  # whether rows past the rules are computed by autograd instead of refused
     max_bytes: int | None  # for temporaries of the rows; None: a default
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # those that must stay in eval mode
@@ -71,10 +71,25 @@ class Plan:
         """The type of the parameters."""
         return next(iter(self.parameters.values())).dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.parameters.values())).device
+
     @cached_property
     def block_sizes(self) -> list[int]:
         """The number of parameters in each of `blocks`."""
         return [sum(self.parameters[name].numel() for name in block) for block in self.blocks]
+
+    @cached_property
+    def size(self) -> int:
+        """The number of trainable parameters."""
+        return sum(self.block_sizes)
+
+    @cached_property
+    def layer_named(self) -> dict[str, Layer]:
+        """Layer name -> layer."""
+        return {layer.name: layer for layer in self.layers}
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
@@ -114,7 +129,7 @@ def _uncovered(own: Mapping[str, str]) -> str:
 def plan_layers(
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
-    fallback: str | None,
+    has_fallback: bool,
     by_layers: bool = True,
     max_bytes: int | None = None,
 ) -> Plan:
@@ -167,7 +182,7 @@ def plan_layers(
         rule = layer_rule(module, used) if by_layers else None
         if rule is not None:
             layers.append(Layer(path, module, rule, used))
-        elif fallback == "autograd" or not by_layers:
+        elif has_fallback or not by_layers:
             rest.update(used.values())
         else:
             raise ValueError(
@@ -182,7 +197,7 @@ def plan_layers(
         owned,
         frozenset(rest),
         parameters,
-        fallback,
+        has_fallback,
         max_bytes,
         frozen,
         tuple(norms),

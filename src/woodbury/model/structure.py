@@ -23,8 +23,8 @@ def names_by_group(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str,
 class Structure:
     """The layers to train, and whether they form a chain."""
 
-    def __init__(self, fallback: str | None, by_layers: bool, max_bytes: int | None) -> None:
-        self.fallback = fallback
+    def __init__(self, has_fallback: bool, by_layers: bool, max_bytes: int | None) -> None:
+        self.has_fallback = has_fallback
         self.by_layers = by_layers
         self.max_bytes = max_bytes
         self.chain: Chain | None = None  # what the model is by its structure, if that
@@ -35,7 +35,7 @@ class Structure:
 
     def unread(self) -> Structure:
         """The same before any model was read: what a copy of the optimizer starts with."""
-        return Structure(self.fallback, self.by_layers, self.max_bytes)
+        return Structure(self.has_fallback, self.by_layers, self.max_bytes)
 
     def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
         """The plan of a model as it is now, for parameter groups as torch.optim keeps them."""
@@ -51,7 +51,7 @@ class Structure:
         chosen = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
-        self._plan = plan = plan_layers(model, named, self.fallback, self.by_layers, self.max_bytes)
+        self._plan = plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
         self._groups, self.names = ids, names_by_group(groups, plan.parameters)
         self.chain = read_chain(plan, model) if self.by_layers else None
         self._shows_chain = None
@@ -60,7 +60,7 @@ class Structure:
     def shows_chain(self, plan: Plan, forward: Forward, inputs: Any, samples: int) -> bool:
         """Whether passes through the model show a chain of Linear layers: seen once per plan, on one sample."""
         if self._shows_chain is None:
-            random = _random.snapshot(next(iter(plan.parameters.values())).device)
+            random = _random.snapshot(plan.device)
             try:
                 one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
                 self._shows_chain = capture(plan, plan.model, forward, one, 1).chain is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -20,38 +20,41 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
+from woodbury._choice import FALLBACKS, chosen
 from woodbury._vector import Vector
+from woodbury.blocks import BLOCKS
+from woodbury.curvature import Curvature
 from woodbury.damping import Damping, as_damping
-from woodbury.device.numbers import forced, written_down
+from woodbury.device import fingerprint, recording
+from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
     Scalar,
     Truth,
     as_double,
     as_number,
     as_truth,
+    compute,
     magnitude,
     placed,
     ratio_where,
     scalar,
 )
+from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim import recorded as captured
 from woodbury.optim.passes import Batches, Passes
-from woodbury.optim.recorded import Recorder
 from woodbury.optim.settings import (
     Hyperparameters,
-    check_choice,
     check_curvature_samples,
     plain_groups,
     read_settings,
     with_names,
 )
-from woodbury.optim.step import Problem, Proposal, StepInfo
+from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo
 
 
 def _many_times() -> AbstractContextManager[None]:
@@ -67,7 +70,7 @@ def _rounding(dtype: torch.dtype) -> float:
 class SecondOrder(torch.optim.Optimizer):
     """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
-    curvature: str  # "gauss-newton" or "empirical"
+    curvature: Curvature
     by_layers = True  # whether it works with rows, which layers give
     max_bytes: int | None = None  # for temporaries of the rows
     autocast: torch.dtype | None = None  # of the passes through the model
@@ -92,8 +95,8 @@ class SecondOrder(torch.optim.Optimizer):
         seed: int | None,
         params: Iterable[Any] | None,
     ) -> None:
-        check_choice("blocks", blocks, ("full", "layer"))
-        check_choice("fallback", fallback, (None, "autograd"))
+        self._blocks = chosen("blocks", blocks, BLOCKS)
+        has_fallback = chosen("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -104,13 +107,12 @@ class SecondOrder(torch.optim.Optimizer):
         self.loss = loss
         self.damping = as_damping(damping)
         self.curvature_samples = curvature_samples
-        self.blocks = blocks
         self.accept = accept
         self.forward = forward or call_model
         self.last: StepInfo | None = None
-        self._structure = Structure(fallback, self.by_layers, self.max_bytes)
+        self._structure = Structure(has_fallback, self.by_layers, self.max_bytes)
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
-        self._recorder: Recorder | None = None
+        self._recordings: Recordings | None = None
         self._orders = _random.Orders()
         self._rule = loss_rule(loss)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -140,26 +142,33 @@ class SecondOrder(torch.optim.Optimizer):
             full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
                 over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
         """
-        kept = self._draws()
+        drawn_before = self._draws()
         try:
-            replayed = None
-            if self._recorder is not None and subset is None and full is None:
-                replayed = self._recorded_step(self._recorder, inputs, targets)
-            if replayed is None:
-                with written_down(self._device()):
-                    problem = self._pose(inputs, targets, subset, full)
-                    random = None if problem.chain is not None else _random.snapshot(self._device())
-                    numbers = self._take(problem, random)
-                if self._recorder is not None and random is not None and _random.drawn_since(random):
-                    self._recorder.refuse("the model draws random numbers")
-                info = StepInfo.later(*numbers)
-            else:
-                info = StepInfo.later(*replayed.unbind())
+            numbers: Sequence[Any] | None = None
+            if self._recordings is not None and subset is None and full is None:
+                numbers = self._replay(self._recordings, inputs, targets)
+            if numbers is None:
+                problem = self._pose(inputs, targets, subset, full)
+                random = None if problem.chain is not None else _random.snapshot(self._device())
+                numbers = self._take(problem, random)
+                if self._recordings is not None:
+                    self._recordings.ordinary_step_ended(self._device())
+                    if random is not None and _random.drawn_since(random):
+                        self._recordings.give_up()
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
-            self.state.update(kept)
+            self.state.update(drawn_before)
             raise
-        self.last = info
-        return info
+        self.last = StepInfo.later(*numbers)
+        return self.last
+
+    @property
+    def blocks(self) -> str:
+        """Which blocks of B are kept, by name; setting another name changes it."""
+        return self._blocks.name
+
+    @blocks.setter
+    def blocks(self, name: str) -> None:
+        self._blocks = chosen("blocks", name, BLOCKS)
 
     def direction(
         self,
@@ -173,14 +182,14 @@ class SecondOrder(torch.optim.Optimizer):
 
         It is the p the next `step` on the same batch would use.
         """
-        kept = self._draws()
+        drawn_before = self._draws()
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, full)
             with self._derivatives(problem):
                 return self._propose(problem).displacement.dense()
         finally:
-            self.state.update(kept)
+            self.state.update(drawn_before)
             _random.restore(random)
 
     def verify(self, inputs: Any, targets: Tensor | None = None, *, subset: Tensor | None = None) -> Tensor:
@@ -189,7 +198,7 @@ class SecondOrder(torch.optim.Optimizer):
         B and g come from matrix-free autograd products that share no code with the solve. With weight decay
         and momentum it is the residual of the system they turn this into. Nothing changes.
         """
-        kept = self._draws()
+        drawn_before = self._draws()
         random = _random.snapshot(self._device())
         try:
             problem = self._pose(inputs, targets, subset, None)
@@ -207,11 +216,11 @@ class SecondOrder(torch.optim.Optimizer):
                 damping=proposal.damping,
                 decay=problem.hyper.weight_decay,
                 previous=proposal.center,
-                blocks=problem.plan.blocks if self.blocks == "layer" else [tuple(problem.plan.parameters)],
-                curvature=self.curvature,
+                blocks=self._blocks.of(problem.plan),
+                at_outputs=self.curvature.at_outputs,
             )
         finally:
-            self.state.update(kept)
+            self.state.update(drawn_before)
             _random.restore(random)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -226,10 +235,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     # -- parts -------------------------------------------------------------------------------------------
 
-    def _take(
-        self, problem: Problem, random: _random.Snapshot | None
-    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Truth]:
-        """Propose, judge and move: loss, damping, ratio, predicted decrease, |p|^2 and whether theta moved.
+    def _take(self, problem: Problem, random: _random.Snapshot | None) -> Numbers:
+        """Propose, judge and move.
 
         random is where the generators stood before the first pass, for the trial pass to repeat.
         """
@@ -241,17 +248,15 @@ class SecondOrder(torch.optim.Optimizer):
         with torch.no_grad():
             return self._conclude(problem, proposal, actual)
 
-    def _conclude(
-        self, problem: Problem, proposal: Proposal, actual: Scalar
-    ) -> tuple[Scalar, Scalar, Scalar, Scalar, Scalar, Truth]:
+    def _conclude(self, problem: Problem, proposal: Proposal, actual: Scalar) -> Numbers:
         """Judge a proposal by the actual decrease, and move."""
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
         # lambda too, if it was not needed before: what it was computed from may be overwritten later
-        accepted, damping, _ = forced(accepted, self._next_damping(problem, proposal, ratio), proposal.damping)
+        accepted, damping, _ = compute(accepted, self._next_damping(problem, proposal, ratio), proposal.damping)
         proposal.displacement.add_(problem.hyper.lr, accepted)
         self._remember(problem, proposal, damping, accepted, vector)
-        return proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted
+        return Numbers(proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted)
 
     def _derivatives(self, problem: Problem, twice: bool = False) -> AbstractContextManager[Any]:
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
@@ -259,52 +264,65 @@ class SecondOrder(torch.optim.Optimizer):
             return torch.no_grad()  # by hand
         return _many_times() if twice or self.twice_differentiated else nullcontext()
 
-    def _recorded_step(self, recorder: Recorder, inputs: Any, targets: Tensor | None) -> Tensor | None:
+    def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Sequence[Tensor] | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
         device = self._device()
         if device.type != "cuda":
             return None
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
-        plan = self._plan()
-        settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
-        memory = [parameter.data_ptr() for parameter in plan.parameters.values()]
-        moving = self._moving_state(device)
-        fixed = id(plan), str(settings), str(self.damping), tuple(memory), tuple(moving)
-        key = (fixed, captured.shape_of(inputs, targets))
-        if not recorder.is_due(key, plan):
+        plan, moving, owners = self._plan(), self._moving_state(device), list[object]()
+        key = Key(self._fingerprint(plan, moving, owners), recording.shape_of(inputs, targets))
+        if not recordings.is_due(key, device):
             return None
-        kept = self._draws()
+        drawn_before = self._draws()
         count = self._curvature_count(samples)
         order = None
         if count < samples:
             order, self.state["generator"] = self._orders.draw(samples, self.state["generator"], device)
         rates = [group["lr"] for group in self.param_groups]
-        if recorder.recording is None:
+        held = recordings.find(key)
+        if held is None:
 
             def run(
                 inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
             ) -> tuple[Tensor, dict[str, Any]]:
                 self.state.update(state)
                 batch = Batch(inputs, targets, samples, count)
-                with written_down(device):
-                    numbers = self._take(self._problem(plan, batch, None, rates), None)
-                held = torch.stack([as_double(value) for value in numbers])
-                return held, {name: self.state[name] for name in state}
+                numbers = self._take(self._problem(plan, batch, None, rates), None)
+                return torch.stack([as_double(value) for value in numbers]), {n: self.state[n] for n in state}
 
             try:
-                recorder.recording = captured.record(inputs, targets, rates, moving, device, run)
-            except RuntimeError as error:
-                self.state.update(kept)
-                recorder.refuse(f"a step of this model cannot be recorded ({error})")
+                held = recording.record(inputs, targets, rates, moving, device, owners, run)
+            except RuntimeError:  # what a graph cannot hold: a wait for the device, say
+                self.state.update(drawn_before)
+                recordings.give_up()
                 return None
             finally:  # recording computes nothing: what it left behind holds no numbers
                 self.state.update(moving)
-        recording = recorder.recording
+            recordings.add(key, held)
         for name, value in moving.items():
-            captured.overwrite(recording.state[name], value)
-        self.state.update(recording.state)
-        return recording.replay(inputs, targets, order, rates)
+            recording.overwrite(held.state[name], value)
+        self.state.update(held.state)
+        return held.replay(inputs, targets, order, rates).unbind()
+
+    def _fingerprint(self, plan: Plan, moving: Mapping[str, Any], owners: list[object]) -> Hashable:
+        """All that the numbers of a step depend on beside its batch, the learning rates and the moving state."""
+        owners += [plan, self.damping]
+        settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
+        groups = [tuple(map(id, group["params"])) for group in self.param_groups]
+        own = self.accept, self.curvature_samples, self.blocks, self.autocast, self.max_bytes
+        return (
+            *(id(plan), str(settings), tuple(groups), own, id(self.damping), str(self.damping), tuple(moving)),
+            *(self._choices(), full_precision.settings(), torch.are_deterministic_algorithms_enabled()),
+            fingerprint.of_function(self.forward, owners),
+            fingerprint.of_model(self.model, owners),
+            fingerprint.of_model(self.loss, owners),
+        )
+
+    def _choices(self) -> Hashable:
+        """What a subclass lets its user choose, as far as it changes the numbers of a step."""
+        return None
 
     def _moving_state(self, device: torch.device) -> dict[str, Any]:
         """The state that every step replaces, as tensors on the device."""
@@ -440,8 +458,6 @@ class SecondOrder(torch.optim.Optimizer):
         value = as_number(self.state["damping"])
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
-        if not getattr(self.damping, "takes_numbers", False):
-            value, ratio = forced(value, ratio)
         return self.damping.next(value, ratio)
 
     def _remember(
@@ -461,11 +477,11 @@ class SecondOrder(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's own version keeps the groups and the state alone
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
-        kept = {name: value for name, value in vars(self).items() if name not in names}
-        return {name: value for name, value in kept.items() if "hooks" not in name} | {
+        own = {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
+        return own | {
             "_structure": self._structure.unread(),
             "_orders": _random.Orders(),
-            "_recorder": None if self._recorder is None else Recorder(),
+            "_recorded": None if self._recordings is None else Recordings(),
         }
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _vector
+from woodbury.curvature import CURVATURES
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
@@ -22,7 +23,6 @@ from woodbury.optim.base import SecondOrder
 from woodbury.optim.passes import Piece
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
-from woodbury.row_matrix import loss_factor
 
 
 class HessianFree(SecondOrder):
@@ -40,7 +40,7 @@ class HessianFree(SecondOrder):
         progress: CG stops when phi fell by less than this, relatively, per iteration.
     """
 
-    curvature = "gauss-newton"
+    curvature = CURVATURES["gauss-newton"]
     by_layers = False
     twice_differentiated = True
 
@@ -120,7 +120,7 @@ class HessianFree(SecondOrder):
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
         parameters = problem.plan.parameters
-        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
         count = check_count(piece.count, "the curvature samples")
         rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from woodbury import _vector
 from woodbury._vector import Vector
+from woodbury.curvature import CURVATURES
 from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.displacement import Displacement
@@ -30,7 +31,6 @@ from woodbury.losses.rules import check_count
 from woodbury.model.fallback import Forward
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.step import Problem, Proposal
-from woodbury.row_matrix import loss_factor
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
@@ -62,7 +62,7 @@ class KFAC(SecondOrder):
         decay: of the running averages, at most; step t (from 1) uses min(1 - 1/t, decay).
     """
 
-    curvature = "gauss-newton"
+    curvature = CURVATURES["gauss-newton"]
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class KFAC(SecondOrder):
     def _propose(self, problem: Problem) -> Proposal:
         objective = problem.passes.objective(problem.batch, problem.full)
         piece, outputs = objective.pieces[0], objective.outputs
-        factor = loss_factor(self._rule, self.loss, outputs, piece.targets, self.curvature)
+        factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
         forms = piece.capture.rows([factor.columns()])
         count = check_count(piece.count, "the curvature samples")
         with full_precision():

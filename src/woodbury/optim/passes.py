@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
 from woodbury.losses.rules import LossRule, check_count
-from woodbury.model.capture import Capture, call_model, capture
-from woodbury.model.chain import Chain, ChainPass
+from woodbury.model.capture import Capture, call_model, capture, casting
+from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan
@@ -37,20 +36,20 @@ class Piece:
 
     inputs: Any
     targets: Tensor  # as the loss rule prepared them
-    values: Tensor  # loss of each sample, float64
-    count: Scalar  # what their mean divides by: f = sum of values / count
-    capture: Capture | ChainPass
+    losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
+    count: Scalar  # what their mean divides by: f = sum of losses / count
+    capture: Capture
 
 
-def mean_of(values: Sequence[Tensor], count: Scalar) -> Scalar:
-    """sum of values / count."""
-    joined = values[0] if len(values) == 1 else torch.cat(list(values))
-    return scalar(joined.sum()) / count
+def mean_of(losses: Sequence[Tensor], count: Scalar) -> Scalar:
+    """sum of all losses / count."""
+    joined = losses[0] if len(losses) == 1 else torch.cat([own.reshape(-1) for own in losses])
+    return scalar(joined if joined.dim() == 0 else joined.sum()) / count
 
 
 def total_count(pieces: Sequence[Piece]) -> Scalar:
     """What the mean over all pieces divides by."""
-    return check_count(sum(piece.count for piece in pieces))
+    return check_count(pieces[0].count if len(pieces) == 1 else sum(piece.count for piece in pieces))
 
 
 def check_loss(loss: Scalar) -> None:
@@ -84,17 +83,16 @@ class Passes:
     loss: nn.Module
     rule: LossRule
 
-    def capture(self, inputs: Any, samples: int) -> Capture | ChainPass:
+    def capture(self, inputs: Any, samples: int) -> Capture:
         """A pass over a batch, or part of it, at theta."""
         if self.chain is not None:
             return self.chain.run(inputs)
-        with self._cast():
-            captured = capture(self.plan, self.plan.model, self.forward, inputs, samples)
+        captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
         if samples > 1:
             findings = self.plan.findings
             findings.passes = count = findings.passes + 1
             # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
-            if count == 1 or (count & (count - 1) == 0 and self._device_type() == "cpu"):
+            if count == 1 or (count & (count - 1) == 0 and self.plan.device.type == "cpu"):
                 check_samples_apart(captured, first=count == 1)
         return captured
 
@@ -104,11 +102,16 @@ class Passes:
         outputs = captured.outputs.detach()
         prepared = self.rule.prepare(self.loss, captured.raw, targets)
         count = self.rule.count(self.loss, prepared)
-        return Piece(inputs, prepared, self.values(outputs, prepared), count, captured), outputs
+        return Piece(inputs, prepared, self.losses(outputs, prepared), count, captured), outputs
 
-    def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of each sample in float64: rho is a difference of nearly equal losses."""
-        return self.rule.values(self.loss, outputs.double(), targets)
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
+
+        Their sum alone where the outputs have fewer digits than it.
+        """
+        if outputs.dtype == torch.float64:
+            return self.rule.values(self.loss, outputs, targets)
+        return self.rule.total(self.loss, outputs.double(), targets)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient of each sample's loss at its outputs."""
@@ -118,15 +121,11 @@ class Passes:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
         differences = []
         for index, piece in enumerate(pieces):
-            if isinstance(piece.capture, ChainPass):
-                outputs = displacement.outputs_along(piece.capture)
-            else:
-                with displacement.applied(piece.capture, index), self._trial_mode(), self._cast():
-                    outputs = self.forward(self.plan.model, piece.inputs).detach()
-                piece.capture.check_inputs()  # the update still needs them
+            outputs = displacement.outputs_on(piece.capture, index)
+            piece.capture.check_inputs()  # the update still needs them
             if outputs.dim() != 2:
-                outputs = outputs.reshape(piece.values.shape[0], -1)
-            differences.append(piece.values - self.values(outputs, piece.targets))
+                outputs = outputs.reshape(outputs.shape[0], -1)
+            differences.append(piece.losses - self.losses(outputs, piece.targets))
         return mean_of(differences, total_count(pieces))
 
     def objective(self, batch: Batch, full: Batches | None) -> Objective:
@@ -136,7 +135,7 @@ class Passes:
             evaluated = [self.evaluate(*part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
             count = total_count(pieces)
-            loss = mean_of([piece.values for piece in pieces], count)
+            loss = mean_of([piece.losses for piece in pieces], count)
             gradient: Vector | None = None
             for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
                 part = piece.capture.gradient(self.residual(outputs, piece.targets) / count)
@@ -167,8 +166,8 @@ class Passes:
             prepared = self.rule.prepare(self.loss, captured.raw, targets)
             part = captured.gradient(self.residual(outputs, prepared))
             gradient = part if total is None else _vector.combine(gradient, part)
-            values = self.values(outputs, prepared).sum()
-            total = values if total is None else total + values
+            losses = self.losses(outputs, prepared).sum()
+            total = losses if total is None else total + losses
             count = count + self.rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
@@ -177,23 +176,13 @@ class Passes:
 
         def evaluate(displacement: Displacement) -> Scalar:
             after = torch.zeros_like(before)
-            with displacement.applied(), self._trial_mode():
+            by_autograd = self.forward is not call_model or self.plan.has_fallback
+            with displacement.applied(self.plan), torch.set_grad_enabled(by_autograd):
                 for inputs, targets in full:
-                    with self._cast():
+                    with casting(self.autocast, self.plan):
                         raw = self.forward(self.plan.model, inputs).detach()
                     prepared = self.rule.prepare(self.loss, raw, targets)
-                    after = after + self.values(raw.reshape(raw.shape[0], -1), prepared).sum()
+                    after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
             return scalar(before - after) / count
 
         return scalar(total) / count, {name: value / count for name, value in gradient.items()}, evaluate
-
-    def _device_type(self) -> str:
-        return next(iter(self.plan.parameters.values())).device.type
-
-    def _cast(self) -> AbstractContextManager[Any]:
-        """The precision of passes through the model."""
-        return nullcontext() if self.autocast is None else torch.autocast(self._device_type(), dtype=self.autocast)
-
-    def _trial_mode(self) -> torch.set_grad_enabled:
-        """No gradients in the trial pass, unless the model may want them for itself."""
-        return torch.set_grad_enabled(self.forward is not call_model or self.plan.fallback is not None)

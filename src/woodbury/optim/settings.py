@@ -61,11 +61,6 @@ def with_names(model: nn.Module, group: Mapping[str, Any]) -> dict[str, Any]:
     return {**group, "params": [(names[id(p)], p) for p in members]}
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
 def check_curvature_samples(value: int | float | None) -> None:
     if value is None:
         return

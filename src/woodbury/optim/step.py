@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from woodbury import _vector
 from woodbury._batch import Batch
 from woodbury._vector import Vector
-from woodbury.chain_step import ChainDisplacement
-from woodbury.device.scalars import Scalar, Truth, as_double, as_truth, root
+from woodbury.device.scalars import Scalar, Truth, as_double, as_truth, root, scalar
 from woodbury.displacement import Displacement
 from woodbury.model.chain import Chain
 from woodbury.model.plan import Plan
 from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import Hyperparameters
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step as it leaves them; `StepInfo` shows them as tensors."""
+
+    loss: Scalar
+    damping: Scalar
+    ratio: Scalar
+    predicted: Scalar
+    squared_norm: Scalar
+    accepted: Truth
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,10 @@ class StepInfo:
     accepted: Tensor  # whether theta moved
 
     @classmethod
-    def later(
-        cls, loss: Scalar, damping: Scalar, ratio: Scalar, predicted: Scalar, squared_norm: Scalar, accepted: Truth
-    ) -> StepInfo:
-        """The same with every tensor made when it is asked for: most steps are never looked at."""
+    def later(cls, *numbers: Any) -> StepInfo:
+        """From `Numbers`, with every tensor made when it is asked for: most steps are never looked at."""
         info = cls.__new__(cls)
-        vars(info)["_numbers"] = (loss, damping, ratio, predicted, squared_norm, accepted)
+        vars(info)["_numbers"] = numbers
         return info
 
     def __getattr__(self, name: str) -> Tensor:  # what is not there yet
@@ -46,7 +55,7 @@ class StepInfo:
         if numbers is None or name not in names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with torch.inference_mode(False):
-            vars(self)[name] = tensor = _made(name, numbers[names.index(name)])
+            vars(self)[name] = tensor = _as_shown(name, numbers[names.index(name)])
         return tensor
 
     def as_dict(self) -> dict[str, float | bool]:
@@ -54,27 +63,11 @@ class StepInfo:
         return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
 
 
-def _made(name: str, value: Any) -> Tensor:
+def _as_shown(name: str, value: Any) -> Tensor:
     """A number of a `StepInfo` as the tensor it shows; it holds |p|^2 for |p|."""
     if name == "accepted":
         return as_truth(value)
     return as_double(root(value) if name == "step_norm" else value)
-
-
-@dataclass
-class Proposal:
-    """A step before it is taken."""
-
-    displacement: Displacement | ChainDisplacement
-    predicted: Scalar  # m(0) - m(p)
-    squared_norm: Scalar  # |p|^2
-    damping: Scalar  # the lambda it was computed with
-    usable: Truth  # whether the small system could be solved
-    loss: Scalar  # f(theta), float64
-    parts: list[Any]  # the inputs as they went through the model at theta
-    center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
-    evaluate: Callable[[Any], Scalar]  # f(theta) - f(theta + p) from the displacement, float64, loss alone
-    memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
 
 
 @dataclass
@@ -88,11 +81,47 @@ class Problem:
     full: Batches | None
     previous: Vector | None  # q = mu p_prev, or None when zero
     is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
+    plan: Plan = field(init=False)
+    chain: Chain | None = field(init=False)
 
-    @property
-    def plan(self) -> Plan:
-        return self.passes.plan
+    def __post_init__(self) -> None:
+        self.plan, self.chain = self.passes.plan, self.passes.chain
 
-    @property
-    def chain(self) -> Chain | None:
-        return self.passes.chain
+
+@dataclass
+class Answer:
+    """p for one damping, with what the quadratic model says about it."""
+
+    displacement: Displacement
+    predicted: Scalar  # m(0) - m(p)
+    squared_norm: Scalar  # |p|^2
+    usable: Truth  # whether the system could be solved
+
+
+@dataclass
+class Proposal(Answer):
+    """A step before it is taken."""
+
+    damping: Scalar  # the lambda it was computed with
+    loss: Scalar  # f(theta), float64
+    parts: list[Any]  # the inputs as they went through the model at theta
+    center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
+    evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
+    memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
+
+
+def answer_of_vector(
+    problem: Problem, displacement: Displacement, damping: Scalar, curvature: Scalar, usable: Truth
+) -> Answer:
+    """The answer for a p that is formed, with curvature = p^T B p.
+
+    m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
+    """
+    vector = displacement.dense()
+    squared = pull = scalar(_vector.dot(vector, vector))
+    if problem.previous is not None:
+        pull = pull - scalar(_vector.dot(vector, problem.previous))
+    for name, decay in problem.hyper.weight_decay.items():
+        if decay:
+            curvature = curvature + decay * scalar(vector[name].square().sum())
+    return Answer(displacement, damping * pull + 0.5 * curvature, squared, usable)

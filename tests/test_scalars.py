@@ -1,4 +1,4 @@
-"""Arithmetic written down and done later, against the same arithmetic on plain floats."""
+"""Arithmetic on numbers of a device, done later and together, against the same on plain floats."""
 
 import math
 import operator
@@ -8,19 +8,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from woodbury.device import numbers as _numbers
-from woodbury.device.numbers import Number, forced, keep, multiples, written_down
-from woodbury.device.scalars import as_double, as_truth, magnitude, ratio_where, root, where
+from woodbury.device import scalars
+from woodbury.device.scalars import (
+    Number,
+    as_double,
+    as_truth,
+    compute,
+    magnitude,
+    ratio_where,
+    root,
+    scalar,
+    scaled_if,
+    where,
+)
 
 COMPARISONS = [operator.gt, operator.ge, operator.lt]
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, *COMPARISONS]
 NUMBERS = st.floats(-1e6, 1e6) | st.sampled_from([0.0, math.inf, -math.inf, math.nan])
 
 
-def written(values, device="cpu"):
-    """Numbers on one tape, as a CUDA device would have them."""
-    tape = _numbers._Tape()
-    return [Number(tape, tape.name(torch.tensor(v, dtype=torch.float64, device=device))) for v in values]
+def numbers(values, device="cpu"):
+    """Numbers as another device than the CPU would have them."""
+    return [Number(torch.tensor(v, dtype=torch.float64, device=device)) for v in values]
 
 
 def by_ieee(operation, a, b):
@@ -31,7 +40,7 @@ def by_ieee(operation, a, b):
 @given(st.lists(NUMBERS, min_size=3, max_size=3), st.sampled_from(BINARY), st.sampled_from(BINARY))
 @settings(deadline=None)
 def test_operators_are_those_of_plain_numbers(values, first, second):
-    a, b, c = written(values)
+    a, b, c = numbers(values)
     for left, right, expected in (
         (a, b, by_ieee(first, values[0], values[1])),
         (a, values[1], by_ieee(first, values[0], values[1])),
@@ -48,7 +57,7 @@ def test_operators_are_those_of_plain_numbers(values, first, second):
 @given(st.lists(NUMBERS, min_size=3, max_size=3))
 @settings(deadline=None)
 def test_choices_roots_and_magnitudes_are_those_of_plain_numbers(values):
-    a, b, c = written(values)
+    a, b, c = numbers(values)
     x, y, z = values
     truth, both = x > y, (x > y) & (y > z)
     assert bool(as_truth(a > b)) == truth
@@ -66,48 +75,58 @@ def test_choices_roots_and_magnitudes_are_those_of_plain_numbers(values):
 
 
 def test_a_number_is_a_tensor_to_torch_and_to_tensors():
-    a, b = written([2.0, 3.0])
+    a, b = numbers([2.0, 3.0])
     vector = torch.arange(3, dtype=torch.float32)
     for value in (vector * (a + b), (a + b) * vector, torch.mul(vector, a + b)):
         assert torch.equal(value, 5 * vector)
     assert torch.equal((a + b) - vector, 5 - vector)
     assert vector.clone().add_(a).dtype == torch.float32
     assert torch.equal(
-        torch.stack([a.tensor(), b.tensor()]), torch.stack([torch.as_tensor(x) for x in forced(a, b)])
+        torch.stack([a.tensor(), b.tensor()]), torch.stack([torch.as_tensor(x) for x in compute(a, b)])
     )
     assert float(torch.tensor(2.0) * a) == 4.0
 
 
-def test_nothing_is_written_down_elsewhere_than_on_a_cuda_device():
-    with written_down(torch.device("cpu")):
-        assert isinstance(_numbers.number(torch.tensor(1.0)), torch.Tensor)
-    assert forced(1.0, 2.0, True) == (1.0, 2.0, True)
+def test_on_the_cpu_numbers_are_floats():
+    assert isinstance(scalar(torch.tensor(1.0)), float)
+    assert compute(1.0, 2.0, True) == (1.0, 2.0, True)
 
 
-def test_numbers_of_another_step_are_taken_as_they_are():
-    (a,), (b,) = written([2.0]), written([5.0])
-    assert float((a * 2) + (b + 1)) == 10.0
+def test_a_number_answers_as_its_tensor_where_more_is_asked():
+    (a,) = numbers([2.0])
+    assert float((a + 1).clamp(max=2.5)) == 2.5
+    assert float(-a) == -2.0 and float(a**2) == 4.0
+    assert float(torch.where((a > 1) | (a > 5), a, 0.0)) == 2.0 and not bool(~(a > 1))
+    with pytest.raises(AttributeError):
+        a.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("rate", [None, 2, 0.5, torch.tensor(0.5, dtype=torch.float64)])
-@pytest.mark.parametrize("kept", [True, False])
-def test_what_is_not_kept_is_zero_whatever_it_was(rate, kept):
-    values = torch.tensor([1.0, -2.0]) if kept else torch.tensor([math.nan, math.inf])
-    result = keep(values, torch.tensor(kept), rate)
-    assert torch.equal(result, values * (1.0 if rate is None else float(rate)) if kept else torch.zeros(2))
+def test_the_program_of_several_numbers_computes_each_once():
+    a, b = numbers([2.0, 3.0])
+    total = a + b
+    source, given, constants, operations = scalars._program([total * 2.0, total > a])
+    assert operations == 3 and len(given) == 2 and constants == {"c0": 2.0}
+    assert source.count("a0 + a1") == 1 and "T& o1" in source
+
+
+@pytest.mark.parametrize("rate", [1.0, 2, 0.5, torch.tensor(0.5, dtype=torch.float64)])
+@pytest.mark.parametrize("holds", [True, False])
+def test_values_are_zero_where_the_truth_does_not_hold_whatever_they_were(rate, holds):
+    values = torch.tensor([1.0, -2.0]) if holds else torch.tensor([math.nan, math.inf])
+    result = scaled_if(torch.tensor(holds), values, rate)
+    assert torch.equal(result, values * float(rate) if holds else torch.zeros(2))
     assert result.dtype == torch.float32
 
 
 def test_a_long_sum_is_computed():
-    (total,) = written([0.0])
+    (total,) = numbers([0.0])
     for _ in range(5000):
         total = total + 1.0
     assert float(total) == 5000.0
 
 
 def test_numbers_are_doubles_whatever_they_come_from():
-    tape = _numbers._Tape()
-    norm = Number(tape, tape.name(torch.tensor(1e25)))
+    norm = Number(torch.tensor(1e25))
     assert float(norm * norm) == pytest.approx(1e50, rel=1e-6)
 
 
@@ -120,38 +139,28 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
     "values", [(1.5, -2.0, 3.0), (0.0, 0.0, 1.0), (math.nan, 1.0, 2.0), (math.inf, -1.0, 0.0)]
 )
 def test_one_kernel_gives_what_ordinary_operations_give(values):
-    def compute(a, b, c):
+    def arithmetic(a, b, c):
         ratio = ratio_where((magnitude(a + b) < math.inf) & (b > 0), a, b, -math.inf)
         scaled = where(ratio >= 0.25, where(ratio > 0.75, 0.99, 1.0), 1.01) * c
         return ratio, scaled, root(a) - 2 / c, (a == b) & (c >= 1), 3 - a * b
 
-    together = forced(*compute(*written(values, "cuda")))
-    kernels = len(_numbers._kernels)
-    assert _numbers._works
-    for one, expected in zip(together, compute(*written(values, "cuda")), strict=True):
+    together = compute(*arithmetic(*numbers(values, "cuda")))
+    kernels = len(scalars._kernels)
+    assert scalars._works
+    for one, expected in zip(together, arithmetic(*numbers(values, "cuda")), strict=True):
         torch.testing.assert_close(one.double(), as_double(expected), equal_nan=True, rtol=1e-15, atol=0)
-    forced(*compute(*written([v + 1 for v in values], "cuda")))
-    assert len(_numbers._kernels) == kernels  # the same arithmetic on other numbers is the same kernel
+    compute(*arithmetic(*numbers([v + 1 for v in values], "cuda")))
+    assert len(scalars._kernels) == kernels  # the same arithmetic on other numbers is the same kernel
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("rate", [None, 2, 0.3, torch.tensor(0.3, dtype=torch.float64)])
-@pytest.mark.parametrize("kept", [0.0, 1.0])
-def test_the_kernel_that_keeps_rounds_as_torch_does(rate, kept):
+@pytest.mark.parametrize("rate", [1.0, 2, 0.3, torch.tensor(0.3, dtype=torch.float64)])
+@pytest.mark.parametrize("holds", [0.0, 1.0])
+def test_the_kernel_that_scales_rounds_as_torch_does(rate, holds):
     values = torch.randn(50, 7, device="cuda")
-    if not kept:
+    if not holds:
         values[0] = math.nan
     rate = rate.cuda() if isinstance(rate, torch.Tensor) else rate
-    result = keep(values, torch.tensor(kept, dtype=torch.float64, device="cuda"), rate)
-    expected = values if rate is None else values * rate
-    assert torch.equal(result, expected if kept else torch.zeros_like(values))
-
-
-def test_multiples_are_computed():
-    (a,) = written([0.3])
-    shift, length = multiples(a + 0.1, 30, 60.0)
-    assert float(shift) == pytest.approx(12.0) and float(length) == pytest.approx(24.0)
-    assert multiples(0.5, 2, 4.0) == (1.0, 2.0)
-    other = written([2.0])[0]
-    assert [float(value) for value in multiples(a, other, 3.0)] == pytest.approx([0.6, 0.9])
+    result = scaled_if(torch.tensor(holds, dtype=torch.float64, device="cuda"), values, rate)
+    assert torch.equal(result, values * rate if holds else torch.zeros_like(values))

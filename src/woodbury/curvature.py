@@ -1,0 +1,114 @@
+"""S, the factor that makes the curvature B = U^T U: Gauss-Newton and natural gradient as two small objects.
+
+Everything else about the methods is the same; what differs is which columns S_i are sent back through the model,
+the e with S_i e_i = r_i, and the divisor D of U = Z / sqrt(D).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from woodbury.device.scalars import Scalar
+from woodbury.losses.factors import DenseFactor, Factor
+from woodbury.losses.rules import LossRule
+from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outputs
+
+
+class Seeds(NamedTuple):
+    """Columns to send back for the rows Z of a batch: of S2, then of the samples outside it."""
+
+    columns: list[Tensor]  # (m, k, C) each, or (m, C) for one per sample
+    e: Tensor | None  # (m k,) of S2 with S e = r, None for ones
+    hold_gradient: bool  # whether g = Z^T (e, 1) / M; else the loss has no e, and Z holds the rows of S2 alone
+
+
+class Curvature(ABC):
+    """The matrix B of a method, by what it takes from the loss."""
+
+    name: ClassVar[str]
+    one_pass: ClassVar[bool]  # whether S2 and the rest may go through the model together at no cost
+
+    @abstractmethod
+    def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        """S of each sample, and e with S_i e_i = r_i where there is one."""
+
+    @abstractmethod
+    def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
+        """What to send back from the outputs of a batch whose first m samples are S2."""
+
+    @property
+    @abstractmethod
+    def at_outputs(self) -> OutputProduct:
+        """What B is at the outputs, for products that share no code with rows."""
+
+    @abstractmethod
+    def divisor(self, count: Scalar, samples: int) -> Scalar:
+        """D for n curvature samples whose mean loss divides by the count M."""
+
+    @abstractmethod
+    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
+        """k, the number of rows per sample, or a bound on it, for outputs of this shape (n, ...)."""
+
+
+class GaussNewtonMatrix(Curvature):
+    """B = (1/M) sum J_i^T H_i J_i: S_i is a square root of the Hessian of the loss, D = M."""
+
+    name = "gauss-newton"
+    one_pass = False
+
+    def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        return rule.compact_factor(loss, outputs, targets)
+
+    def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
+        factor = rule.compact_factor(loss, outputs[:m], targets[:m])
+        columns = [factor.columns()]
+        if factor.e is None:
+            return Seeds(columns, None, False)
+        if m < len(outputs):
+            columns.append(rule.residual(loss, outputs[m:], targets[m:]))
+        return Seeds(columns, factor.e.flatten(), True)
+
+    @property
+    def at_outputs(self) -> OutputProduct:
+        return hessian_at_outputs
+
+    def divisor(self, count: Scalar, samples: int) -> Scalar:
+        return count
+
+    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
+        return rule.column_count(shape)
+
+
+class EmpiricalFisher(Curvature):
+    """B = (1/n) sum g_i g_i^T, g_i = (n/M) J_i^T r_i, whose mean is the gradient: S_i = r_i, e_i = 1, D = M^2 / n.
+
+    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D is n where M is.
+    """
+
+    name = "empirical"
+    one_pass = True
+
+    def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        residual = rule.residual(loss, outputs, targets)
+        return DenseFactor(torch.ones_like(residual[:, :1]), residual.unsqueeze(1))
+
+    def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
+        return Seeds([rule.residual(loss, outputs, targets)], None, True)
+
+    @property
+    def at_outputs(self) -> OutputProduct:
+        return fisher_at_outputs
+
+    def divisor(self, count: Scalar, samples: int) -> Scalar:
+        return count * count / samples
+
+    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
+        return 1
+
+
+CURVATURES: dict[str, Curvature] = {kind.name: kind for kind in (GaussNewtonMatrix(), EmpiricalFisher())}

@@ -1,0 +1,165 @@
+"""Steps recorded into CUDA graphs and replayed: one launch in place of hundreds of small ones.
+
+A recording is a step on buffers of its own: a batch is copied in, the graph replayed, the numbers copied out. It
+holds for batches of one shape and for all that was the same when it was made (its key), but for the learning
+rates, which it reads from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from woodbury._batch import has_samples
+
+WARM_UP = 2  # ordinary steps of a kind before one is recorded
+_MOST = 4  # recordings held at a time, for batches of so many shapes
+_MOST_KINDS = 64  # kinds of steps remembered
+_WORTH_RECORDING = 2**30  # bytes: a step that allocates more keeps the device busy by itself
+
+
+class Key(NamedTuple):
+    """What a recording holds for."""
+
+    fixed: Hashable  # everything that changes the numbers, but the batch
+    shape: Hashable  # of the batch
+
+
+@dataclass
+class Recording:
+    """A graph, the buffers it reads and the numbers it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Any
+    targets: Tensor | None
+    rates: list[Tensor]  # the learning rate of each parameter group
+    state: dict[str, Any]  # part of the optimizer's state, as buffers
+    numbers: Tensor
+    owners: object  # what the key knows by its id, kept alive
+
+    def replay(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> Tensor:
+        """Take the step on a batch, its samples in the given order; the numbers, in memory of their own."""
+        samples = 0 if order is None else len(order)
+        pairs = list(zip(pytree.tree_leaves(self.inputs), pytree.tree_leaves(inputs), strict=True))
+        if targets is not None:
+            pairs.append((self.targets, targets))
+        with torch.no_grad():
+            for buffer, given in pairs:
+                if isinstance(buffer, Tensor):
+                    if order is not None and has_samples(given, samples):
+                        torch.index_select(given.detach(), 0, order, out=buffer.detach())
+                    else:
+                        buffer.copy_(given, non_blocking=True)
+        for buffer, rate in zip(self.rates, rates, strict=True):
+            buffer.copy_(rate) if isinstance(rate, Tensor) else buffer.fill_(rate)
+        self.graph.replay()
+        return self.numbers.clone()
+
+
+class Recordings:
+    """Decides which steps are recorded, and keeps the recordings."""
+
+    def __init__(self) -> None:
+        self._recordings: dict[Key, Recording] = {}
+        self._seen: dict[Key, int] = {}  # ordinary steps of each kind
+        self._large: set[Key] = set()  # kinds that are not worth recording
+        self._running: tuple[Key, int] | None = None  # an ordinary step, and the bytes allocated before it
+        self._given_up = False
+
+    def is_due(self, key: Key, device: torch.device) -> bool:
+        """Whether a step of this kind is replayed, or recorded now; else it is an ordinary one."""
+        if key in self._recordings:
+            return True
+        if self._given_up or key in self._large:
+            return False
+        if len(self._seen) >= _MOST_KINDS and key not in self._seen:
+            self._seen, self._large = {}, set()
+        self._seen[key] = count = self._seen.get(key, 0) + 1
+        if count <= WARM_UP:
+            self._running = key, _allocated_in_all(device)
+            return False
+        alike = [old for old in self._recordings if old.fixed == key.fixed]
+        return len(alike) < _MOST
+
+    def ordinary_step_ended(self, device: torch.device) -> None:
+        """See whether a step of this kind is too large to be worth recording."""
+        if self._running is not None:
+            key, before = self._running
+            if _allocated_in_all(device) - before > _WORTH_RECORDING:
+                self._large.add(key)
+            self._running = None
+
+    def find(self, key: Key) -> Recording | None:
+        return self._recordings.get(key)
+
+    def add(self, key: Key, recording: Recording) -> None:
+        """Keep a recording; those made when something else was different are let go."""
+        self._recordings = {old: own for old, own in self._recordings.items() if old.fixed == key.fixed}
+        self._recordings[key] = recording
+
+    def give_up(self) -> None:
+        """Take ordinary steps from now on."""
+        self._recordings, self._seen, self._running, self._given_up = {}, {}, None, True
+
+
+def _allocated_in_all(device: torch.device) -> int:
+    """Bytes that torch has ever allocated on a device, freed ones too."""
+    statistics = torch.cuda.memory_stats(device)
+    return int(statistics.get("allocated_bytes.all.allocated", 0))
+
+
+def shape_of(inputs: Any, targets: Tensor | None) -> Hashable:
+    """What must agree for two batches to share a recording."""
+    leaves, structure = pytree.tree_flatten((inputs, targets))
+    described = [
+        (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else repr(leaf)
+        for leaf in leaves
+    ]
+    return str(structure), tuple(described)
+
+
+def _buffers_like(tree: Any) -> Any:
+    """Copies of every tensor in a tree."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(copy, tree)
+
+
+def overwrite(buffers: Any, values: Any) -> None:
+    """Bring buffers up to date where the optimizer's state was replaced (by load_state_dict, say)."""
+    for buffer, value in zip(pytree.tree_leaves(buffers), pytree.tree_leaves(values), strict=True):
+        if buffer is not value:
+            buffer.copy_(value)
+
+
+def record(
+    inputs: Any,
+    targets: Tensor | None,
+    rates: Sequence[Any],
+    state: dict[str, Any],
+    device: torch.device,
+    owners: object,
+    run: Callable[[Any, Tensor | None, list[Tensor], dict[str, Any]], tuple[Tensor, dict[str, Any]]],
+) -> Recording:
+    """Record run(inputs, targets, rates, state) -> (numbers, new state) on buffers; nothing is computed yet.
+
+    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old.
+    """
+    inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
+    held = [torch.as_tensor(rate, dtype=torch.float64).to(device) for rate in rates]
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        numbers, new = run(inputs, targets, held, state)
+        for buffer, value in zip(pytree.tree_leaves(state), pytree.tree_leaves(new), strict=True):
+            buffer.copy_(value)
+    return Recording(graph, inputs, targets, held, state, numbers, owners)

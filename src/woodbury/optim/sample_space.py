@@ -1,0 +1,174 @@
+"""The route to p through samples, and the solvers of its small system.
+
+With rows Z of the batch (factor rows of S2, then gradient rows of the samples outside it), U the factor
+rows over sqrt(D) (D = N2 for a mean over samples; see `woodbury.curvature`), and g = U^T e + g_rest:
+
+    (K + lambda I) a = e + U p0 - U g_rest / lambda          K = U U^T, small
+    p = p0 - U^T a - g_rest / lambda                         U p = lambda a - e
+
+which is p = -(U^T U + lambda I)^{-1} g for p0 = 0 (paper, equations (6) and (7), by the
+Sherman-Morrison-Woodbury identity). Writing g through e instead of subtracting U^T K^{-1} U g from g keeps
+float32 accurate at small damping. Momentum, weight decay and a gradient given from outside enter through p0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from woodbury._vector import Vector
+from woodbury.blocks import Blocks
+from woodbury.device.scalars import Scalar, Scale, compute, scalar
+from woodbury.displacement import Displacement
+from woodbury.linalg import (
+    Solution,
+    quadratic_form,
+    solve_cholesky,
+    solve_conjugate_gradient,
+    solve_in_sample_space,
+)
+from woodbury.optim.linearize import Linearization
+from woodbury.optim.parameter_space import answer_in_parameter_space, is_smaller
+from woodbury.optim.step import Answer, Problem, answer_of_vector
+from woodbury.row_matrix import Rows
+
+
+@dataclass(frozen=True)
+class System:
+    """What is asked of a solver beside the problem."""
+
+    blocks: Blocks
+    gram_dtype: torch.dtype | None
+    tolerance: float | None  # relative residual of the iterative solvers; None: eps^(3/4)
+
+    def tolerance_in(self, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).eps ** 0.75 if self.tolerance is None else self.tolerance
+
+
+class Solver(ABC):
+    """A way to solve the system of a step."""
+
+    name: ClassVar[str]
+    forms_rows: ClassVar[bool] = True  # else it takes products alone, and needs no layer rules
+    exact: ClassVar[bool] = False  # fails only where the matrix is not definite, and looks at no number meanwhile
+
+    @abstractmethod
+    def answer(self, problem: Problem, line: Linearization, system: System, damping: Scalar) -> Answer:
+        """p for this damping."""
+
+    def size(self, problem: Problem, system: System, row_count: int) -> int:
+        """Rows of each matrix to be factored, or 0 for none, for so many factor rows."""
+        return row_count + problem.batch.samples - problem.batch.curvature
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+class Cholesky(Solver):
+    """Exact: in sample space, or in parameter space where there are more rows than parameters."""
+
+    name = "cholesky"
+    exact = True
+
+    def answer(self, problem: Problem, line: Linearization, system: System, damping: Scalar) -> Answer:
+        assert isinstance(line.rows, Rows)
+        if is_smaller(problem.plan, system.blocks, line.curvature_rows):
+            return answer_in_parameter_space(problem, line, line.rows, system.blocks, system.gram_dtype, damping)
+        return answer_in_sample_space(problem, line, line.rows, system, damping, self)
+
+    def size(self, problem: Problem, system: System, row_count: int) -> int:
+        if is_smaller(problem.plan, system.blocks, row_count):
+            return max(system.blocks.sizes(problem.plan))
+        return super().size(problem, system, row_count)
+
+    def solve(self, matrix: Tensor, rhs: Tensor, tolerance: float) -> Solution:
+        return solve_cholesky(matrix, rhs)
+
+
+class ConjugateGradient(Solver):
+    """Conjugate gradients with the explicit matrix."""
+
+    name = "cg"
+
+    def answer(self, problem: Problem, line: Linearization, system: System, damping: Scalar) -> Answer:
+        assert isinstance(line.rows, Rows)
+        return answer_in_sample_space(problem, line, line.rows, system, damping, self)
+
+    def solve(self, matrix: Tensor, rhs: Tensor, tolerance: float) -> Solution:
+        return solve_conjugate_gradient(
+            lambda x: torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1), rhs, tolerance, 10 * rhs.shape[-1]
+        )
+
+
+def answer_in_sample_space(
+    problem: Problem,
+    line: Linearization,
+    rows: Rows,
+    system: System,
+    damping: Scalar,
+    solver: Cholesky | ConjugateGradient,
+) -> Answer:
+    """p for this damping, with its norm and predicted decrease.
+
+    m(0) - m(p) = lambda |p|^2 + |U p|^2 / 2 for p0 = 0.
+    """
+    scales = metric_scales(problem, damping)
+    base = base_point(problem, line, scales, damping)
+    # p itself where all that is cheaper with it: then K is needed on the factor rows alone
+    form = base is None and scales is None and problem.is_chain and rows.forming_pays(line.curvature_rows)
+    if form:
+        gram = system.blocks.join(rows.gram_head(line.curvature_rows, system.gram_dtype))
+    else:
+        gram = system.blocks.gram(rows, scales, system.gram_dtype)
+    projected = None
+    if base is not None:
+        projected = system.blocks.join([own[: line.curvature_rows] for own in rows.layer_matvec(base)])
+    found = solve_in_sample_space(
+        gram,
+        line.curvature_rows,
+        line.divisor,
+        line.count,
+        line.e,
+        projected,
+        damping,
+        lambda matrix, rhs: solver.solve(matrix, rhs, system.tolerance_in(rhs.dtype)),
+    )
+    displacement = Displacement(problem.plan.parameters, rows, found.coefficients, base, scales, form)
+    if base is not None:
+        return answer_of_vector(problem, displacement, damping, found.curvature, found.ok)
+    # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other
+    squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, found.coefficients))
+    return Answer(displacement, damping * squared + 0.5 * found.curvature, squared, found.ok)
+
+
+def metric_scales(problem: Problem, damping: Scalar) -> dict[str, Scale] | None:
+    """lambda / (lambda + weight decay) by parameter: the metric of the damped model relative to lambda I."""
+    if not problem.hyper.any_decay:
+        return None
+    (known,) = compute(damping)
+    return {name: known / (known + decay) for name, decay in problem.hyper.weight_decay.items()}
+
+
+def base_point(
+    problem: Problem, line: Linearization, scales: dict[str, Scale] | None, damping: Scalar
+) -> Vector | None:
+    """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
+
+    q = mu p_prev, W the weight decay, g' the part of the gradient that is not in the rows.
+    """
+    if scales is None and problem.previous is None and line.gradient is None:
+        return None
+    base = {}
+    for name, parameter in problem.plan.parameters.items():
+        force = torch.zeros_like(parameter) if line.gradient is None else line.gradient[name]
+        if problem.hyper.weight_decay[name]:
+            force = force + problem.hyper.weight_decay[name] * parameter.detach()
+        value = -force / damping
+        if problem.previous is not None:
+            value = value + problem.previous[name]
+        base[name] = value if scales is None else value * scales[name]
+    return base
