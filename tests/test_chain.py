@@ -40,7 +40,7 @@ class Wrapped(nn.Module):
 
 
 def plan_of(model):
-    return plan_layers(model, dict(model.named_parameters()), None)
+    return plan_layers(model, dict(model.named_parameters()), False)
 
 
 def chain_of(model):

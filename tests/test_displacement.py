@@ -14,7 +14,7 @@ from woodbury.model.plan import plan_layers
 
 def setting(name):
     problem = problems.make(name)
-    plan = plan_layers(problem.model, dict(problem.model.named_parameters()), None)
+    plan = plan_layers(problem.model, dict(problem.model.named_parameters()), False)
     held = capture(plan, problem.model, call_model, problem.inputs, problems.N)
     rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
     rows.gram()  # leaves v V^T + 1 behind

@@ -35,21 +35,21 @@ def of_function(function: Any, owners: list[object], depth: int = 1) -> Hashable
     owners.append(function)
     inner = getattr(function, "func", None)  # functools.partial
     if inner is not None and callable(inner):
-        given = _of_value((function.args, function.keywords), owners, depth)
+        given = of_value((function.args, function.keywords), owners, depth)
         return of_function(inner, owners, depth), given
     bound = getattr(function, "__self__", None)
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
-        return id(function), _of_value(function, owners, depth)
+        return id(function), of_value(function, owners, depth)
     cells = []
     for cell in function.__closure__ or ():
         try:
-            cells.append(_of_value(cell.cell_contents, owners, depth))
+            cells.append(of_value(cell.cell_contents, owners, depth))
         except ValueError:  # not filled in yet
             cells.append(None)
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     plain = [function.__globals__[name] for name in names if isinstance(function.__globals__[name], _PLAIN)]
-    defaults = _of_value((function.__defaults__, function.__kwdefaults__), owners, depth)
+    defaults = of_value((function.__defaults__, function.__kwdefaults__), owners, depth)
     return id(function.__code__), id(bound), tuple(cells), tuple(plain), defaults
 
 
@@ -72,7 +72,7 @@ def _of_module(module: nn.Module, owners: list[object]) -> Hashable:
     parts.extend(tuple(map(id, held[name].values())) for name in _HOOKS if held.get(name))
     for name, value in held.items():
         if name not in _OWN:
-            parts.append((name, _of_value(value, owners, 1)))
+            parts.append((name, of_value(value, owners, 1)))
     if not kind.__module__.startswith("torch."):
         parts.append(of_function(getattr_static(kind, "forward"), owners))
     return tuple(parts)
@@ -85,7 +85,7 @@ def _of_tensor(tensor: Tensor | None) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.requires_grad
 
 
-def _of_value(value: Any, owners: list[object], depth: int) -> Hashable:
+def of_value(value: Any, owners: list[object], depth: int = 1) -> Hashable:
     """A plain value by itself, containers by their entries, anything else by which object it is."""
     if isinstance(value, _PLAIN):
         return value
@@ -93,12 +93,12 @@ def _of_value(value: Any, owners: list[object], depth: int) -> Hashable:
         owners.append(value)
         return _of_tensor(value)
     if isinstance(value, list | tuple) and len(value) <= _MOST:
-        return tuple(_of_value(entry, owners, depth) for entry in value)
+        return tuple(of_value(entry, owners, depth) for entry in value)
     if isinstance(value, Mapping) and len(value) <= _MOST:
-        return tuple((str(key), _of_value(entry, owners, depth)) for key, entry in value.items())
+        return tuple((str(key), of_value(entry, owners, depth)) for key, entry in value.items())
     owners.append(value)
     if isinstance(value, FunctionType) and depth > 0:
         return of_function(value, owners, depth - 1)
     if depth > 0 and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__"):
-        return id(value), tuple((name, _of_value(own, owners, depth - 1)) for name, own in vars(value).items())
+        return id(value), tuple((name, of_value(own, owners, depth - 1)) for name, own in vars(value).items())
     return id(value)

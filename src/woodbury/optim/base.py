@@ -308,13 +308,14 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _fingerprint(self, plan: Plan, moving: Mapping[str, Any], owners: list[object]) -> Hashable:
         """All that the numbers of a step depend on beside its batch, the learning rates and the moving state."""
-        owners += [plan, self.damping]
+        owners.append(plan)
         settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
         groups = [tuple(map(id, group["params"])) for group in self.param_groups]
         own = self.accept, self.curvature_samples, self.blocks, self.autocast, self.max_bytes
         return (
-            *(id(plan), str(settings), tuple(groups), own, id(self.damping), str(self.damping), tuple(moving)),
+            *(id(plan), str(settings), tuple(groups), own, tuple(moving)),
             *(self._choices(), full_precision.settings(), torch.are_deterministic_algorithms_enabled()),
+            fingerprint.of_value(self.damping, owners),
             fingerprint.of_function(self.forward, owners),
             fingerprint.of_model(self.model, owners),
             fingerprint.of_model(self.loss, owners),
