@@ -40,9 +40,7 @@ class Method:
 METHODS = {
     woodbury.NaturalGradient: Method(curvature="empirical"),
     woodbury.HessianFree: Method(tolerance=1e-7),
-    woodbury.KFAC: Method(
-        blocks="layer", solves=False, any_layer=False
-    ),  # its model is exact for one sample in S2
+    woodbury.KFAC: Method(blocks="layer", solves=False, any_layer=False),
 }
 # Settings of whatever constructor takes them.
 TIGHT = {"solver_tolerance": 1e-13, "progress": 0.0, "max_iterations": 300}  # an iteration runs to the end
@@ -56,7 +54,7 @@ FIRST_ORDER = [kind for kind, made in SPECIMENS.items() if isinstance(made, Firs
 
 
 def method(kind):
-    return METHODS.get(type(SPECIMENS[kind]), Method())
+    return next((METHODS[base] for base in type(SPECIMENS[kind]).__mro__ if base in METHODS), Method())
 
 
 def arguments(kind):
@@ -256,7 +254,7 @@ def test_rho_is_the_decrease_at_theta_plus_the_p_shown_over_the_predicted_one(ki
         p = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
         info = optimizer.step(problem.inputs, problem.targets, subset=subset)
         torch.testing.assert_close(info.step_norm, p.norm())
-        actual = loss_at(problem, theta, torch.tensor(decay)) - loss_at(problem, theta + p, torch.tensor(decay))
+        actual = loss_at(problem, theta, decay) - loss_at(problem, theta + p, decay)
         torch.testing.assert_close(info.ratio * info.predicted, actual, rtol=1e-7, atol=1e-10)
 
 
@@ -266,7 +264,7 @@ def test_rho_is_the_decrease_at_theta_plus_the_p_shown_over_the_predicted_one(ki
     reason="the predicted decrease, damping |p|^2 + |U p|^2 / 2, takes the small system for solved exactly",
 )
 def test_a_p_that_does_not_solve_the_system_is_judged_by_what_the_model_says_of_it(kind):
-    """m(0) - m(p) = -g.p - p B p / 2 for this very p; S2 of several samples unless B is not the method's own."""
+    """m(0) - m(p) = -g.p - p B p / 2 for this very p; an approximate B is exact where S2 is one sample."""
     for subset in SUBSETS if method(kind).solves else SUBSETS[1:2]:
         problem = problems.make("softmax")
         optimizer = build(kind, problem, LOOSE, damping=0.05)
@@ -876,7 +874,8 @@ def test_derivatives_of_the_network_in_its_inputs_are_exact_or_refused(kind, clo
         return du - u
 
     if "fallback" in arguments(kind) or not method(kind).any_layer:  # rows come from the layers
-        with pytest.raises(ValueError, match="differentiated in its inputs"):
+        way_out = ".*fallback='autograd'" if "fallback" in arguments(kind) else ""
+        with pytest.raises(ValueError, match=f"differentiated in its inputs{way_out}"):
             build(kind, problem, forward=residual).step(points)
     if not method(kind).any_layer:
         return
