@@ -1,8 +1,4 @@
-"""Hessian-free: the exact step in the limit, the stopping rule, and the common contract."""
-
-import copy
-import io
-import pickle
+"""Hessian-free: the stopping rule of CG, and models that no layer rule covers."""
 
 import pytest
 import torch
@@ -45,46 +41,19 @@ def test_progress_rule_stops_early_and_where_martens_says():
     assert found.iterations == expected < 59
 
 
-@problems.every_problem
-@pytest.mark.parametrize("subset", [[5, 0, 2, 3], list(range(problems.N))], ids=["part", "all"])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_with_enough_iterations_it_is_the_exact_step(name, subset, weight_decay):
+@pytest.mark.parametrize("name", ["softmax", "squared", "tokens-ignored"])
+def test_with_enough_iterations_it_is_the_exact_step(name):
     problem = problems.make(name)
-    optimizer = woodbury.HessianFree(
-        problem.model, problem.loss, damping=0.1, weight_decay=weight_decay, progress=0.0, max_iterations=300
-    )
+    settings = {"damping": 0.1, "weight_decay": 0.1, "seed": 0, "curvature_samples": 4}
+    exact = woodbury.GaussNewton(problem.model, problem.loss, **settings)
+    optimizer = woodbury.HessianFree(problem.model, problem.loss, progress=0.0, max_iterations=300, **settings)
     for _ in range(2):  # the second starts warm
-        theta = reference.flat(list(reference.parameters(problem.model).values())).detach()
-        decay = weight_decay * torch.ones_like(theta)
-        expected, B, g = reference.dense_direction(
-            problem.model,
-            problem.loss,
-            problem.inputs,
-            problem.targets,
-            subset,
-            0.1,
-            "gauss-newton",
-            decay=decay,
-        )
-        p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
-        assert reference.relative_error(flatten(p), expected) <= 1e-7
-        assert optimizer.verify(problem.inputs, problem.targets, subset=subset) < 1e-7
-        info = optimizer.step(problem.inputs, problem.targets, subset=subset)
-        predicted = -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
-        torch.testing.assert_close(info.predicted, predicted, rtol=1e-6, atol=1e-10)
-        torch.testing.assert_close(info.step_norm, expected.norm(), rtol=1e-6, atol=1e-10)
-
-
-def test_early_termination_predicts_what_its_own_p_gives():
-    problem = problems.make("softmax")
-    optimizer = woodbury.HessianFree(problem.model, problem.loss, damping=0.01, max_iterations=3)
-    _, B, g = reference.dense_direction(
-        problem.model, problem.loss, problem.inputs, problem.targets, list(range(7)), 0.01, "gauss-newton"
-    )
-    p = flatten(optimizer.direction(problem.inputs, problem.targets))
-    info = optimizer.step(problem.inputs, problem.targets)
-    assert optimizer.iterations == 3
-    torch.testing.assert_close(info.predicted, -g @ p - 0.5 * p @ B @ p)
+        p, q = (flatten(one.direction(problem.inputs, problem.targets)) for one in (optimizer, exact))
+        assert reference.relative_error(p, q) <= 1e-7
+        optimizer.step(problem.inputs, problem.targets)
+        assert 0 < optimizer.iterations <= 300
+        exact.load_state_dict(optimizer.state_dict())  # draws the same S2 next
+        exact.param_groups[0]["momentum"] = 0.0  # where HessianFree keeps its warm start
 
 
 def test_it_takes_models_that_no_layer_rule_covers():
@@ -122,48 +91,3 @@ def test_layers_called_twice_and_tied_weights_need_no_rule():
     p = optimizer.direction(inputs, targets, subset=[0, 3])
     assert reference.relative_error(flatten(p), expected) <= 1e-7
     assert optimizer.step(inputs, targets).accepted
-
-
-def test_semi_stochastic_step_uses_the_full_gradient():
-    problem = problems.make("squared")
-    x, t = problem.inputs, problem.targets
-    optimizer = woodbury.HessianFree(problem.model, problem.loss, damping=0.1, progress=0.0, max_iterations=300)
-    B = reference.curvature_matrix(reference.per_sample(problem.model, problem.loss, x[:3], t[:3]), "gauss-newton")
-    g = reference.gradient(problem.model, problem.loss, x, t)
-    expected = torch.linalg.solve(B + 0.1 * torch.eye(len(g)).double(), -g)
-    p = optimizer.direction(x[:3], t[:3], full=[(x[:4], t[:4]), (x[4:], t[4:])])
-    assert reference.relative_error(flatten(p), expected) <= 1e-7
-
-
-def test_state_copies_and_resume_continue_identically():
-    settings = {"curvature_samples": 4, "lr": 0.5}
-    problem, other = problems.make("softmax"), problems.make("softmax")
-    optimizer = woodbury.HessianFree(problem.model, problem.loss, seed=3, **settings)
-    for _ in range(4):
-        optimizer.step(problem.inputs, problem.targets)
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    other.model.load_state_dict(problem.model.state_dict())
-    resumed = woodbury.HessianFree(other.model, other.loss, damping=9.0, **settings)
-    resumed.damping = optimizer.damping
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
-    twins = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), resumed]
-    expected = [optimizer.step(problem.inputs, problem.targets).as_dict() for _ in range(3)]
-    for twin in twins:
-        assert [twin.step(problem.inputs, problem.targets).as_dict() for _ in range(3)] == expected
-
-
-def test_direction_changes_nothing_and_bad_input_is_refused():
-    problem = problems.make("softmax")
-    optimizer = woodbury.HessianFree(problem.model, problem.loss, curvature_samples=4)
-    optimizer.step(problem.inputs, problem.targets)
-    state = pickle.dumps(optimizer.state_dict())
-    first = flatten(optimizer.direction(problem.inputs, problem.targets))
-    assert torch.equal(first, flatten(optimizer.direction(problem.inputs, problem.targets)))
-    with pytest.raises(ValueError, match="nan or inf"):
-        optimizer.step(torch.full_like(problem.inputs, torch.nan), problem.targets)
-    assert pickle.dumps(optimizer.state_dict()) == state
-    for setting in ({"warm_start": 2.0}, {"max_iterations": 0}, {"progress": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(setting))):
-            woodbury.HessianFree(problem.model, problem.loss, **setting)

@@ -178,29 +178,6 @@ def test_counts_of_a_loader_add_up_over_its_batches(name, kind, blocks):
     torch.testing.assert_close((before - after).detach(), info.ratio * info.predicted)
 
 
-@pytest.mark.parametrize("name", ["softmax-ignored", "tokens-ignored"])
-@pytest.mark.parametrize("method", [*METHODS.values(), woodbury.HessianFree])
-def test_a_batch_or_subset_without_targets_is_refused(name, method):
-    problem = problems.make(name)
-    optimizer = method(problem.model, problem.loss)
-    none = torch.full_like(problem.targets, problem.loss.ignore_index)
-    with pytest.raises(ValueError, match=r"every target of the (batch|curvature samples) is ignored"):
-        optimizer.step(problem.inputs, none)
-    with pytest.raises(ValueError, match="every target of the curvature samples is ignored"):
-        optimizer.step(problem.inputs, problem.targets, subset=[6])
-    with pytest.raises(ValueError, match="every target of full= is ignored"):
-        optimizer.step(problem.inputs, problem.targets, full=[(problem.inputs, none)])
-    assert optimizer.step(problem.inputs, problem.targets).accepted
-
-
-@every_kind
-def test_step_tends_to_the_scaled_gradient_for_large_damping(kind):
-    problem = problems.make("softmax")
-    p = METHODS[kind](problem.model, problem.loss, damping=1e9).direction(problem.inputs, problem.targets)
-    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
-    assert reference.relative_error(1e9 * flatten(p), -g) < 1e-8
-
-
 @every_kind
 @pytest.mark.parametrize("gram_dtype, bound", [(None, 1e-2), (torch.float64, 1e-4)])
 @pytest.mark.parametrize("name", ["softmax", "logistic", "squared"])
@@ -251,19 +228,6 @@ def test_step_solves_the_system_of_an_independent_library(kind, dtype, bound, pa
     g = reference.gradient(model, loss, inputs, targets)
     residual = operator @ p + damping * p + g
     assert float(residual.norm() / g.norm()) <= bound
-
-
-@every_kind
-def test_any_batch_size_at_any_step(kind):
-    problem = problems.make("softmax")
-    optimizer = METHODS[kind](problem.model, problem.loss, damping=0.1, curvature_samples=4)
-    for size in (7, 2, 5, 1, 7):
-        inputs, targets = problem.inputs[:size], problem.targets[:size]
-        subset = list(range(min(4, size)))
-        expected, _, _ = reference.dense_direction(problem.model, problem.loss, inputs, targets, subset, 0.1, kind)
-        p = flatten(optimizer.direction(inputs, targets, subset=subset))
-        assert reference.relative_error(p, expected) <= 1e-10
-        assert optimizer.step(inputs, targets).accepted
 
 
 @every_kind
