@@ -18,8 +18,9 @@ pytest.importorskip("sklearn")
 
 from woodbury.damping import LevenbergMarquardt
 from woodbury.experiments import train as training
-from woodbury.experiments.config import FORMAT, RunConfig, RunFolderError, full_settings
+from woodbury.experiments.config import FORMAT, RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
+from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import mlp
 from woodbury.experiments.presets import PAPER, PRESETS
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train

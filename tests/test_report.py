@@ -16,7 +16,8 @@ pytest.importorskip("matplotlib")
 import numpy as np
 
 from woodbury.experiments import report
-from woodbury.experiments.config import RunConfig, RunFolderError
+from woodbury.experiments.config import RunConfig
+from woodbury.experiments.errors import RunFolderError
 
 LM = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 

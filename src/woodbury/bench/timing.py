@@ -52,10 +52,9 @@ class Network:
         return inputs, torch.randint(self.widths[-1], (self.samples,))
 
 
-def sgd_step(network: Network, inputs: Tensor, targets: Tensor, device: str = "cpu") -> Step:
+def sgd_step(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor, lr: float = 0.1) -> Step:
     """The plain loop everybody writes: zero_grad, loss, backward, step."""
-    model, loss = network.build().to(device), network.loss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -65,12 +64,12 @@ def sgd_step(network: Network, inputs: Tensor, targets: Tensor, device: str = "c
     return step
 
 
-def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor) -> Step:
+def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor, **settings: Any) -> Step:
     """A step of one of `woodbury.optim.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
-    settings: dict[str, Any] = {"lr": 0.1, "curvature_samples": network.curvature_samples}
+    settings |= {"lr": 0.1, "curvature_samples": network.curvature_samples}
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}
-    optimizer = OPTIMIZERS[name](network.build(), network.loss(), **settings)
+    optimizer = OPTIMIZERS[name](network.build().to(inputs.device), network.loss(), **settings)
     return lambda: optimizer.step(inputs, targets)
 
 

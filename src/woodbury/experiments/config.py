@@ -1,23 +1,20 @@
 """What a run is made of, as plain values: saved beside its results and enough to repeat it."""
 
 import dataclasses
-import importlib.metadata
 import inspect
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from woodbury.damping import LevenbergMarquardt
+from woodbury.experiments.errors import RunFolderError
+from woodbury.experiments.machine import installed_versions, this_machine
 from woodbury.experiments.storage import write_whole
 from woodbury.optim import OPTIMIZERS
 
 FORMAT = 2  # of a run folder; raised whenever an older reader would misread it
-NOT_INSTALLED = "not installed"  # in place of a version
 CONFIG_FILE, RECORDS_FILE = "config.json", "records.jsonl"  # in a run folder
 
 # Of each field of a configuration, as JSON gives it; true and false are not of type int.
@@ -36,14 +33,8 @@ _TYPES = {
     "machine": dict,
     "format": int,
 }
-# Packages whose version can change the numbers of a run.
-_RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 # Arguments of an optimizer that are objects of the program rather than settings of a run.
 _NOT_SETTINGS = ("model", "loss", "params", "forward")
-
-
-class RunFolderError(Exception):
-    """A run folder that cannot be read or must not be touched; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +51,8 @@ class RunConfig:
     evaluations: int = 1  # of the whole training and test set, in each epoch
     device: str = "cpu"
     dtype: str = "float32"
-    versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: installed_versions())
-    machine: Mapping[str, Any] = dataclasses.field(default_factory=lambda: this_machine())
+    versions: Mapping[str, str] = dataclasses.field(default_factory=installed_versions)
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=this_machine)
     format: int = FORMAT
 
     def save(self, folder: Path) -> None:
@@ -149,35 +140,3 @@ def _plain(name: str, value: Any) -> Any:
     if name == "damping" and isinstance(value, Mapping):
         value = LevenbergMarquardt(**value)
     return dataclasses.asdict(value) if isinstance(value, LevenbergMarquardt) else value
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that can change a run's numbers."""
-    versions = {"python": platform.python_version()}
-    for package in _RECORDED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = NOT_INSTALLED
-    return versions
-
-
-def this_machine() -> dict[str, Any]:
-    """What the seconds of a run depend on: processor, threads, GPU."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "system": platform.system(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-    }
-
-
-def _processor() -> str:
-    """The processor's own name where the system tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({platform.machine()})" if names else platform.machine()

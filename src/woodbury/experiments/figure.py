@@ -19,6 +19,7 @@ from woodbury.damping import LevenbergMarquardt
 from woodbury.experiments.groups import Group, grouped
 from woodbury.experiments.looks import MARKERS, Look
 from woodbury.experiments.medians import RATIO_RANGE, Curve, curves_of
+from woodbury.experiments.models import network_name
 from woodbury.experiments.runs import Run
 
 # Beyond this ratio of the slowest end to the fastest, a linear time axis hides the fast curves.
@@ -247,7 +248,7 @@ def _short(value: float) -> str:
 def _draw_heading(figure: Figure, groups: Sequence[Group]) -> None:
     """The title above the panels and the legend below them."""
     config, seeds = groups[0].runs[0].config, max(group.seeds for group in groups)
-    title = f"{config.dataset}: network {'-'.join(map(str, config.widths))}, batches of {config.batch_size}"
+    title = f"{config.dataset}: network {network_name(config.widths)}, batches of {config.batch_size}"
     if seeds > 1:
         title += f"; median over {seeds} seeds, bands from smallest to largest"
     figure.suptitle(title, x=0.012, ha="left", fontsize=12)
