@@ -247,7 +247,8 @@ def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, capsys)
 
 def test_without_a_command_there_is_help_and_status_2(capsys):
     assert main([]) == 2
-    assert all(name in capsys.readouterr().err for name in ("step", "scale", "peers", "gpu", "draw"))
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in ("step", "scale", "peers", "gpu", "draw"))
 
 
 def test_draw_writes_a_figure_for_each_kind(tmp_path):

@@ -207,6 +207,11 @@ def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
         (["train", "digits", "--set", "momentum"], "--set takes NAME=VALUE, got 'momentum'"),
         (["train", "digits", "--set", "refresh=2"], "smw-gn: there is no setting 'refresh', only "),
         (["train", "digits", "--set", "momentum=-1"], "smw-gn: momentum must not be negative, got -1"),
+        (
+            ["train", "digits", "--set", 'damping={"Newton": {"initial": 1}}'],
+            "smw-gn: there is no policy 'Newton', only LevenbergMarquardt, Constant",
+        ),
+        (["train", "digits", "--set", 'damping={"bost": 2}'], "smw-gn: LevenbergMarquardt has no field 'bost'"),
         (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
         (["train", "a9a", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
         (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: a setting is not a finite number"),

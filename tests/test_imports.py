@@ -16,7 +16,7 @@ LAYERS = [
     ["_vector", "_kept", "_numbers", "_scalar", "_batch", "_random", "_memory", "_cuda", "_small_system"],
     ["layers", "factors", "losses", "linalg"],
     ["plan", "chain", "chain_step", "functional", "capture", "rows", "displacement", "products", "damping"],
-    ["optim"],
+    ["optim", "policies"],
     [
         "bench",
         "experiments.storage",

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from woodbury.damping import LevenbergMarquardt
-from woodbury.experiments.errors import RunFolderError
+from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.machine import installed_versions, this_machine
 from woodbury.experiments.storage import write_whole
 from woodbury.optim import OPTIMIZERS
+from woodbury.policies import from_plain, to_plain
 
-FORMAT = 2  # of a run folder; raised whenever an older reader would misread it
+FORMAT = 3  # of a run folder; raised whenever an older reader would misread it
+_READABLE = (2, FORMAT)  # 2 has the fields of a damping policy without its name
 CONFIG_FILE, RECORDS_FILE = "config.json", "records.jsonl"  # in a run folder
 
 # Of each field of a configuration, as JSON gives it; true and false are not of type int.
@@ -81,7 +82,7 @@ class RunConfig:
     def from_dict(cls, values: Any, where: str) -> "RunConfig":
         """The configuration in a dictionary that came from JSON; `where` names it in messages."""
         found = values.get("format", 1) if isinstance(values, dict) else None
-        if found != FORMAT:
+        if found not in _READABLE:
             raise RunFolderError(
                 f"{where} was written by another version of woodbury (format {found}, this one reads {FORMAT})"
             )
@@ -93,8 +94,12 @@ class RunConfig:
         for name in proper:
             if not proper[name]:
                 raise RunFolderError(f"{where} is damaged: its configuration has no proper '{name}'")
-        values = {name: values[name] for name in _TYPES}
-        return cls(**{**values, "widths": tuple(values["widths"])})
+        try:
+            settings = {name: to_plain(from_plain(value)) for name, value in values["settings"].items()}
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"{where} has settings that cannot be read: {one_line(error)}") from None
+        read = {"widths": tuple(values["widths"]), "settings": settings, "format": FORMAT}
+        return cls(**{name: values[name] for name in _TYPES} | read)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """What the two ask for differently, name -> (own, other's); versions and machine are not asked for."""
@@ -107,10 +112,7 @@ class RunConfig:
 
     def optimizer_settings(self) -> dict[str, Any]:
         """The settings as the optimizer takes them: the damping a policy again, not a dictionary."""
-        settings = dict(self.settings)
-        if isinstance(settings.get("damping"), Mapping):
-            settings["damping"] = LevenbergMarquardt(**settings["damping"])
-        return settings
+        return {name: from_plain(value) for name, value in self.settings.items()}
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:
@@ -126,17 +128,10 @@ def default_settings(optimizer: str) -> dict[str, Any]:
 def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` and the defaults of every other setting of the optimizer, as JSON can hold them.
 
-    Raises TypeError for a setting the optimizer does not have.
+    Raises TypeError for a setting the optimizer does not have, and for a policy or a field there is not.
     """
     defaults = default_settings(optimizer)
     unknown = sorted(settings.keys() - defaults.keys())
     if unknown:
         raise TypeError(f"there is no setting {unknown[0]!r}, only {', '.join(sorted(defaults))}")
-    return {name: _plain(name, settings.get(name, default)) for name, default in defaults.items()}
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A setting as JSON can hold it, the damping with all its constants."""
-    if name == "damping" and isinstance(value, Mapping):
-        value = LevenbergMarquardt(**value)
-    return dataclasses.asdict(value) if isinstance(value, LevenbergMarquardt) else value
+    return {name: to_plain(from_plain(settings.get(name, default))) for name, default in defaults.items()}

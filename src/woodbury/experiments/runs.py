@@ -41,10 +41,10 @@ class Run:
         values["widths"] = network_name(self.config.widths)
         flat: dict[str, Any] = {}
         for name, value in {**settings, **values}.items():
-            if isinstance(value, Mapping):
-                flat |= {f"{name}.{key}": part for key, part in value.items()}
-            else:
-                flat[name] = value
+            flat[name] = value
+            if isinstance(value, Mapping):  # a policy: its name, and its fields one by one
+                ((flat[name], fields),) = value.items()
+                flat |= {f"{name}.{key}": part for key, part in fields.items()}
         return {name: str(value) if isinstance(value, list | dict) else value for name, value in flat.items()}
 
 
