@@ -94,14 +94,15 @@ def run(build: Build, seed: int, data: Images, epochs: int) -> Run:
     torch.manual_seed(seed)
     inputs, targets = data.train
     model = network(inputs.shape[-1])
+    optimizer = build(model)
     order = [batch for _ in range(epochs) for batch in torch.randperm(len(inputs)).split(BATCH)]
     batches = ((inputs[batch], targets[batch]) for batch in order)
 
     def train_loss(model: nn.Module) -> float:
         return evaluate(model, inputs[:4000], targets[:4000])[0]
 
-    curve = train(build, model, LOSS, len(order), batches, train_loss, POINTS)
-    return Run(curve, score=evaluate(model, *data.test)[1], model=model)
+    curve = train(optimizer, model, LOSS, len(order), batches, train_loss, POINTS)
+    return Run(curve, score=100 * evaluate(model, *data.test)[1], model=model)
 
 
 def draw(best: dict[str, list[Run]], title: str, epochs: int, path: Path) -> None:
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
     data = load(chosen.data_dir)
     epochs = chosen.epochs or (1 if data.name == "mnist" else 10)
     print(f"{data.name}, {epochs} epoch(s) in batches of {BATCH}")
-    words = "train loss {loss:8.2g}   test error {score:6.2%}   {seconds:6.1f} s"
+    words = "train loss {loss:8.2g}   test error {score:5.2f} %   {seconds:6.1f} s"
     best = compare(METHODS, partial(run, data=data, epochs=epochs), words, chosen.seeds)
     draw(best, f"A small CNN on {TITLES[data.name]}", epochs, chosen.out)
     return best

@@ -60,7 +60,7 @@ def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Modul
 
 
 def train(
-    build: Build,
+    optimizer: torch.optim.Optimizer,
     model: nn.Module,
     loss: nn.Module,
     steps: int,
@@ -69,7 +69,6 @@ def train(
     points: int,
 ) -> Curve:
     """Train with a rate that falls linearly to zero, and measure at the start and at so many points."""
-    optimizer = build(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     marks = {round(steps * point / points) for point in range(1, points + 1)}
     curve, seconds = [(0.0, 0.0, measure(model))], 0.0

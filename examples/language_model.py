@@ -145,7 +145,7 @@ def run(build: Build, seed: int, text: Text, sizes: Namespace) -> Run:
     torch.manual_seed(seed)
     model = LanguageModel(len(text.alphabet), sizes.context, sizes.width, sizes.layers)
     batches = (text.windows(text.train, sizes.batch, sizes.context) for _ in range(sizes.steps))
-    curve = train(build, model, LOSS, sizes.steps, batches, lambda model: bits(model, *probe), POINTS)
+    curve = train(build(model), model, LOSS, sizes.steps, batches, lambda model: bits(model, *probe), POINTS)
     return Run(curve, score=bits(model, *held_out), model=model)
 
 
