@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from woodbury import _vector
-from woodbury.bench.timing import Network, Step, optimizer_step, sgd_step
+from woodbury.bench.timing import Network, Step, median_seconds, optimizer_step, sgd_step
 from woodbury.optim import OPTIMIZERS
 
 SMALL = Network((784, 500, 10), 60, 30, iterations=15)
@@ -47,7 +47,7 @@ def small() -> dict[str, Any]:
     for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
         steps[name] = _step(name, SMALL)
         steps[f"{name} recorded"] = _step(name, SMALL, capture=True)
-    seconds = _interleaved(steps, rounds=30, block=50)
+    seconds = _medians(steps, rounds=30, block=50)
     return {name: {"us": 1e6 * value, **_over(value, seconds)} for name, value in seconds.items()}
 
 
@@ -123,7 +123,7 @@ def precision() -> dict[str, Any]:
         p = _direction(network, inputs, targets, torch.float32, settings)
         errors[name] = float((p.double() - exact).norm() / exact.norm())
         steps[name] = _step("smw-gn", network, **settings)
-    seconds = _interleaved(steps, rounds=5, block=5)
+    seconds = _medians(steps, rounds=5, block=5)
     return {
         name: {"us": 1e6 * seconds[name], "error": errors[name], **_over(seconds[name], seconds)} for name in kinds
     }
@@ -161,7 +161,7 @@ def mixed() -> dict[str, Any]:
         )
         directions.append(_vector.flatten(optimizer.direction(inputs, targets, subset=chosen)))
         steps[name] = partial(optimizer.step, inputs, targets)
-    seconds = _interleaved(steps, rounds=7, block=5)
+    seconds = _medians(steps, rounds=7, block=5)
     error = float((directions[1] - directions[0]).norm() / directions[0].norm())
     result: dict[str, Any] = {name: {"ms": 1e3 * value} for name, value in seconds.items()}
     return result | {"error_of_p": error}
@@ -191,25 +191,20 @@ def _step(name: str, network: Network, **settings: Any) -> Step:
     return optimizer_step(name, network, *_batch(network), **settings)
 
 
-def _interleaved(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
+def _medians(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
     """Median seconds of a step, timed in blocks that take turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + 1):
-        for name, step in steps.items():
-            elapsed = _seconds(step, block)
-            if index:  # the first round warms up
-                times[name].append(elapsed)
-    return {name: median(values) for name, values in times.items()}
+    return median_seconds(steps, rounds, warmup=block, block=block, clock=_clock)
 
 
-def _seconds(step: Callable[[], object], times: int = 1) -> float:
-    """Seconds of one of several steps in a row, the last one finished."""
+def _seconds(step: Step, times: int = 1) -> float:
+    """Seconds of one of several steps in a row."""
+    return median_seconds({"": step}, repeats=1, warmup=0, block=times, clock=_clock)[""]
+
+
+def _clock() -> float:
+    """The time at which the device has finished what it was given."""
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times
+    return time.perf_counter()
 
 
 def _over(value: float, seconds: dict[str, float]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from woodbury.bench.timing import Network, median_seconds, median_within, optimizer_step, sgd_step
+from woodbury.bench.timing import Network, median_seconds, medians_within, optimizer_step, sgd_step
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")
@@ -36,6 +36,7 @@ def bench_step(repeats: int, in_module: bool = False) -> dict[str, dict[str, flo
         steps |= {name: optimizer_step(name, network, *batch) for name in INTERLEAVED}
         seconds = median_seconds(steps, repeats)
         for name in SLOW:
-            seconds[name] = median_within(optimizer_step(name, network, *batch), _SLOW_SECONDS, repeats)
+            step = optimizer_step(name, network, *batch)
+            seconds |= medians_within({name: step}, _SLOW_SECONDS, repeats)
         ratios[key] = {name: value / seconds[REFERENCE] for name, value in seconds.items()}
     return ratios

@@ -73,26 +73,31 @@ def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor,
     return lambda: optimizer.step(inputs, targets)
 
 
-def median_seconds(steps: dict[str, Step], repeats: int, warmup: int = 10) -> dict[str, float]:
-    """Median CPU seconds of each function, called in turn `repeats` times."""
+def median_seconds(
+    steps: dict[str, Step],
+    repeats: int,
+    warmup: int = 10,
+    block: int = 1,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, float]:
+    """Median seconds, of CPU time unless there is another clock, of a call of each function.
+
+    They are called in turns, `repeats` times, and so many times in a row as a block has.
+    """
     for step in steps.values():
         for _ in range(warmup):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            start = time.process_time()
-            step()
-            times[name].append(time.process_time() - start)
+            start = clock()
+            for _ in range(block):
+                step()
+            times[name].append((clock() - start) / block)
     return {name: median(values) for name, values in times.items()}
 
 
-def median_within(step: Step, seconds: float, most: int) -> float:
-    """Median CPU seconds of a function, called as often as fits in about so many seconds, at most `most` times."""
-    return medians_within({"": step}, seconds, most)[""]
-
-
 def medians_within(steps: dict[str, Step], seconds: float, most: int) -> dict[str, float]:
-    """The same for several functions, called in turns."""
+    """The same with as many calls as fit in about so many seconds, at most `most`."""
     once = sum(median_seconds(steps, 1, warmup=1).values())
     return median_seconds(steps, max(1, min(most, round(seconds / max(once, 1e-9)))), warmup=0)

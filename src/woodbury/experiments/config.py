@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.machine import installed_versions, this_machine
@@ -18,22 +18,6 @@ FORMAT = 3  # of a run folder; raised whenever an older reader would misread it
 _READABLE = (2, FORMAT)  # 2 has the fields of a damping policy without its name
 CONFIG_FILE, RECORDS_FILE = "config.json", "records.jsonl"  # in a run folder
 
-# Of each field of a configuration, as JSON gives it; true and false are not of type int.
-_TYPES = {
-    "dataset": str,
-    "optimizer": str,
-    "settings": dict,
-    "widths": list,
-    "batch_size": int,
-    "epochs": int,
-    "seed": int,
-    "evaluations": int,
-    "device": str,
-    "dtype": str,
-    "versions": dict,
-    "machine": dict,
-    "format": int,
-}
 # Arguments of an optimizer that are objects of the program rather than settings of a run.
 _NOT_SETTINGS = ("model", "loss", "params", "forward")
 
@@ -113,6 +97,11 @@ class RunConfig:
     def optimizer_settings(self) -> dict[str, Any]:
         """The settings as the optimizer takes them: the damping a policy again, not a dictionary."""
         return {name: from_plain(value) for name, value in self.settings.items()}
+
+
+# The type of each field as JSON gives it; true and false are not of type int.
+_IN_JSON: dict[Any, Any] = {Mapping: dict, tuple: list}
+_TYPES = {field.name: _IN_JSON.get(get_origin(field.type), field.type) for field in dataclasses.fields(RunConfig)}
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The figure of one data set, as matplotlib draws it; page.html has its own drawing by the same rules."""
 
-import dataclasses
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -54,7 +53,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     """
     groups = grouped(runs)
     curves = curves_of(groups)
-    errors = [_scaled(curve, 100) for curve in curves["test_error"]]
+    errors = [curve and curve.changed(lambda value: 100 * value) for curve in curves["test_error"]]
     damped = any(curves["damping"])
     with matplotlib.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
@@ -83,13 +82,6 @@ def images(figure: Figure) -> dict[str, bytes]:
             files[ending] = buffer.getvalue()
             figure.set_layout_engine("none")  # what was laid out once stays in its place
     return files
-
-
-def _scaled(curve: Curve | None, factor: float) -> Curve | None:
-    if curve is None:
-        return None
-    values = {name: [factor * value for value in getattr(curve, name)] for name in ("middle", "low", "high")}
-    return dataclasses.replace(curve, **values)
 
 
 def _draw_panel(
