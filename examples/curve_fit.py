@@ -50,7 +50,6 @@ solved in sample space: 14 of those 16 rows met both conditions then, the worst 
 
 from __future__ import annotations
 
-import argparse
 import math
 import warnings
 from collections.abc import Callable
@@ -62,6 +61,7 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
+from harness import figure, options
 
 RULE = woodbury.LevenbergMarquardt(initial=0.01, boost=5.0, drop=0.3, floor=0.0)
 TOLERANCE = 4 * torch.finfo(torch.float64).eps
@@ -402,47 +402,38 @@ def compare(name: str, start: int) -> Row:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Data, first guess and fits above; how far the sum of squares is from its minimum below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     blue, orange = "#0072b2", "#d55e00"
-    figure, axes = pyplot.subplots(
-        2, len(rows), figsize=(3 * len(rows) + 0.6, 5.8), layout="constrained", squeeze=False
-    )
-    for row, above, below in zip(rows, *axes, strict=True):
-        x, y = row.problem.inputs[:, 0], row.problem.targets[:, 0]
-        grid = torch.linspace(x.min().item(), x.max().item(), 300, dtype=torch.float64).unsqueeze(1)
-        guess = row.problem.function(grid, *torch.tensor(row.problem.starts[row.start - 1], dtype=torch.float64))
-        above.plot(grid, guess, color="#999999", linewidth=1, linestyle=":", label="first guess")
-        above.plot(grid, row.ours.curve(grid), color=blue, linewidth=2, label="woodbury")
-        above.plot(grid, row.scipys.curve(grid), color=orange, linewidth=1.2, linestyle="--", label="scipy lm")
-        above.plot(x, y, "o", color="black", markersize=2.8, alpha=0.7, label="data")
-        margin = 0.06 * (y.max() - y.min()).item()
-        above.set_ylim(y.min().item() - 2 * margin, y.max().item() + 2 * margin)
-        above.set_title(f"{row.name} ({row.start})", loc="left", fontweight="bold")
-        lowest = min(row.ours.sums[-1], row.scipys.sums[-1])
-        for side, colour, style in ((row.ours, blue, "o-"), (row.scipys, orange, "s--")):
-            gaps = [(value - lowest) / row.ours.sums[0] for value in side.sums]
-            kept = [(step, gap) for step, gap in enumerate(gaps) if gap > 0]
-            label = "woodbury: steps" if side is row.ours else "scipy lm: Jacobians"
-            below.plot(*zip(*kept, strict=True), style, color=colour, markersize=3, linewidth=1, label=label)
-        below.set(yscale="log", xlabel="steps")
-        below.grid(alpha=0.3)
-        for panel in (above, below):
-            panel.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].legend(frameon=False, fontsize="small")
-    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    axes[1, 0].set_ylabel("sum of squares above its minimum,\nrelative to the start")
-    figure.savefig(path, dpi=100)
+    with figure(path, 2, len(rows), dpi=100, figsize=(3 * len(rows) + 0.6, 5.8)) as (drawn, axes):
+        for row, above, below in zip(rows, *axes, strict=True):
+            x, y = row.problem.inputs[:, 0], row.problem.targets[:, 0]
+            grid = torch.linspace(x.min().item(), x.max().item(), 300, dtype=torch.float64).unsqueeze(1)
+            guess = row.problem.function(
+                grid, *torch.tensor(row.problem.starts[row.start - 1], dtype=torch.float64)
+            )
+            above.plot(grid, guess, color="#999999", linewidth=1, linestyle=":", label="first guess")
+            above.plot(grid, row.ours.curve(grid), color=blue, linewidth=2, label="woodbury")
+            above.plot(grid, row.scipys.curve(grid), color=orange, linewidth=1.2, linestyle="--", label="scipy lm")
+            above.plot(x, y, "o", color="black", markersize=2.8, alpha=0.7, label="data")
+            margin = 0.06 * (y.max() - y.min()).item()
+            above.set_ylim(y.min().item() - 2 * margin, y.max().item() + 2 * margin)
+            above.set_title(f"{row.name} ({row.start})", loc="left", fontweight="bold")
+            lowest = min(row.ours.sums[-1], row.scipys.sums[-1])
+            for side, colour, style in ((row.ours, blue, "o-"), (row.scipys, orange, "s--")):
+                gaps = [(value - lowest) / row.ours.sums[0] for value in side.sums]
+                kept = [(step, gap) for step, gap in enumerate(gaps) if gap > 0]
+                label = "woodbury: steps" if side is row.ours else "scipy lm: Jacobians"
+                below.plot(*zip(*kept, strict=True), style, color=colour, markersize=3, linewidth=1, label=label)
+            below.set(yscale="log", xlabel="steps")
+            above.grid(visible=False)
+        axes[0, 0].legend(frameon=False, fontsize="small")
+        drawn.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+        axes[1, 0].set_ylabel("sum of squares above its minimum,\nrelative to the start")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "curve_fit.png")
     parser.add_argument("--problems", default=",".join(PROBLEMS), help="names, with commas between (default: all)")
     parser.add_argument("--starts", type=int, choices=(1, 2), help="one starting point only (default: both)")
-    parser.add_argument("--out", type=Path, default=Path("curve_fit.png"), help="the figure")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     names = chosen.problems.split(",")
@@ -463,7 +454,6 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     shown = [first[name] for name in IN_THE_FIGURE if name in first]
     if shown:
         draw(shown, chosen.out)
-        print(f"figure: {chosen.out}")
     return rows
 
 

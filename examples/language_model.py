@@ -15,27 +15,22 @@ seed 0, at 9 settings of the natural gradient (rate, start of the damping, block
 
 from __future__ import annotations
 
-import argparse
 import math
 import sysconfig
-import time
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import woodbury
+from harness import Build, Methods, Run, compare, figure, from_torch, options, plot_runs, train
 
 POINTS = 20  # of a curve, besides the start
 LOSS = nn.CrossEntropyLoss()  # outputs (n, characters, t), targets (n, t)
-
-Curve = list[tuple[int, float, float]]  # (steps, CPU seconds inside them, bits per character)
-Build = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass
@@ -124,156 +119,68 @@ class LanguageModel(nn.Module):
         return indices
 
 
-def natural_gradient(damping: float, model: nn.Module) -> torch.optim.Optimizer:
+def natural_gradient(damping: float) -> Build:
     rule = woodbury.LevenbergMarquardt(initial=damping)
-    return woodbury.NaturalGradient(model, LOSS, lr=1.0, momentum=0.9, damping=rule)
+    return partial(woodbury.NaturalGradient, loss=LOSS, lr=1.0, momentum=0.9, damping=rule)
 
 
-def adam(lr: float, model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=lr)
-
-
-METHODS: dict[str, dict[str, Build]] = {
-    "woodbury.NaturalGradient": {
-        f"damping {start:g}": partial(natural_gradient, start) for start in (0.1, 0.3, 1.0)
-    },
-    "Adam": {f"lr {lr:g}": partial(adam, lr) for lr in (0.01, 0.02, 0.04)},
+METHODS: Methods = {
+    "woodbury.NaturalGradient": {f"damping {start:g}": natural_gradient(start) for start in (0.1, 0.3, 1.0)},
+    "Adam": {f"lr {lr:g}": from_torch(torch.optim.Adam, lr=lr) for lr in (0.01, 0.02, 0.04)},
 }
 COLOURS = ("#D55E00", "#555555")
 
 
-def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-    if isinstance(optimizer, woodbury.NaturalGradient):
-        optimizer.step(inputs, targets)
-    else:
-        optimizer.zero_grad()
-        LOSS(model(inputs), targets).backward()
-        optimizer.step()
-
-
 @torch.no_grad()
-def bits(model: nn.Module, windows: tuple[Tensor, Tensor]) -> float:
+def bits(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     """Cross-entropy in bits per character."""
-    return LOSS(model(windows[0]), windows[1]).item() / math.log(2)
+    return LOSS(model(inputs), targets).item() / math.log(2)
 
 
-@dataclass
-class Sizes:
-    """What all runs share."""
-
-    context: int
-    width: int
-    layers: int
-    batch: int
-    steps: int
-
-
-@dataclass
-class Run:
-    curve: Curve
-    held_out: float  # bits per character
-    model: LanguageModel
-
-
-def run(build: Build, text: Text, sizes: Sizes, seed: int) -> Run:
+def run(build: Build, seed: int, text: Text, sizes: Namespace) -> Run:
     """Train a fresh model on random pieces of the text; the pieces follow the seed as well."""
     torch.manual_seed(1)  # the pieces to measure on are the same in every run
     probe = text.windows(text.train, 200, sizes.context)
     held_out = text.windows(text.held_out, 200, sizes.context)
     torch.manual_seed(seed)
     model = LanguageModel(len(text.alphabet), sizes.context, sizes.width, sizes.layers)
-    optimizer = build(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / sizes.steps)
-    marks = {round(sizes.steps * point / POINTS) for point in range(1, POINTS + 1)}
-    curve, seconds = [(0, 0.0, bits(model, probe))], 0.0
-    for count in range(1, sizes.steps + 1):
-        inputs, targets = text.windows(text.train, sizes.batch, sizes.context)
-        start = time.process_time()
-        take_step(optimizer, model, inputs, targets)
-        schedule.step()
-        seconds += time.process_time() - start
-        if count in marks:
-            curve.append((count, seconds, bits(model, probe)))
-    return Run(curve, bits(model, held_out), model)
+    batches = (text.windows(text.train, sizes.batch, sizes.context) for _ in range(sizes.steps))
+    curve = train(build(model), model, LOSS, sizes.steps, batches, lambda model: bits(model, *probe), POINTS)
+    return Run(curve, score=bits(model, *held_out), model=model)
 
 
-def summary(runs: list[Run]) -> str:
-    """The median over the runs of what a run ends with."""
-    train = median(run.curve[-1][2] for run in runs)
-    held_out = median(run.held_out for run in runs)
-    seconds = median(run.curve[-1][1] for run in runs)
-    return f"bits per character {train:.3f}, on held-out files {held_out:.3f}   {seconds:6.1f} s"
-
-
-def compare(text: Text, sizes: Sizes, seeds: int) -> dict[str, list[Run]]:
-    """The runs to draw, by method and its best setting."""
-    best: dict[str, list[Run]] = {}
-    print(f"{len(text.train):,} characters, {sizes}\nseed 0, to choose a setting:")
-    for method, settings in METHODS.items():
-        losses = {}
-        for setting, build in settings.items():
-            trial = run(build, text, sizes, seed=0)
-            losses[setting] = trial.curve[-1][2]
-            print(f"  {method:25} {setting:12} {summary([trial])}", flush=True)
-        # a loss that is not a number ranks last
-        chosen = min(losses, key=lambda setting: (math.isnan(losses[setting]), losses[setting]))
-        best[f"{method}, {chosen}"] = [
-            run(settings[chosen], text, sizes, seed) for seed in range(100, 100 + seeds)
-        ]
-    print(f"the chosen settings, median over {seeds} other seed(s):")
-    for label, runs in best.items():
-        print(f"  {label:38} {summary(runs)}")
-    return best
-
-
-def draw(best: dict[str, list[Run]], path: Path) -> None:
+def draw(best: dict[str, list[Run]], steps: int, path: Path) -> None:
     """Bits per character by steps and by seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-    for axes, column, unit in zip(panels, (0, 1), ("steps", "CPU seconds, one thread"), strict=True):
-        for (label, runs), colour in zip(best.items(), COLOURS, strict=True):
-            for index, trained in enumerate(runs):
-                points = trained.curve[1:]  # the start would stretch the axis
-                across, losses = [point[column] for point in points], [point[2] for point in points]
-                axes.plot(across, losses, color=colour, alpha=0.85, label=label if index == 0 else None)
-        axes.set(xlabel=unit, xlim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("bits per character, training text")
-    panels[0].set_title("A character-level transformer on Python's sources", loc="left", fontweight="bold")
-    count = len(next(iter(best.values())))
-    panels[0].legend(frameon=False, title=f"{count} seed{'s' * (count > 1)} each", alignment="left")
-    figure.savefig(path, dpi=150)
+    with figure(path, columns=2, figsize=(10, 4.2), sharey=True) as (_, (panels,)):
+        plot_runs(panels, best, COLOURS, steps, "steps")
+        for panel in panels:
+            panel.set(xlim=(0, None))
+        panels[0].set_ylabel("bits per character, training text")
+        panels[0].set_title("A character-level transformer on Python's sources", loc="left", fontweight="bold")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, what in (
-        ("context", 64, "characters in a sequence"),
-        ("width", 64, "of the transformer, a multiple of 4"),
-        ("layers", 2, "of the transformer"),
-        ("batch", 32, "sequences in a batch"),
-        ("steps", 400, "of each run"),
-        ("seeds", 2, "models to draw"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
-    parser.add_argument("--out", type=Path, default=Path("language_model.png"), help="the figure")
+    sizes = {
+        "context": (64, "characters in a sequence"),
+        "width": (64, "of the transformer, a multiple of 4"),
+        "layers": (2, "of the transformer"),
+        "batch": (32, "sequences in a batch"),
+        "steps": (400, "of each run"),
+    }
+    parser = options(__doc__, "language_model.png", **sizes, seeds=(2, "models to draw"))
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     text = load()
-    sizes = Sizes(chosen.context, chosen.width, chosen.layers, chosen.batch, chosen.steps)
-    best = compare(text, sizes, chosen.seeds)
+    print(f"{len(text.train):,} characters,", ", ".join(f"{name} {getattr(chosen, name)}" for name in sizes))
+    words = "bits per character {loss:.3f}, on held-out files {score:.3f}   {seconds:6.1f} s"
+    best = compare(METHODS, partial(run, text=text, sizes=chosen), words, chosen.seeds)
     start = torch.tensor([text.alphabet.index(character) for character in "def "])
     for label, runs in best.items():
         torch.manual_seed(0)
         sample = "".join(text.alphabet[index] for index in runs[0].model.continued(start, 300))
         print(f"\n{label} writes:\n\n" + "\n".join(f"    {line}" for line in sample.splitlines()))
-    draw(best, chosen.out)
-    print(f"\nfigure: {chosen.out}")
+    print()
+    draw(best, chosen.steps, chosen.out)
     return best
 
 

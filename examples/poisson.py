@@ -17,10 +17,10 @@ at three learning rates; all four are drawn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -29,38 +29,35 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
+from harness import Curve, figure, options
 
 WEIGHT = 10.0  # of a residual on the boundary
 RATES = (1e-2, 3e-3, 1e-3)  # of Adam
 Batch = tuple[Tensor, Tensor]  # points (n, d) and whether each lies inside (n,)
-Curve = list[tuple[float, float]]  # (seconds, relative error) after each step
+Forward = Callable[[nn.Module, Batch], Tensor]  # what `forward=` takes
+Step = Callable[[Batch], object]
 
 
 class Equation(NamedTuple):
     widths: tuple[int, ...]
-    inside: int  # points a step
+    inside: int  # points per step
     boundary: int
     steps: int
+    goal: float  # a relative error
     solution: Callable[[Tensor], Tensor]  # u (n, d) -> (n,)
     force: Callable[[Tensor], Tensor]  # f = -Lap u
 
 
 EQUATIONS = {
     2: Equation(
-        (2, 32, 32, 1),
-        900,
-        120,
-        300,
-        lambda x: torch.sin(torch.pi * x).prod(1),
-        lambda x: 2 * torch.pi**2 * torch.sin(torch.pi * x).prod(1),
+        *((2, 32, 32, 1), 900, 120, 300, 1e-4),
+        solution=lambda x: torch.sin(torch.pi * x).prod(1),
+        force=lambda x: 2 * torch.pi**2 * torch.sin(torch.pi * x).prod(1),
     ),
     5: Equation(
-        (5, 64, 64, 48, 48, 1),
-        3000,
-        500,
-        150,
-        lambda x: torch.cos(torch.pi * x).sum(1),
-        lambda x: torch.pi**2 * torch.cos(torch.pi * x).sum(1),
+        *((5, 64, 64, 48, 48, 1), 3000, 500, 150, 1e-3),
+        solution=lambda x: torch.cos(torch.pi * x).sum(1),
+        force=lambda x: torch.pi**2 * torch.cos(torch.pi * x).sum(1),
     ),
 }
 
@@ -99,8 +96,8 @@ def laplacian(model: nn.Module, points: Tensor) -> Tensor:
     return torch.func.vmap(lambda x: along_all(x, axes).sum())(points)
 
 
-def residuals(equation: Equation) -> Callable[[nn.Module, Batch], Tensor]:
-    """What `forward=` takes: one residual a point, (n, 1). The loss is their mean square."""
+def residuals(equation: Equation) -> Forward:
+    """One residual per point, (n, 1). The loss is their mean square."""
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         points, inside = batch
@@ -111,32 +108,25 @@ def residuals(equation: Equation) -> Callable[[nn.Module, Batch], Tensor]:
     return forward
 
 
-def gauss_newton(model: nn.Module, equation: Equation) -> Callable[[Batch], object]:
+def gauss_newton(model: nn.Module, forward: Forward) -> Step:
     damping = woodbury.LevenbergMarquardt(boost=2.0, drop=0.5, floor=1e-12)
-    optimizer = woodbury.GaussNewton(
-        model, nn.MSELoss(), damping=damping, forward=residuals(equation), fallback="autograd"
-    )
-    return lambda batch: optimizer.step(batch)
+    return woodbury.GaussNewton(model, nn.MSELoss(), damping=damping, forward=forward, fallback="autograd").step
 
 
-def adam(rate: float) -> Callable[[nn.Module, Equation], Callable[[Batch], object]]:
-    def build(model: nn.Module, equation: Equation) -> Callable[[Batch], object]:
-        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-        forward = residuals(equation)
+def adam(model: nn.Module, forward: Forward, rate: float) -> Step:
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
 
-        def step(batch: Batch) -> None:
-            optimizer.zero_grad()
-            forward(model, batch).square().mean().backward()
-            optimizer.step()
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        forward(model, batch).square().mean().backward()
+        optimizer.step()
 
-        return step
-
-    return build
+    return step
 
 
 def solve(
     name: str,
-    build: Callable[[nn.Module, Equation], Callable[[Batch], object]],
+    build: Callable[[nn.Module, Forward], Step],
     equation: Equation,
     device: str,
     seed: int,
@@ -148,7 +138,7 @@ def solve(
     model = network(equation.widths, device)
     test = torch.rand(10_000, equation.widths[0], device=device, dtype=torch.float64)
     truth = equation.solution(test)
-    step = build(model, equation)
+    step = build(model, residuals(equation))
     spent, curve, told = 0.0, [], time.perf_counter()
     while spent < seconds and (steps is None or len(curve) < steps):
         batch = draw_points(equation, device)
@@ -181,67 +171,53 @@ def report(record: dict) -> None:
 
 
 def draw(record: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for index, (name, curve) in enumerate(record["curves"].items()):
-        seconds, errors = zip(*curve, strict=True)
-        style = {"color": f"C{index}", "label": name, "linewidth": 1.8 if index == 0 else 1.0}
-        left.plot(seconds, errors, **style)
-        right.plot(range(1, len(errors) + 1), errors, **style)
-    for axes, label in ((left, "seconds"), (right, "steps")):
-        axes.set(yscale="log", xlabel=label)
-        axes.axhline(record["goal"], color="0.7", linewidth=0.8, linestyle="--")
-        axes.grid(alpha=0.25)
-    left.set(ylabel="relative L2 error", xlim=(0, None))
-    right.set(xscale="log")
-    right.legend(frameon=False)
-    figure.suptitle(f"Poisson equation in {record['dimensions']} dimensions ({record['device']})")
-    figure.savefig(path, dpi=110)
-    print(f"wrote {path}")
+    with figure(path, columns=2, dpi=110, figsize=(9, 3.6), sharey=True) as (drawn, ((left, right),)):
+        for index, (name, curve) in enumerate(record["curves"].items()):
+            seconds, errors = zip(*curve, strict=True)
+            style = {"color": f"C{index}", "label": name, "linewidth": 1.8 if index == 0 else 1.0}
+            left.plot(seconds, errors, **style)
+            right.plot(range(1, len(errors) + 1), errors, **style)
+        for panel in (left, right):
+            panel.axhline(record["goal"], color="0.7", linewidth=0.8, linestyle="--")
+        left.set(yscale="log", xlabel="seconds", ylabel="relative L2 error", xlim=(0, None))
+        right.set(xscale="log", xlabel="steps")
+        right.legend(frameon=False)
+        drawn.suptitle(f"Poisson equation in {record['dimensions']} dimensions ({record['device']})")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"points": (1.0, "factor on the number of points per step"), "seed": (0, "of network and points")}
+    parser = options(__doc__, ".", **numbers, device=("cpu", "where to compute"))
     parser.add_argument("--dimensions", type=int, choices=list(EQUATIONS), default=2)
     parser.add_argument("--steps", type=int, help="of Gauss-Newton (default 300 in 2 dimensions, 150 in 5)")
-    parser.add_argument("--points", type=float, default=1.0, help="factor on the number of points a step")
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="learning rates of Adam")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for poisson-D.json and poisson-D.png")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw what an earlier run wrote")
-    options = parser.parse_args(arguments)
-    if options.draw is not None:
-        record = json.loads(options.draw.read_text())
+    chosen = parser.parse_args(arguments)
+    if chosen.draw is not None:
+        record = json.loads(chosen.draw.read_text())
         report(record)
-        draw(record, options.draw.with_suffix(".png"))
+        draw(record, chosen.draw.with_suffix(".png"))
         return
-    equation = EQUATIONS[options.dimensions]
+    equation = EQUATIONS[chosen.dimensions]
     equation = equation._replace(
-        inside=max(2, round(options.points * equation.inside)),
-        boundary=max(2, round(options.points * equation.boundary)),
+        inside=max(2, round(chosen.points * equation.inside)),
+        boundary=max(2, round(chosen.points * equation.boundary)),
     )
-    steps = options.steps or equation.steps
-    where = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
-    curves = {
-        "Gauss-Newton": solve("Gauss-Newton", gauss_newton, equation, options.device, options.seed, steps=steps)
-    }
-    for rate in options.rates:
-        name, budget = f"Adam, lr {rate:g}", curves["Gauss-Newton"][-1][0]
-        curves[name] = solve(name, adam(rate), equation, options.device, options.seed, seconds=budget)
+    run = partial(solve, equation=equation, device=chosen.device, seed=chosen.seed)
+    curves = {"Gauss-Newton": run("Gauss-Newton", gauss_newton, steps=chosen.steps or equation.steps)}
+    budget = curves["Gauss-Newton"][-1][0]
+    for rate in chosen.rates:
+        name = f"Adam, lr {rate:g}"
+        curves[name] = run(name, partial(adam, rate=rate), seconds=budget)
     record = {
-        "dimensions": options.dimensions,
-        "device": where,
-        "goal": {2: 1e-4, 5: 1e-3}[options.dimensions],
+        "dimensions": chosen.dimensions,
+        "device": torch.cuda.get_device_name() if chosen.device != "cpu" else "CPU",
+        "goal": equation.goal,
         "curves": curves,
     }
     report(record)
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"poisson-{options.dimensions}.json"
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    path = chosen.out / f"poisson-{chosen.dimensions}.json"
     path.write_text(json.dumps(record))
     print(f"wrote {path}")
     try:

@@ -12,20 +12,21 @@ seeds from 100 on.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import woodbury
+from harness import Build, Curve, Methods, figure, from_torch, options, plot, smallest, take_step
 
-Curve = list[tuple[float, float]]  # (seconds, loss)
+LOSS = nn.MSELoss()
 
 
-def problem(seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+def problem(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     """A fresh network and its data."""
     torch.manual_seed(seed)
     inputs = 2 * torch.rand(200, 2, dtype=torch.float64) - 1
@@ -34,110 +35,63 @@ def problem(seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return nn.Sequential(*widths).double(), inputs, targets
 
 
-def gauss_newton(boost: float, drop: float) -> Callable[..., Callable[[], float]]:
-    def build(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], float]:
-        rule = woodbury.LevenbergMarquardt(boost=boost, drop=drop, floor=0.0)
-        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=rule, accept=0.0)
-        return lambda: optimizer.step(inputs, targets).loss.item()
-
-    return build
+def gauss_newton(boost: float, drop: float) -> Build:
+    rule = woodbury.LevenbergMarquardt(boost=boost, drop=drop, floor=0.0)
+    return partial(woodbury.GaussNewton, loss=LOSS, damping=rule, accept=0.0)
 
 
-def first_order(
-    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, optimizer: torch.optim.Optimizer
-) -> Callable[[], float]:
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        return loss
-
-    return lambda: optimizer.step(closure).item()
+def lbfgs(history: int) -> Build:
+    settings = {"max_iter": 20, "tolerance_grad": 0, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
+    return from_torch(torch.optim.LBFGS, history_size=history, **settings)
 
 
-def adam(rate: float) -> Callable[..., Callable[[], float]]:
-    def build(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], float]:
-        return first_order(model, inputs, targets, torch.optim.Adam(model.parameters(), lr=rate))
-
-    return build
-
-
-def lbfgs(history: int) -> Callable[..., Callable[[], float]]:
-    def build(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], float]:
-        optimizer = torch.optim.LBFGS(
-            model.parameters(),
-            max_iter=20,
-            history_size=history,
-            tolerance_grad=0,
-            tolerance_change=0,
-            line_search_fn="strong_wolfe",
-        )
-        return first_order(model, inputs, targets, optimizer)
-
-    return build
-
-
-METHODS: dict[str, dict[str, Callable[..., Callable[[], float]]]] = {
+METHODS: Methods = {
     "woodbury.GaussNewton": {
         f"boost {boost} drop {drop}": gauss_newton(boost, drop)
         for boost, drop in ((1.5, 0.5), (2.0, 0.5), (3.0, 0.7))
     },
     "torch L-BFGS": {f"history {history}": lbfgs(history) for history in (20, 50, 100)},
-    "torch Adam": {f"lr {rate}": adam(rate) for rate in (1e-3, 3e-3, 1e-2)},
+    "torch Adam": {f"lr {rate}": from_torch(torch.optim.Adam, lr=rate) for rate in (1e-3, 3e-3, 1e-2)},
 }
 
 
-def run(build: Callable[..., Callable[[], float]], seed: int, seconds: float) -> Curve:
+def run(build: Build, seed: int, seconds: float) -> Curve:
     """Loss before each step against the time spent so far."""
-    step = build(*problem(seed))
+    model, inputs, targets = problem(seed)
+    optimizer = build(model)
     curve: Curve = []
     start = time.perf_counter()
     while (now := time.perf_counter() - start) < seconds:
-        curve.append((now, step()))
+        curve.append((now, take_step(optimizer, model, LOSS, inputs, targets).item()))
     return curve
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
-    for (label, runs), colour in zip(curves.items(), ("#0072b2", "#d55e00", "#555555"), strict=True):
-        for index, curve in enumerate(runs):
-            seconds, losses = zip(*curve, strict=True)
-            axes.plot(seconds, losses, color=colour, alpha=0.8, label=label if index == 0 else None)
-    axes.set(yscale="log", xlabel="seconds (one CPU thread)", ylabel="mean squared error")
-    axes.set_title("Fitting a smooth function in float64", loc="left", fontweight="bold")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    seeds = len(next(iter(curves.values())))
-    # between the bundles of curves, which leave the lower middle free
-    axes.legend(frameon=False, title=f"{seeds} seed(s) each", loc="center right", bbox_to_anchor=(1, 0.36))
-    figure.savefig(path, dpi=150)
+    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
+        plot(panel, curves, ("#0072b2", "#d55e00", "#555555"))
+        panel.set(yscale="log", xlabel="seconds (one CPU thread)", ylabel="mean squared error")
+        panel.set_title("Fitting a smooth function in float64", loc="left", fontweight="bold")
+        seeds = len(next(iter(curves.values())))
+        # between the bundles of curves, which leave the lower middle free
+        panel.legend(frameon=False, title=f"{seeds} seed(s) each", loc="center right", bbox_to_anchor=(1, 0.36))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each run (default 5)")
-    parser.add_argument("--seeds", type=int, default=3, help="networks and data sets (default 3)")
-    parser.add_argument("--out", type=Path, default=Path("precision.png"), help="the figure")
-    chosen = parser.parse_args()
+def main(arguments: list[str] | None = None) -> dict[str, list[Curve]]:
+    numbers = {"seconds": (5.0, "for each run"), "seeds": (3, "networks and data sets")}
+    chosen = options(__doc__, "precision.png", **numbers).parse_args(arguments)
     torch.set_num_threads(1)
     best: dict[str, list[Curve]] = {}
-    for method, variants in METHODS.items():
-        results = {}
-        for setting, build in variants.items():
-            runs = [run(build, seed, chosen.seconds) for seed in range(100, 100 + chosen.seeds)]
-            final = sorted(curve[-1][1] for curve in runs)[len(runs) // 2]
-            results[setting] = (final, runs)
-            steps = sum(len(curve) for curve in runs) // len(runs)
-            print(f"{method:22} {setting:18} loss {final:8.1e}   {steps} calls of step", flush=True)
-        setting, (_, runs) = min(results.items(), key=lambda item: item[1][0])
-        best[f"{method}, {setting}"] = runs
+    for method, settings in METHODS.items():
+        runs, losses = {}, {}
+        for setting, build in settings.items():
+            runs[setting] = [run(build, seed, chosen.seconds) for seed in range(100, 100 + chosen.seeds)]
+            losses[setting] = median(curve[-1][1] for curve in runs[setting])
+            steps = sum(map(len, runs[setting])) // chosen.seeds
+            print(f"{method:22} {setting:18} loss {losses[setting]:8.1e}   {steps} calls of step", flush=True)
+        setting = smallest(losses)
+        best[f"{method}, {setting}"] = runs[setting]
     draw(best, chosen.out)
-    print(f"figure: {chosen.out}")
+    return best
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import woodbury
-from woodbury.bench import draw, peer_steps, peers, scale
+from woodbury.bench import draw, peer_steps, peers, scale, tables
+from woodbury.bench.__main__ import main
 from woodbury.bench.timing import Network
+from woodbury.experiments.models import parameter_count
 
 RUN = [sys.executable, "-m", "woodbury.bench"]
 ALONE = os.environ | {"OMP_NUM_THREADS": "1"}  # else the measurements start themselves again
@@ -124,8 +126,9 @@ def test_installed_peers_that_compute_the_same_p_agree(peer, key):
 def test_the_problem_of_the_bar_has_one_output_a_million_parameters_and_a_thousand_samples():
     problem = peers.PROBLEMS["million"]
     assert problem.widths[-1] == 1 and problem.samples == 1000
-    assert problem.parameters == pytest.approx(1e6, rel=0.01)
-    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == problem.parameters
+    count = parameter_count(problem.widths)
+    assert count == pytest.approx(1e6, rel=0.01)
+    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == count
 
 
 def test_a_missing_peer_is_reported_and_the_rest_measured(monkeypatch):
@@ -189,6 +192,63 @@ def test_peers_benchmark_prints_one_object():
     assert [entry["peer"] for entry in problem["peers"]] == ["torch.func rows, GN", "torch-levenberg-marquardt"]
     assert problem["peers"][0]["difference"] <= 1e-5
     assert problem["peers"][1]["status"] == "ok" or "pip install torch-levenberg" in problem["peers"][1]["status"]
+
+
+def test_tables_are_aligned_plain_text():
+    entry = {"peer": "theirs", "computes": "KFAC", "status": "ok", "seconds": 0.0123, "ratio": 2.5}
+    problem = {"network": "2-1", "loss": "MSELoss", "samples": 3, "parameters": 1003}
+    problem["peers"] = [entry | {"memory": None, "difference": None}, {"peer": "b", "status": "not installed"}]
+    sweeps = {"N2": {"values": [16, 2048], "sgd": [0.1, 0.2], "smw-ng": {"exponent": 1.23, "predicted": 1.0}}}
+    shown = {
+        tables.step_table({"mnist": {"sgd": 1.0, "hf": 20.0}, "webspam": {"sgd": 1.0}}): """
+CPU time of a step / CPU time of a torch.optim.SGD step
+
+optimizer  mnist  webspam
+---------  -----  -------
+sgd         1.00     1.00
+hf         20.00        -
+""",
+        tables.scale_table(sweeps): """
+Exponent of the cost beyond SGD's step: measured (the paper's table)
+
+                    N2
+optimizer  16 to 2,048
+---------  -----------
+smw-ng     1.23 (1.00)
+""",
+        tables.peer_tables({"problems": {"one": problem}}): """
+2-1, MSELoss, 3 samples, 1,003 parameters
+
+step    computes  seconds  x woodbury  MiB  p differs
+------  --------  -------  ----------  ---  ---------
+theirs  KFAC       0.0123         2.5    -          -
+b: not installed
+""",
+    }
+    for table, expected in shown.items():
+        assert table == expected.strip("\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["step", "--repeats", "none"], "--repeats: must be a whole number from 1 on, got 'none'"),
+        (["peers", "--limit", "-1"], "--limit: must be a positive number, got '-1'"),
+        (["peers", "--limit", "long"], "--limit: must be a positive number, got 'long'"),
+        (["gpu", "tiny"], "no part 'tiny': one of small, large"),
+        (["paint"], "invalid choice: 'paint'"),
+    ],
+)
+def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help_and_status_2(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in ("step", "scale", "peers", "gpu", "draw"))
 
 
 def test_draw_writes_a_figure_for_each_kind(tmp_path):

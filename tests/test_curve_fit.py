@@ -1,31 +1,18 @@
 """examples/curve_fit.py in small form: fits agree with scipy's to 1e-8 in no more than twice its steps."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("scipy", reason="scipy is what the fits are compared with")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "curve_fit.py"
+import curve_fit
+
 # From the last starting point: rows with steps and digits to spare, which other rounding may cost.
 QUICK = ("Misra1a", "Chwirut2", "DanWood", "Eckerle4", "Rosenbrock", "Beale", "Helical valley")
 
 
-@pytest.fixture(scope="module")
-def curve_fit():
-    spec = importlib.util.spec_from_file_location("curve_fit", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["curve_fit"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["curve_fit"]
-
-
 @pytest.mark.parametrize("name", QUICK)
-def test_fit_agrees_with_scipy_and_the_published_minimum_in_twice_its_steps(curve_fit, name):
+def test_fit_agrees_with_scipy_and_the_published_minimum_in_twice_its_steps(name):
     problem = curve_fit.PROBLEMS[name]
     row = curve_fit.compare(name, len(problem.starts))
     assert row.agreement <= 1e-8
@@ -37,13 +24,13 @@ def test_fit_agrees_with_scipy_and_the_published_minimum_in_twice_its_steps(curv
 
 
 @pytest.mark.parametrize("name", ["Thurber", "MGH09", "MGH17", "BoxBOD", "Lanczos3"])
-def test_data_give_the_certified_sum_of_squares(curve_fit, name):
+def test_data_give_the_certified_sum_of_squares(name):
     problem = curve_fit.PROBLEMS[name]
     outputs = problem.function(problem.inputs, *torch.tensor(problem.certified, dtype=torch.float64))
     assert (outputs - problem.targets).square().sum().item() == pytest.approx(problem.minimum, rel=1e-6)
 
 
-def test_script_writes_a_figure_and_a_table(curve_fit, tmp_path, capsys):
+def test_script_writes_a_figure_and_a_table(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the script draws with matplotlib")
     path = tmp_path / "fits.png"
     rows = curve_fit.main(["--problems", "DanWood,Chwirut2,Rosenbrock", "--starts", "2", "--out", str(path)])
@@ -53,7 +40,7 @@ def test_script_writes_a_figure_and_a_table(curve_fit, tmp_path, capsys):
     assert "Rosenbrock" in printed and "3 of 3" in printed
 
 
-def test_script_refuses_an_unknown_problem(curve_fit, capsys):
+def test_script_refuses_an_unknown_problem(capsys):
     with pytest.raises(SystemExit):
         curve_fit.main(["--problems", "Nobody"])
     assert "no problem 'Nobody'" in capsys.readouterr().err

@@ -16,10 +16,11 @@ import torch
 
 pytest.importorskip("sklearn")
 
-from woodbury.damping import LevenbergMarquardt
+from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
-from woodbury.experiments.config import FORMAT, RunConfig, RunFolderError, full_settings
+from woodbury.experiments.config import FORMAT, RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
+from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import mlp
 from woodbury.experiments.presets import PAPER, PRESETS
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train
@@ -99,7 +100,7 @@ def test_paper_presets_are_those_of_section_7() -> None:
             assert config.settings["lr"] == rate
             if optimizer != "sgd":
                 assert config.settings["curvature_samples"] == part
-                assert config.settings["damping"] == rule
+                assert config.settings["damping"] == {"LevenbergMarquardt": rule}
     assert PAPER["cifar10"].run("cifar10", "kfac", 0).settings["refresh"] == 20
     assert PAPER["mnist"].run("mnist", "kfac", 0).settings["refresh"] == 1
 
@@ -123,8 +124,46 @@ def test_a_configuration_holds_every_setting_survives_the_file_and_makes_the_opt
 
 
 def test_a_damping_given_in_part_is_recorded_in_full() -> None:
-    config = small_run("smw-gn", damping={"initial": 0.1})
-    assert config.settings["damping"] == dataclasses.asdict(LevenbergMarquardt(initial=0.1))
+    fields = dataclasses.asdict(LevenbergMarquardt(initial=0.1))
+    for given in ({"initial": 0.1}, {"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
+        config = small_run("smw-gn", damping=given)
+        assert config.settings["damping"] == {"LevenbergMarquardt": fields}
+
+
+def test_a_damping_policy_is_saved_and_reloaded_by_its_name_and_fields(tmp_path: Path) -> None:
+    config = small_run("smw-gn", damping=Constant(0.25))
+    config.save(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["settings"]["damping"]
+    assert saved == {"Constant": {"initial": 0.25, "floor": 0.0}}
+    assert RunConfig.load(tmp_path).optimizer_settings()["damping"] == Constant(0.25)
+
+
+def test_a_run_of_format_2_is_the_same_run(tmp_path: Path) -> None:
+    """There the fields of a damping policy, always Levenberg-Marquardt's, have no name before them."""
+    config = small_run("smw-gn")
+    config.save(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["settings"]["damping"] = values["settings"]["damping"]["LevenbergMarquardt"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "format": 2}))
+    assert RunConfig.load(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("damping", "message"),
+    [
+        ({"Newton": {"initial": 1.0}}, "there is no policy 'Newton', only LevenbergMarquardt, Constant"),
+        ({"initial": 1.0, "bost": 2.0}, "LevenbergMarquardt has no field 'bost'"),
+        ({"Constant": {"initial": -1.0}}, "damping must be positive, got -1.0"),
+    ],
+)
+def test_a_damping_that_is_none_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:
+    small_run("smw-gn").save(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["settings"]["damping"] = damping
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(RunFolderError, match=message) as caught:
+        RunConfig.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_a_setting_the_optimizer_does_not_have_is_named() -> None:

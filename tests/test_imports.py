@@ -14,11 +14,12 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    "_vector", "_random", "_memory", "_batch", "device", "linalg", "losses", "layers", "products", "model",
-    "row_matrix", "chain_step", "displacement", "damping", "optim", "experiments", "bench", "cli",
-]  # fmt: skip
+    *("_vector", "_random", "_memory", "_batch", "_choice", "device", "linalg"),
+    *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
+    *("damping", "policies", "optim", "experiments", "bench", "cli"),
+]
 FLOORS = {
-    "device": [["constants", "cuda"], ["numbers", "small_system"], ["scalars"]],
+    "device": [["constants", "scalars", "recording", "fingerprint"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "layers": [
         ["forms"],
@@ -29,20 +30,28 @@ FLOORS = {
     ],
     "model": [["plan", "fallback"], ["call", "chain"], ["graph"], ["capture"], ["independence", "structure"]],
     "optim": [
-        ["settings", "recorded", "passes"],
+        ["settings", "passes"],
         ["step"],
         ["base", "first_order", "linearize"],
+        ["parameter_space"],
+        ["sample_space"],
+        ["by_products"],
         ["smw", "hessian_free", "kfac"],
     ],
-    "bench": [["timing"], ["step", "scale", "gpu", "peer_steps"], ["peers", "draw"], ["__main__"]],
     "experiments": [
-        ["storage", "models", "looks"],
+        ["storage", "models", "looks", "errors", "machine"],
         ["config", "files"],
         ["data", "presets", "folders", "runs"],
         ["train", "groups"],
         ["medians"],
         ["figure", "page"],
         ["report"],
+    ],
+    "bench": [
+        ["timing", "tables"],
+        ["step", "scale", "gpu", "peer_steps"],
+        ["peers", "draw"],
+        ["__main__"],
     ],
 }
 CORE_MODULES = [*ROOMS[: ROOMS.index("optim") + 1], "bench.__main__"]

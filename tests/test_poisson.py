@@ -1,25 +1,15 @@
 """The example that solves a differential equation, in small form."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "poisson.py"
-
-
-@pytest.fixture(scope="module")
-def poisson():
-    spec = importlib.util.spec_from_file_location("poisson", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import poisson
 
 
 @pytest.mark.parametrize("dimensions", [2, 5])
-def test_the_equations_hold_for_their_solutions(poisson, dimensions):
+def test_the_equations_hold_for_their_solutions(dimensions):
     equation = poisson.EQUATIONS[dimensions]
     points, inside = poisson.draw_points(equation, "cpu")
     assert inside.sum() == equation.inside and len(points) == equation.inside + equation.boundary
@@ -34,7 +24,7 @@ def test_the_equations_hold_for_their_solutions(poisson, dimensions):
 
 
 @pytest.mark.parametrize("dimensions, points, steps", [(2, "0.2", "12"), (5, "0.02", "8")])
-def test_a_few_steps_lower_the_error_and_leave_a_record(poisson, dimensions, points, steps, tmp_path, capsys):
+def test_a_few_steps_lower_the_error_and_leave_a_record(dimensions, points, steps, tmp_path, capsys):
     options = ["--dimensions", str(dimensions), "--points", points, "--steps", steps, "--rates", "1e-3"]
     poisson.main([*options, "--out", str(tmp_path)])
     curves = json.loads((tmp_path / f"poisson-{dimensions}.json").read_text())["curves"]
@@ -44,7 +34,7 @@ def test_a_few_steps_lower_the_error_and_leave_a_record(poisson, dimensions, poi
     assert "Gauss-Newton" in capsys.readouterr().out
 
 
-def test_a_figure_is_drawn_from_a_record(poisson, tmp_path):
+def test_a_figure_is_drawn_from_a_record(tmp_path):
     pytest.importorskip("matplotlib")
     curve = [(0.1, 1.0), (0.2, 0.1)]
     record = {"dimensions": 2, "device": "CPU", "goal": 1e-4, "curves": {"Gauss-Newton": curve, "Adam": curve}}

@@ -16,7 +16,8 @@ pytest.importorskip("matplotlib")
 import numpy as np
 
 from woodbury.experiments import report
-from woodbury.experiments.config import RunConfig, RunFolderError
+from woodbury.experiments.config import RunConfig
+from woodbury.experiments.errors import RunFolderError
 
 LM = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 
@@ -240,20 +241,25 @@ def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_
         write_run(tmp_path / f"a{seed}", "sgd", seed=seed, settings={"lr": 0.1, "momentum": 0.9})
         write_run(tmp_path / f"b{seed}", "sgd", seed=seed, settings={"lr": 0.01, "momentum": 0.9})
         write_run(tmp_path / f"c{seed}", settings={"damping": {**LM, "boost": 2.0}, "seed": seed}, seed=seed)
-        write_run(tmp_path / f"d{seed}", settings={"damping": LM, "seed": seed}, seed=seed)
+        # one of them as older versions wrote it
+        rule = LM if seed else {"LevenbergMarquardt": LM}
+        write_run(tmp_path / f"d{seed}", settings={"damping": rule, "seed": seed}, seed=seed)
+        rule = {"Constant": {"initial": 1.0, "floor": 1e-3}}
+        write_run(tmp_path / f"f{seed}", "smw-ng", settings={"damping": rule, "seed": seed}, seed=seed)
     write_run(tmp_path / "e", "adam", batch_size=30)
     runs = report.load([tmp_path])
     summaries = report.summarise(runs)
     assert [(summary.label, summary.seeds) for summary in summaries] == [
         ("smw-gn damping.boost=1.01", 2),
         ("smw-gn damping.boost=2.0", 2),
+        ("smw-ng", 2),
         ("sgd lr=0.01", 2),
         ("sgd lr=0.1", 2),
         ("adam", 1),
     ]
     (section,) = page_data(runs)
-    assert set(section["differing"]) == {"lr", "damping.boost", "batch_size"}
-    assert len({tuple(entry["look"].values()) for entry in section["entries"]}) == 5
+    assert set(section["differing"]) == {"lr", "damping", "damping.boost", "batch_size"}
+    assert len({tuple(entry["look"].values()) for entry in section["entries"]}) == 6
 
 
 def test_a_line_cut_off_at_the_end_is_ignored(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 import difflib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -27,12 +24,13 @@ try:
     from rich.progress import Progress as ProgressBar
     from rich.table import Table
 
-    from woodbury.bench.draw import draw as draw_bench
+    from woodbury.bench.__main__ import main as measure
     from woodbury.experiments import report
-    from woodbury.experiments.config import RunConfig, RunFolderError
+    from woodbury.experiments.config import RunConfig
     from woodbury.experiments.data import DATASETS, load_dataset
-    from woodbury.experiments.files import DataError
+    from woodbury.experiments.errors import DataError, RunFolderError, one_line
     from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
+    from woodbury.experiments.models import network_name
     from woodbury.experiments.presets import PAPER, PRESETS
     from woodbury.experiments.train import InterruptedRunError, Progress, asked_to_stop, train
 except ModuleNotFoundError as error:
@@ -48,8 +46,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure what a step costs.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 
 console = Console()
 
@@ -108,9 +104,8 @@ def list_names() -> None:
         optimizers.add_row(name, _first_line(make))
     presets = Table("reproduce", "network", "batch", "epochs", box=None, header_style="bold")
     for name, preset in PAPER.items():
-        widths = "-".join(map(str, preset.widths))
         batch = f"{preset.batch_size}, {preset.curvature_samples} for curvature"
-        presets.add_row(name, widths, batch, str(preset.epochs))
+        presets.add_row(name, network_name(preset.widths), batch, str(preset.epochs))
     for table in (data_sets, optimizers, presets):
         console.print(table)
         console.print()
@@ -155,7 +150,7 @@ def train_one(
         )
         _try_step(config)
     except Exception as error:  # whatever a setting makes of the optimizer, it is the setting's fault
-        _fail(f"{optimizer}: {_one_line(error)}")
+        _fail(f"{optimizer}: {one_line(error)}")
     with _one_line_errors(out):
         _train_and_report([config], out, data_dir, resume)
 
@@ -212,128 +207,17 @@ def report_runs(
         _report(runs, folder)
 
 
-@bench.command("step")
-def bench_step(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object {net: {optimizer: ratio}}.")
-    ] = False,
-    module: Annotated[
-        bool, typer.Option("--module", help="The layers inside a module of one's own, not an nn.Sequential.")
-    ] = False,
-) -> None:
-    """Cost of a step on the paper's three networks, in steps of torch.optim.SGD on the same batch."""
-    ratios: dict[str, dict[str, float]] = _measure("step", *(["--module"] if module else []))
-    if as_json:
-        print(json.dumps(ratios))
-        return
-    nets = list(ratios)
-    table = Table(
-        "optimizer", title="CPU time of a step / CPU time of a torch.optim.SGD step", title_justify="left"
-    )
-    for net in nets:
-        table.add_column(net, justify="right")
-    for name in dict.fromkeys(name for net in nets for name in ratios[net]):
-        table.add_row(name, *(f"{ratios[net][name]:.2f}" if name in ratios[net] else "-" for net in nets))
-    console.print(table)
-
-
-@bench.command("scale")
-def bench_scale(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with all seconds.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
-) -> None:
-    """Growth of the step cost with n, N1, N2, classes and width, beside the paper's cost table (10 minutes)."""
-    sweeps: dict[str, dict[str, Any]] = _measure("scale", *(["--quick"] if quick else []))
-    if as_json:
-        print(json.dumps(sweeps))
-        return
-    title = "Exponent of the cost beyond SGD's step: measured (the paper's table)"
-    table = Table("optimizer", title=title, title_justify="left")
-    for sweep, row in sweeps.items():
-        table.add_column(f"{sweep} = {row['values'][0]} to {row['values'][-1]}", justify="right")
-    for name in (name for name, entry in sweeps["N2"].items() if isinstance(entry, dict)):
-        entries = [row[name] for row in sweeps.values()]
-        table.add_row(name, *(f"{entry['exponent']:.2f} ({entry['predicted']:.2f})" for entry in entries))
-    console.print(table)
-
-
-@bench.command("peers")
-def bench_peers(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    limit: Annotated[float, typer.Option(min=0.1, help="CPU seconds for each peer.")] = 60.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it runs.")] = False,
-) -> None:
-    """Steps of other libraries beside woodbury's, those that are installed (15 minutes with all of them)."""
-    found: dict[str, Any] = _measure("peers", "--limit", str(limit), *(["--quick"] if quick else []))
-    if as_json:
-        print(json.dumps(found))
-        return
-    for problem in found["problems"].values():
-        title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
-        table = Table("step", "computes", title=title, title_justify="left", box=None, header_style="bold")
-        for heading in ("seconds", "x woodbury", "MiB", "p differs"):
-            table.add_column(heading, justify="right")
-        for entry in problem["peers"]:
-            if entry["status"] != "ok":
-                continue
-            memory, difference = entry["memory"], entry["difference"]
-            table.add_row(
-                entry["peer"],
-                entry["computes"],
-                f"{entry['seconds']:.4g}",
-                f"{entry['ratio']:.3g}",
-                "-" if memory is None else f"{memory / 2**20:.0f}",
-                "-" if difference is None else f"{difference:.0e}",
-            )
-        console.print(table)
-        for entry in problem["peers"]:
-            if entry["status"] != "ok":
-                console.print(f"{entry['peer']}: {entry['status']}", soft_wrap=True, markup=False, highlight=False)
-        console.print()
-
-
-@bench.command("gpu")
-def bench_gpu(
-    parts: Annotated[
-        list[str] | None, typer.Argument(help="Of small, large, largest, long, precision, mixed (default all).")
-    ] = None,
-) -> None:
-    """Steps on a CUDA device: eager and recorded into a graph, up to 10^9 parameters. Prints one JSON object."""
-    print(json.dumps(_measure("gpu", *(parts or [])), indent=2))
-
-
-@bench.command("draw")
-def bench_draw(
-    files: Annotated[list[Path], typer.Argument(help="What the other commands print with --json.")],
-    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path(),
-) -> None:
-    """Draw bench-step.png, bench-scale.png and bench-peers.png from the JSON of the other commands."""
-    try:
-        written = draw_bench(files, out)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror or error}")
-    except json.JSONDecodeError as error:
-        _fail(f"not JSON: {error}")
-    except ValueError as error:  # not ours
-        _fail(_one_line(error))
-    for path in written:
-        print(path)
+@app.command(
+    "bench",
+    add_help_option=False,  # every argument, --help too, is for the program of the measurements
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def bench(context: typer.Context) -> None:
+    """Measure what a step costs: `woodbury bench --help`."""
+    raise typer.Exit(measure(context.args, program="woodbury bench"))
 
 
 # -- what the commands are made of ----------------------------------------------------------------------------
-
-
-def _measure(*what: str) -> Any:
-    """The JSON that `python -m woodbury.bench` prints, run in a process of its own.
-
-    The thread count must be set before torch is imported to hold for BLAS too.
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "woodbury.bench", *what, "--json"]
-    finished = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if finished.returncode != 0:
-        raise typer.Exit(finished.returncode)
-    return json.loads(finished.stdout)
 
 
 def _compare(
@@ -481,10 +365,6 @@ def _try_step(config: RunConfig) -> None:
         OPTIMIZERS[config.optimizer](model, torch.nn.CrossEntropyLoss(), **settings).step(inputs, targets)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 @contextmanager
 def _one_line_errors(out: Path) -> Iterator[None]:
     """Errors a user can do something about end in one line and status 2."""
@@ -493,7 +373,7 @@ def _one_line_errors(out: Path) -> Iterator[None]:
     except (DataError, RunFolderError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"cannot write to {error.filename or out}: {error.strerror or error}")
+        _fail(f"cannot write to {error.filename or out}: {one_line(error)}")
 
 
 def _check_name(what: str, name: str, known: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from woodbury.bench.peer_steps import GN, NG
+from woodbury.bench.scale import beyond_sgd
 from woodbury.experiments.looks import MARKERS, looks_of
 
 _COLOURS = {GN: "#0072B2", NG: "#D55E00", "": "#999999"}  # by what a peer computes
@@ -28,7 +29,10 @@ def draw(files: Sequence[Path], folder: Path) -> list[Path]:
     """
     found: dict[str, list[Any]] = {}
     for path in files:
-        content = json.loads(path.read_text())
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
         found.setdefault(_kind(content, path), []).append(content)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -108,10 +112,7 @@ def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
         values = row["values"]
         for name, look in looks.items():
             entry = row[name]
-            over = [
-                max(time - base, 0.01 * base) for time, base in zip(entry["seconds"], entry["sgd"], strict=True)
-            ]
-            milliseconds = [1e3 * seconds for seconds in over]
+            milliseconds = [1e3 * seconds for seconds in beyond_sgd(entry["seconds"], entry["sgd"])]
             style = {"color": look.colour, "marker": MARKERS[look.marker], "markersize": 5}
             label = f"{name} {entry['exponent']:.2f} ({entry['predicted']:.2f})"
             panel.plot(values, milliseconds, label=label, **style)

@@ -11,7 +11,7 @@ mixed      67 million parameters, N1/N2 = 1024/256: passes in bfloat16 (autocast
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from woodbury import _vector
-from woodbury.bench.timing import Network, Step, sgd_step
+from woodbury.bench.timing import Network, Step, median_seconds, optimizer_step, sgd_step
 from woodbury.optim import OPTIMIZERS
 
 SMALL = Network((784, 500, 10), 60, 30, iterations=15)
@@ -29,7 +29,7 @@ LARGEST = Network((16384, 16384, 16384, 16384, 12288, 10), 1000, 1000, iteration
 DEVICE = "cuda"
 
 
-def bench_gpu(parts: tuple[str, ...]) -> dict[str, Any]:
+def bench_gpu(parts: Sequence[str]) -> dict[str, Any]:
     """{part: figures} for the parts asked for, with the device and the versions."""
     if not torch.cuda.is_available():
         raise SystemExit("bench gpu needs a CUDA device and there is none here")
@@ -47,8 +47,8 @@ def small() -> dict[str, Any]:
     for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
         steps[name] = _step(name, SMALL)
         steps[f"{name} recorded"] = _step(name, SMALL, capture=True)
-    seconds = _interleaved(steps, rounds=30, block=50)
-    return {name: {"us": _figure(1e6 * value), **_over(value, seconds)} for name, value in seconds.items()}
+    seconds = _medians(steps, rounds=30, block=50)
+    return {name: {"us": 1e6 * value, **_over(value, seconds)} for name, value in seconds.items()}
 
 
 def large() -> dict[str, Any]:
@@ -67,18 +67,15 @@ def _big(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
     inputs, targets = _batch(network)
     model = network.build().to(DEVICE)
     loss = network.loss()
-    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
     settings = {"lr": 1e-3, "curvature_samples": network.curvature_samples, "gram_dtype": gram_dtype}
     optimizer = OPTIMIZERS["smw-ng"](model, loss, **settings)
-
-    def sgd() -> None:
-        plain.zero_grad()
-        loss(model(inputs), targets).backward()
-        plain.step()
-
+    steps: dict[str, Step] = {
+        "sgd": sgd_step(model, loss, inputs, targets, lr=1e-3),
+        "smw-ng": partial(optimizer.step, inputs, targets),
+    }
     for index in range(6):
-        for name, step in (("sgd", sgd), ("smw-ng", lambda: optimizer.step(inputs, targets))):
-            plain.zero_grad()
+        for name, step in steps.items():
+            model.zero_grad()  # gradients that SGD left are not part of the next step's memory
             torch.cuda.reset_peak_memory_stats()
             elapsed = _seconds(step)
             if index:
@@ -91,9 +88,9 @@ def _big(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
         "samples": network.samples,
         "curvature_samples": network.curvature_samples,
         "gram_dtype": str(gram_dtype or torch.float32),
-        "seconds": {name: _figure(value) for name, value in seconds.items()},
-        "ratio": round(seconds["smw-ng"] / seconds["sgd"], 3),
-        "peak_gib": _figure(peak),
+        "seconds": seconds,
+        "ratio": seconds["smw-ng"] / seconds["sgd"],
+        "peak_gib": peak,
         "residual": residual,
     }
 
@@ -108,8 +105,8 @@ def long(steps: int = 10_000) -> dict[str, Any]:
         before = torch.cuda.memory_allocated()
         thousands = [_seconds(step, 1000) for _ in range(steps // 1000)]
         result[kind] = {
-            "us_first_1000": _figure(1e6 * thousands[0]),
-            "us_last_1000": _figure(1e6 * thousands[-1]),
+            "us_first_1000": 1e6 * thousands[0],
+            "us_last_1000": 1e6 * thousands[-1],
             "bytes_gained": torch.cuda.memory_allocated() - before,
         }
     return result
@@ -126,10 +123,9 @@ def precision() -> dict[str, Any]:
         p = _direction(network, inputs, targets, torch.float32, settings)
         errors[name] = float((p.double() - exact).norm() / exact.norm())
         steps[name] = _step("smw-gn", network, **settings)
-    seconds = _interleaved(steps, rounds=5, block=5)
+    seconds = _medians(steps, rounds=5, block=5)
     return {
-        name: {"us": _figure(1e6 * seconds[name]), "error": _figure(errors[name]), **_over(seconds[name], seconds)}
-        for name in kinds
+        name: {"us": 1e6 * seconds[name], "error": errors[name], **_over(seconds[name], seconds)} for name in kinds
     }
 
 
@@ -165,10 +161,10 @@ def mixed() -> dict[str, Any]:
         )
         directions.append(_vector.flatten(optimizer.direction(inputs, targets, subset=chosen)))
         steps[name] = partial(optimizer.step, inputs, targets)
-    seconds = _interleaved(steps, rounds=7, block=5)
+    seconds = _medians(steps, rounds=7, block=5)
     error = float((directions[1] - directions[0]).norm() / directions[0].norm())
-    result: dict[str, Any] = {name: {"ms": _figure(1e3 * value)} for name, value in seconds.items()}
-    return result | {"error_of_p": _figure(error)}
+    result: dict[str, Any] = {name: {"ms": 1e3 * value} for name, value in seconds.items()}
+    return result | {"error_of_p": error}
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -188,41 +184,28 @@ def _batch(network: Network) -> tuple[Tensor, Tensor]:
 
 
 def _sgd(network: Network) -> Step:
-    return sgd_step(network, *_batch(network), device=DEVICE)
+    return sgd_step(network.build().to(DEVICE), network.loss(), *_batch(network))
 
 
 def _step(name: str, network: Network, **settings: Any) -> Step:
-    inputs, targets = _batch(network)
-    optimizer = OPTIMIZERS[name](
-        network.build().to(DEVICE), network.loss(), lr=0.1, curvature_samples=network.curvature_samples, **settings
-    )
-    return lambda: optimizer.step(inputs, targets)
+    return optimizer_step(name, network, *_batch(network), **settings)
 
 
-def _interleaved(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
+def _medians(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
     """Median seconds of a step, timed in blocks that take turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + 1):
-        for name, step in steps.items():
-            elapsed = _seconds(step, block)
-            if index:  # the first round warms up
-                times[name].append(elapsed)
-    return {name: median(values) for name, values in times.items()}
+    return median_seconds(steps, rounds, warmup=block, block=block, clock=_clock)
 
 
-def _seconds(step: Callable[[], object], times: int = 1) -> float:
-    """Seconds of one of several steps in a row, the last one finished."""
+def _seconds(step: Step, times: int = 1) -> float:
+    """Seconds of one of several steps in a row."""
+    return median_seconds({"": step}, repeats=1, warmup=0, block=times, clock=_clock)[""]
+
+
+def _clock() -> float:
+    """The time at which the device has finished what it was given."""
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(times):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / times
+    return time.perf_counter()
 
 
 def _over(value: float, seconds: dict[str, float]) -> dict[str, float]:
-    return {"over_sgd": round(value / seconds["sgd"], 3)}
-
-
-def _figure(value: float) -> float:
-    return float(f"{value:.4g}")
+    return {"over_sgd": value / seconds["sgd"]}

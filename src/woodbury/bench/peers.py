@@ -13,15 +13,12 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -31,7 +28,9 @@ from torch import Tensor, nn
 from woodbury._memory import available_bytes
 from woodbury.bench.peer_steps import GN, NG, PEERS, Peer, Task
 from woodbury.bench.timing import Step
-from woodbury.experiments.models import mlp
+from woodbury.experiments.errors import one_line
+from woodbury.experiments.machine import installed_versions, this_machine
+from woodbury.experiments.models import mlp, network_name, parameter_count
 from woodbury.optim import OPTIMIZERS
 
 _START = 45.0  # seconds a process may take to import libraries and make its model
@@ -48,10 +47,6 @@ class Problem:
     samples: int
     loss: type[nn.Module]
     damping: float = 1.0
-
-    @property
-    def parameters(self) -> int:
-        return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(self.widths))
 
     def batch(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
@@ -96,13 +91,15 @@ def bench_peers(
     small: bool = False,
     say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """{"machine", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}, see `measure` for entries.
+    """{"machine", "versions", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}.
 
-    limit is for the timing of each peer, in CPU seconds. names and problems choose some of `PEERS` and `PROBLEMS`.
+    An entry is what `describe` and `measure` return together. limit is for the timing of each peer, in CPU
+    seconds. names and problems choose some of `PEERS` and `PROBLEMS`.
     """
     known = OWN | PEERS
     chosen = [known[name] for name in names] if names else list(known.values())
-    result: dict[str, Any] = {"machine": machine(), "limit": limit, "problems": {}}
+    result: dict[str, Any] = {"machine": this_machine(), "versions": installed_versions(), "limit": limit}
+    result["problems"] = {}
     for key in problems or PROBLEMS:
         problem = (SMALL if small else PROBLEMS)[key]
         entries = []
@@ -112,12 +109,13 @@ def bench_peers(
             if entry["status"] == "ok":
                 entry |= _in_own_process(key, peer.name, limit, small)
             entries.append(entry)
-            say(f"{key}: {line_of(entry)}")
+            told = entry["status"] if entry["status"] != "ok" else f"{1e3 * entry['seconds']:.1f} ms"
+            say(f"{key}: {peer.name}: {told}")
         result["problems"][key] = {
-            "network": "-".join(map(str, problem.widths)),
+            "network": network_name(problem.widths),
             "loss": problem.loss.__name__,
             "samples": problem.samples,
-            "parameters": problem.parameters,
+            "parameters": parameter_count(problem.widths),
             "damping": problem.damping,
             "peers": entries,
         }
@@ -142,26 +140,6 @@ def describe(peer: Peer, problem: Problem) -> dict[str, Any]:
     except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
         entry["status"] = f"not installed: pip install {peer.package}"
     return entry
-
-
-def line_of(entry: dict[str, Any]) -> str:
-    """An entry in words."""
-    words = f"{entry['peer']:36} {entry['computes']:26} "
-    if entry["status"] != "ok":
-        return words + entry["status"]
-    memory = "-" if entry["memory"] is None else f"{entry['memory'] / 2**20:.0f} MiB"
-    words += f"{1e3 * entry['seconds']:9.1f} ms  {entry['ratio']:7.2f} x {entry['versus']}  {memory:>9}"
-    return words if entry["difference"] is None else f"{words}  p differs by {entry['difference']:.1e}"
-
-
-def machine() -> dict[str, Any]:
-    """Where the figures come from."""
-    return {
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict[str, Any]:
@@ -200,10 +178,10 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
     seconds = seconds or [first]  # no time for a second step
     same = peer.computed(ours.loss) in (GN, NG)
     return {
-        "seconds": _digits(median(seconds)),
-        "woodbury": _digits(median(beside)),
-        "ratio": _digits(median(seconds) / median(beside)),
-        "difference": _digits(float((moved - expected).norm() / expected.norm())) if same else None,
+        "seconds": median(seconds),
+        "woodbury": median(beside),
+        "ratio": median(seconds) / median(beside),
+        "difference": float((moved - expected).norm() / expected.norm()) if same else None,
         "memory": memory,
         "rounds": rounds,
     }
@@ -218,7 +196,7 @@ def work(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
     except MemoryError:
         return {"status": "out of memory"}
     except Exception as error:  # a peer may fail as it likes
-        words = " ".join(str(error).split())
+        words = one_line(error)
         if "allocate" in words or "bad_alloc" in words:
             return {"status": "out of memory"}
         return {"status": f"failed: {type(error).__name__}: {words[:200]}"}
@@ -293,16 +271,3 @@ def _reset_peak() -> int | None:
 def _status(name: str) -> int:
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
 
 from woodbury.bench.timing import Network, medians_within, optimizer_step, sgd_step
+from woodbury.experiments.models import parameter_count
 
 METHODS = ("smw-gn", "smw-ng", "hf", "kfac")
 _SECONDS = 2.5  # of timing spent on each method at each point
@@ -37,11 +37,7 @@ Sweep = Sequence[tuple[int, Network]]  # the value at each point, and the networ
 def _deep(depth: int) -> tuple[int, Network]:
     """So many hidden layers of 256: n grows in proportion, and so does the sum of the widths."""
     network = Network((256,) * (depth + 1) + (10,), 60, 30, _ITERATIONS)
-    return parameter_count(network), network
-
-
-def parameter_count(network: Network) -> int:
-    return sum((fan_in + 1) * fan_out for fan_in, fan_out in pairwise(network.widths))
+    return parameter_count(network.widths), network
 
 
 SWEEPS: dict[str, Sweep] = {
@@ -63,7 +59,7 @@ QUICK: dict[str, Sweep] = {
 def predicted_cost(name: str, network: Network) -> float:
     """The paper's extra cost with every constant one."""
     m, rows, outputs = network.widths, network.curvature_samples, network.widths[-1]
-    n = parameter_count(network)
+    n = parameter_count(network.widths)
     if name == "smw-gn":
         rows *= outputs
     if name in ("smw-gn", "smw-ng", "smw-ng-bd"):
@@ -96,17 +92,18 @@ def bench_scale(
             torch.manual_seed(0)
             batch = network.batch()
             for name in names:
-                pair = {"sgd": sgd_step(network, *batch), name: optimizer_step(name, network, *batch)}
+                sgd = sgd_step(network.build(), network.loss(), *batch)
+                pair = {"sgd": sgd, name: optimizer_step(name, network, *batch)}
                 both = medians_within(pair, 0.01 if quick else _SECONDS, _REPEATS)
                 seconds[name].append(both[name])
                 reference[name].append(both["sgd"])
         values = [value for value, _ in points]
         together = [median(times) for times in zip(*reference.values(), strict=True)]
-        result[sweep] = {"values": values, "sgd": _rounded(together)} | {
+        result[sweep] = {"values": values, "sgd": together} | {
             name: {
-                "seconds": _rounded(seconds[name]),
-                "sgd": _rounded(reference[name]),
-                "exponent": _slope(values, _over(seconds[name], reference[name])),
+                "seconds": seconds[name],
+                "sgd": reference[name],
+                "exponent": _slope(values, beyond_sgd(seconds[name], reference[name])),
                 "predicted": _slope(values, [predicted_cost(name, net) for _, net in points]),
             }
             for name in names
@@ -118,10 +115,6 @@ def _slope(values: Sequence[float], costs: Sequence[float]) -> float:
     return round(exponent(values, costs), 2) + 0.0  # no -0.0
 
 
-def _over(times: Sequence[float], reference: Sequence[float]) -> list[float]:
+def beyond_sgd(times: Sequence[float], reference: Sequence[float]) -> list[float]:
     """What a step costs beyond SGD's; a difference lost in noise counts as a hundredth of SGD's step."""
     return [max(time - base, 0.01 * base) for time, base in zip(times, reference, strict=True)]
-
-
-def _rounded(times: Sequence[float]) -> list[float]:
-    return [float(f"{time:.4g}") for time in times]

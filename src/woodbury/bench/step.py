@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from woodbury.bench.timing import Network, median_seconds, median_within, optimizer_step, sgd_step
+from woodbury.bench.timing import Network, median_seconds, medians_within, optimizer_step, sgd_step
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")
@@ -32,10 +32,11 @@ def bench_step(repeats: int, in_module: bool = False) -> dict[str, dict[str, flo
         network = replace(network, in_module=in_module)
         torch.manual_seed(0)
         batch = network.batch()
-        steps = {REFERENCE: sgd_step(network, *batch)}
+        steps = {REFERENCE: sgd_step(network.build(), network.loss(), *batch)}
         steps |= {name: optimizer_step(name, network, *batch) for name in INTERLEAVED}
         seconds = median_seconds(steps, repeats)
         for name in SLOW:
-            seconds[name] = median_within(optimizer_step(name, network, *batch), _SLOW_SECONDS, repeats)
-        ratios[key] = {name: round(value / seconds[REFERENCE], 3) for name, value in seconds.items()}
+            step = optimizer_step(name, network, *batch)
+            seconds |= medians_within({name: step}, _SLOW_SECONDS, repeats)
+        ratios[key] = {name: value / seconds[REFERENCE] for name, value in seconds.items()}
     return ratios

@@ -52,10 +52,9 @@ class Network:
         return inputs, torch.randint(self.widths[-1], (self.samples,))
 
 
-def sgd_step(network: Network, inputs: Tensor, targets: Tensor, device: str = "cpu") -> Step:
+def sgd_step(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor, lr: float = 0.1) -> Step:
     """The plain loop everybody writes: zero_grad, loss, backward, step."""
-    model, loss = network.build().to(device), network.loss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -65,35 +64,40 @@ def sgd_step(network: Network, inputs: Tensor, targets: Tensor, device: str = "c
     return step
 
 
-def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor) -> Step:
+def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor, **settings: Any) -> Step:
     """A step of one of `woodbury.optim.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
-    settings: dict[str, Any] = {"lr": 0.1, "curvature_samples": network.curvature_samples}
+    settings |= {"lr": 0.1, "curvature_samples": network.curvature_samples}
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}
-    optimizer = OPTIMIZERS[name](network.build(), network.loss(), **settings)
+    optimizer = OPTIMIZERS[name](network.build().to(inputs.device), network.loss(), **settings)
     return lambda: optimizer.step(inputs, targets)
 
 
-def median_seconds(steps: dict[str, Step], repeats: int, warmup: int = 10) -> dict[str, float]:
-    """Median CPU seconds of each function, called in turn `repeats` times."""
+def median_seconds(
+    steps: dict[str, Step],
+    repeats: int,
+    warmup: int = 10,
+    block: int = 1,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, float]:
+    """Median seconds, of CPU time unless there is another clock, of a call of each function.
+
+    They are called in turns, `repeats` times, and so many times in a row as a block has.
+    """
     for step in steps.values():
         for _ in range(warmup):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
-            start = time.process_time()
-            step()
-            times[name].append(time.process_time() - start)
+            start = clock()
+            for _ in range(block):
+                step()
+            times[name].append((clock() - start) / block)
     return {name: median(values) for name, values in times.items()}
 
 
-def median_within(step: Step, seconds: float, most: int) -> float:
-    """Median CPU seconds of a function, called as often as fits in about so many seconds, at most `most` times."""
-    return medians_within({"": step}, seconds, most)[""]
-
-
 def medians_within(steps: dict[str, Step], seconds: float, most: int) -> dict[str, float]:
-    """The same for several functions, called in turns."""
+    """The same with as many calls as fit in about so many seconds, at most `most`."""
     once = sum(median_seconds(steps, 1, warmup=1).values())
     return median_seconds(steps, max(1, min(most, round(seconds / max(once, 1e-9)))), warmup=0)

@@ -1,49 +1,25 @@
 """What a run is made of, as plain values: saved beside its results and enough to repeat it."""
 
 import dataclasses
-import importlib.metadata
 import inspect
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
-import torch
-
-from woodbury.damping import LevenbergMarquardt
+from woodbury.experiments.errors import RunFolderError, one_line
+from woodbury.experiments.machine import installed_versions, this_machine
 from woodbury.experiments.storage import write_whole
 from woodbury.optim import OPTIMIZERS
+from woodbury.policies import from_plain, to_plain
 
-FORMAT = 2  # of a run folder; raised whenever an older reader would misread it
-NOT_INSTALLED = "not installed"  # in place of a version
+FORMAT = 3  # of a run folder; raised whenever an older reader would misread it
+_READABLE = (2, FORMAT)  # 2 has the fields of a damping policy without its name
 CONFIG_FILE, RECORDS_FILE = "config.json", "records.jsonl"  # in a run folder
 
-# Of each field of a configuration, as JSON gives it; true and false are not of type int.
-_TYPES = {
-    "dataset": str,
-    "optimizer": str,
-    "settings": dict,
-    "widths": list,
-    "batch_size": int,
-    "epochs": int,
-    "seed": int,
-    "evaluations": int,
-    "device": str,
-    "dtype": str,
-    "versions": dict,
-    "machine": dict,
-    "format": int,
-}
-# Packages whose version can change the numbers of a run.
-_RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 # Arguments of an optimizer that are objects of the program rather than settings of a run.
 _NOT_SETTINGS = ("model", "loss", "params", "forward")
-
-
-class RunFolderError(Exception):
-    """A run folder that cannot be read or must not be touched; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +36,8 @@ class RunConfig:
     evaluations: int = 1  # of the whole training and test set, in each epoch
     device: str = "cpu"
     dtype: str = "float32"
-    versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: installed_versions())
-    machine: Mapping[str, Any] = dataclasses.field(default_factory=lambda: this_machine())
+    versions: Mapping[str, str] = dataclasses.field(default_factory=installed_versions)
+    machine: Mapping[str, Any] = dataclasses.field(default_factory=this_machine)
     format: int = FORMAT
 
     def save(self, folder: Path) -> None:
@@ -90,7 +66,7 @@ class RunConfig:
     def from_dict(cls, values: Any, where: str) -> "RunConfig":
         """The configuration in a dictionary that came from JSON; `where` names it in messages."""
         found = values.get("format", 1) if isinstance(values, dict) else None
-        if found != FORMAT:
+        if found not in _READABLE:
             raise RunFolderError(
                 f"{where} was written by another version of woodbury (format {found}, this one reads {FORMAT})"
             )
@@ -102,8 +78,12 @@ class RunConfig:
         for name in proper:
             if not proper[name]:
                 raise RunFolderError(f"{where} is damaged: its configuration has no proper '{name}'")
-        values = {name: values[name] for name in _TYPES}
-        return cls(**{**values, "widths": tuple(values["widths"])})
+        try:
+            settings = {name: to_plain(from_plain(value)) for name, value in values["settings"].items()}
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"{where} has settings that cannot be read: {one_line(error)}") from None
+        read = {"widths": tuple(values["widths"]), "settings": settings, "format": FORMAT}
+        return cls(**{name: values[name] for name in _TYPES} | read)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """What the two ask for differently, name -> (own, other's); versions and machine are not asked for."""
@@ -116,10 +96,12 @@ class RunConfig:
 
     def optimizer_settings(self) -> dict[str, Any]:
         """The settings as the optimizer takes them: the damping a policy again, not a dictionary."""
-        settings = dict(self.settings)
-        if isinstance(settings.get("damping"), Mapping):
-            settings["damping"] = LevenbergMarquardt(**settings["damping"])
-        return settings
+        return {name: from_plain(value) for name, value in self.settings.items()}
+
+
+# The type of each field as JSON gives it; true and false are not of type int.
+_IN_JSON: dict[Any, Any] = {Mapping: dict, tuple: list}
+_TYPES = {field.name: _IN_JSON.get(get_origin(field.type), field.type) for field in dataclasses.fields(RunConfig)}
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:
@@ -135,49 +117,10 @@ def default_settings(optimizer: str) -> dict[str, Any]:
 def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` and the defaults of every other setting of the optimizer, as JSON can hold them.
 
-    Raises TypeError for a setting the optimizer does not have.
+    Raises TypeError for a setting the optimizer does not have, and for a policy or a field there is not.
     """
     defaults = default_settings(optimizer)
     unknown = sorted(settings.keys() - defaults.keys())
     if unknown:
         raise TypeError(f"there is no setting {unknown[0]!r}, only {', '.join(sorted(defaults))}")
-    return {name: _plain(name, settings.get(name, default)) for name, default in defaults.items()}
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A setting as JSON can hold it, the damping with all its constants."""
-    if name == "damping" and isinstance(value, Mapping):
-        value = LevenbergMarquardt(**value)
-    return dataclasses.asdict(value) if isinstance(value, LevenbergMarquardt) else value
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that can change a run's numbers."""
-    versions = {"python": platform.python_version()}
-    for package in _RECORDED_PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = NOT_INSTALLED
-    return versions
-
-
-def this_machine() -> dict[str, Any]:
-    """What the seconds of a run depend on: processor, threads, GPU."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "system": platform.system(),
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-    }
-
-
-def _processor() -> str:
-    """The processor's own name where the system tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({platform.machine()})" if names else platform.machine()
+    return {name: to_plain(from_plain(settings.get(name, default))) for name, default in defaults.items()}

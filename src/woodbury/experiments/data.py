@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.files import DataError, DataFile, Files, Home
+from woodbury.experiments.errors import DataError
+from woodbury.experiments.files import DataFile, Files, Home
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The figure of one data set, as matplotlib draws it; page.html has its own drawing by the same rules."""
 
-import dataclasses
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from woodbury.damping import LevenbergMarquardt
 from woodbury.experiments.groups import Group, grouped
 from woodbury.experiments.looks import MARKERS, Look
 from woodbury.experiments.medians import RATIO_RANGE, Curve, curves_of
+from woodbury.experiments.models import network_name
 from woodbury.experiments.runs import Run
 
 # Beyond this ratio of the slowest end to the fastest, a linear time axis hides the fast curves.
@@ -53,7 +53,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     """
     groups = grouped(runs)
     curves = curves_of(groups)
-    errors = [_scaled(curve, 100) for curve in curves["test_error"]]
+    errors = [curve and curve.changed(lambda value: 100 * value) for curve in curves["test_error"]]
     damped = any(curves["damping"])
     with matplotlib.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
@@ -82,13 +82,6 @@ def images(figure: Figure) -> dict[str, bytes]:
             files[ending] = buffer.getvalue()
             figure.set_layout_engine("none")  # what was laid out once stays in its place
     return files
-
-
-def _scaled(curve: Curve | None, factor: float) -> Curve | None:
-    if curve is None:
-        return None
-    values = {name: [factor * value for value in getattr(curve, name)] for name in ("middle", "low", "high")}
-    return dataclasses.replace(curve, **values)
 
 
 def _draw_panel(
@@ -247,7 +240,7 @@ def _short(value: float) -> str:
 def _draw_heading(figure: Figure, groups: Sequence[Group]) -> None:
     """The title above the panels and the legend below them."""
     config, seeds = groups[0].runs[0].config, max(group.seeds for group in groups)
-    title = f"{config.dataset}: network {'-'.join(map(str, config.widths))}, batches of {config.batch_size}"
+    title = f"{config.dataset}: network {network_name(config.widths)}, batches of {config.batch_size}"
     if seeds > 1:
         title += f"; median over {seeds} seeds, bands from smallest to largest"
     figure.suptitle(title, x=0.012, ha="left", fontsize=12)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
+from woodbury.experiments.errors import DataError, one_line
 from woodbury.experiments.storage import write_whole
 
 ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
@@ -28,10 +29,6 @@ _DAMAGED_STREAM = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfi
 _CHUNK = 1 << 20  # bytes
 
 Parsed = TypeVar("Parsed")
-
-
-class DataError(Exception):
-    """A data file that is absent, damaged or cannot be downloaded; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,11 @@ class Files:
             with _open(path) as stream:
                 content = _checked(stream, str(path), file)
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+            raise DataError(f"cannot read {path}: {one_line(error)}") from error
         try:
             return parse(content)
         except ValueError as error:
-            raise DataError(f"{path} is not what {file.home.url} gives: {_one_line(error)}") from error
+            raise DataError(f"{path} is not what {file.home.url} gives: {one_line(error)}") from error
 
     def _find(self, file: DataFile, folder: Path) -> Path:
         """The path of a file in the data folder."""
@@ -106,7 +103,7 @@ class Files:
             try:
                 write_whole(path, content)
             except OSError as error:
-                raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+                raise DataError(f"cannot write {path}: {one_line(error)}") from error
         return path
 
     def _download(self, file: DataFile, folder: Path) -> Path:
@@ -158,7 +155,7 @@ def _checked(stream: io.BufferedIOBase | IO[bytes], where: str, file: DataFile) 
             digest.update(chunk)
             content += chunk
     except _DAMAGED_STREAM as error:
-        fault = f" ({_one_line(error)} after {len(content)} bytes)"
+        fault = f" ({one_line(error)} after {len(content)} bytes)"
     found = digest.hexdigest()
     if fault or file.sha256 not in (None, found):
         raise DataError(
@@ -181,7 +178,7 @@ def _read_member(archive: Path, file: DataFile) -> bytearray:
                 raise DataError(f"{where} is not a plain file; delete the archive, its home is {file.home.url}")
             return _checked(stream, where, file)
     except (*_DAMAGED_STREAM, OSError) as error:
-        raise DataError(f"cannot read {where}: {_one_line(error)}; delete the archive") from error
+        raise DataError(f"cannot read {where}: {one_line(error)}; delete the archive") from error
 
 
 def _source(file: DataFile) -> str:
@@ -192,8 +189,4 @@ def _source(file: DataFile) -> str:
 def _reason(error: Exception) -> str:
     """What went wrong in a download; errors of a connection hold it inside a report of all attempts."""
     attempts = error.args[0] if error.args else None
-    return _one_line(getattr(attempts, "reason", error))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(getattr(attempts, "reason", error))

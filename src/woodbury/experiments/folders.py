@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from woodbury.experiments.config import RunConfig, RunFolderError
+from woodbury.experiments.config import RunConfig
+from woodbury.experiments.errors import RunFolderError
 
 
 def run_folder(folder: Path, config: RunConfig) -> Path:

@@ -50,6 +50,11 @@ class Curve:
     high: list[float]
     seeds: list[int]  # that came as far as this point
 
+    def changed(self, change: Callable[[float], float]) -> "Curve":
+        """The curve with every value of the quantity changed."""
+        middle, low, high = (list(map(change, values)) for values in (self.middle, self.low, self.high))
+        return dataclasses.replace(self, middle=middle, low=low, high=high)
+
 
 def summarise(runs: Iterable[Run]) -> list[Summary]:
     """One line per data set and optimizer."""
@@ -89,6 +94,7 @@ def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
     # A run killed in its first epoch does not tell how many steps an epoch has; another one may.
     ends = [(run.config.batch_size, run.epochs[-1]) for group in groups for run in group.runs]
     per_epoch = {batch_size: end["step"] / end["epoch"] for batch_size, end in ends if end["epoch"] > 0}
+    lowest, highest = RATIO_RANGE
     curves: dict[str, list[Curve | None]] = {"train_loss": [], "test_error": [], "damping": [], "ratio": []}
     for runs in (group.runs for group in groups):
         length = per_epoch.get(runs[0].config.batch_size)
@@ -96,7 +102,7 @@ def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
         curves["test_error"].append(_epoch_curve(runs, "test_error"))
         curves["damping"].append(_step_curve(runs, "damping", math.inf, _nearest, length))
         ratio = _step_curve(runs, "ratio", -math.inf, _running_median, length)  # not finite: the step failed
-        curves["ratio"].append(ratio and _clipped(ratio, *RATIO_RANGE))
+        curves["ratio"].append(ratio and ratio.changed(lambda value: min(max(value, lowest), highest)))
     return curves
 
 
@@ -158,11 +164,6 @@ def _curve(epochs: list[float], seconds: list[float], points: list[list[float]])
         high=[max(values) for values in points],
         seeds=[len(values) for values in points],
     )
-
-
-def _clipped(curve: Curve, lowest: float, highest: float) -> Curve:
-    clipped = {name: np.clip(getattr(curve, name), lowest, highest).tolist() for name in ("middle", "low", "high")}
-    return dataclasses.replace(curve, **clipped)
 
 
 def _number(value: float | None, otherwise: float = math.inf) -> float:

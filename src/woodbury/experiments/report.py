@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from woodbury.experiments import page
-from woodbury.experiments.config import NOT_INSTALLED, RunConfig
+from woodbury.experiments.config import RunConfig
 from woodbury.experiments.figure import LOG_TIME_ABOVE, THRESHOLDS, draw, images
 from woodbury.experiments.groups import by_dataset, grouped
+from woodbury.experiments.machine import NOT_INSTALLED
 from woodbury.experiments.medians import RATIO_RANGE, Summary, curves_of, summarise, summary_of
+from woodbury.experiments.models import network_name
 from woodbury.experiments.runs import COMPACT, Run, compact, load
 from woodbury.experiments.storage import write_whole
 
@@ -85,7 +87,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         config = run.config
         samples = config.settings.get("curvature_samples", "")
         found = {
-            "network": "-".join(str(width) for width in config.widths),
+            "network": network_name(config.widths),
             "batch": f"{config.batch_size} samples",
             "curvature from": _of_batch(samples) if samples != "" else "",
             "date": run.day,

@@ -11,7 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, FORMAT, RECORDS_FILE, RunConfig, RunFolderError
+from woodbury.experiments.config import CONFIG_FILE, FORMAT, RECORDS_FILE, RunConfig
+from woodbury.experiments.errors import RunFolderError, one_line
+from woodbury.experiments.models import network_name
 from woodbury.experiments.storage import rounded
 from woodbury.optim import OPTIMIZERS
 
@@ -36,13 +38,13 @@ class Run:
         for name in ("dataset", "optimizer", "seed", "versions", "machine", "format"):
             del values[name]
         settings = {key: value for key, value in values.pop("settings").items() if key != "seed"}
-        values["widths"] = "-".join(str(width) for width in self.config.widths)
+        values["widths"] = network_name(self.config.widths)
         flat: dict[str, Any] = {}
         for name, value in {**settings, **values}.items():
-            if isinstance(value, Mapping):
-                flat |= {f"{name}.{key}": part for key, part in value.items()}
-            else:
-                flat[name] = value
+            flat[name] = value
+            if isinstance(value, Mapping):  # a policy: its name, and its fields one by one
+                ((flat[name], fields),) = value.items()
+                flat |= {f"{name}.{key}": part for key, part in fields.items()}
         return {name: str(value) if isinstance(value, list | dict) else value for name, value in flat.items()}
 
 
@@ -97,7 +99,7 @@ def _load_run(folder: Path) -> Run:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat() if lines else ""
     except OSError as error:
-        raise RunFolderError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
+        raise RunFolderError(f"{error.filename or path} cannot be read: {one_line(error)}") from None
     records: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": []}
     for number, line in enumerate(lines, start=1):
         last = number == len(lines)
@@ -118,7 +120,7 @@ def _load_compact(path: Path) -> list[Run]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
     except ValueError:
         raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("runs"), list):

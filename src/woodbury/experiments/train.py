@@ -27,8 +27,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.config import CONFIG_FILE, RECORDS_FILE, RunConfig, RunFolderError
+from woodbury.experiments.config import CONFIG_FILE, RECORDS_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
+from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.folders import check_same_run
 from woodbury.experiments.models import mlp
 from woodbury.experiments.storage import remove_unfinished, write_whole
@@ -210,7 +211,7 @@ class _Run:
                 self.epoch, self.done, self.step = values["epoch"], values["done"], values["step"]
                 self.seconds, length = values["seconds"], values["records"]
             except Exception as error:  # torch.load raises anything on a damaged file
-                reason = " ".join(f"{type(error).__name__} {error}".split())
+                reason = f"{type(error).__name__}: {one_line(error)}"
                 raise RunFolderError(f"{path} is damaged ({reason}): delete it to train from the start") from None
             if records.seek(0, os.SEEK_END) < length:
                 raise RunFolderError(

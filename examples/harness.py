@@ -1,0 +1,156 @@
+"""What the examples share: their options, training by the clock, a choice among settings, and figures."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import woodbury
+
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+Methods = dict[str, dict[str, Build]]  # method -> setting -> how to make it
+Curve = list[tuple[float, ...]]  # (where, ..., loss)
+
+
+@dataclass
+class Run:
+    """One network, trained."""
+
+    curve: Curve  # (fraction of the steps, CPU seconds inside them, train loss), from the start on
+    score: float  # on data not trained on
+    model: nn.Module
+
+
+def options(description: str | None, out: str, **more: tuple[Any, str]) -> argparse.ArgumentParser:
+    """A parser with --out, --NAME for every NAME=(default, help), and the docstring as its help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (default, what) in more.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default {default})")
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"where to write (default {out})")
+    return parser
+
+
+def from_torch(kind: type[torch.optim.Optimizer], **settings: Any) -> Build:
+    """An optimizer of torch with these settings."""
+    return lambda model: kind(model.parameters(), **settings)
+
+
+def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, *batch: Tensor) -> Tensor:
+    """One step on (inputs, targets); the loss before it."""
+    if isinstance(optimizer, woodbury.NaturalGradient | woodbury.GaussNewton):
+        return optimizer.step(*batch).loss
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(batch[0]), batch[1])
+        value.backward()
+        return value
+
+    return optimizer.step(closure)
+
+
+def train(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    loss: nn.Module,
+    steps: int,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    measure: Callable[[nn.Module], float],
+    points: int,
+) -> Curve:
+    """Train with a rate that falls linearly to zero, and measure at the start and at so many points."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    marks = {round(steps * point / points) for point in range(1, points + 1)}
+    curve, seconds = [(0.0, 0.0, measure(model))], 0.0
+    for count in range(1, steps + 1):
+        batch = next(batches)
+        start = time.process_time()
+        take_step(optimizer, model, loss, *batch)
+        schedule.step()
+        seconds += time.process_time() - start
+        if count in marks:
+            curve.append((count / steps, seconds, measure(model)))
+    return curve
+
+
+def compare(methods: Methods, run: Callable[[Build, int], Run], words: str, seeds: int) -> dict[str, list[Run]]:
+    """Runs of each method with its best setting on seed 0, on seeds from 100 on; prints them all.
+
+    words has places for the median loss, score and seconds of runs: "loss {loss:.2g}, {seconds:.1f} s".
+    """
+
+    def tell(*label: str, runs: Sequence[Run]) -> None:
+        loss, seconds = (median(run.curve[-1][place] for run in runs) for place in (2, 1))
+        ended = words.format(loss=loss, score=median(run.score for run in runs), seconds=seconds)
+        print("  " + " ".join(label), ended, flush=True)
+
+    print("seed 0, to choose a setting:")
+    chosen = {}
+    for method, settings in methods.items():
+        losses = {}
+        for setting, build in settings.items():
+            trial = run(build, 0)
+            losses[setting] = trial.curve[-1][2]
+            tell(f"{method:25}", f"{setting:12}", runs=[trial])
+        chosen[method] = smallest(losses)
+    print(f"the chosen settings, median over {seeds} other seed(s):")
+    best = {}
+    for method, setting in chosen.items():
+        label = f"{method}, {setting}"
+        best[label] = [run(methods[method][setting], seed) for seed in range(100, 100 + seeds)]
+        tell(f"{label:38}", runs=best[label])
+    return best
+
+
+def smallest(losses: dict[str, float]) -> str:
+    """Where the loss is smallest; one that is not a number ranks last."""
+    return min(losses, key=lambda name: (math.isnan(losses[name]), losses[name]))
+
+
+@contextmanager
+def figure(path: Path, rows: int = 1, columns: int = 1, dpi: int = 150, **settings: Any) -> Iterator[Any]:
+    """A figure and its panels, an array of (rows, columns), written to a file at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, panels = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
+    for panel in panels.flat:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    yield drawn, panels
+    drawn.savefig(path, dpi=dpi)
+    pyplot.close(drawn)
+    print(f"figure: {path}")
+
+
+def plot(panel: Any, curves: dict[str, list[Curve]], colours: Sequence[str], column: int = 0) -> None:
+    """The loss of every run against one of the other numbers of its curve, a colour for each label."""
+    for (label, runs), colour in zip(curves.items(), colours, strict=True):
+        for index, curve in enumerate(runs):
+            across, losses = [point[column] for point in curve], [point[-1] for point in curve]
+            panel.plot(across, losses, color=colour, alpha=0.85, label=label if index == 0 else None)
+
+
+def plot_runs(panels: Any, best: dict[str, list[Run]], colours: Sequence[str], whole: float, unit: str) -> None:
+    """Train loss against steps, of which there were `whole`, and against seconds, a panel for each."""
+    curves = {
+        label: [[(whole * part, seconds, loss) for part, seconds, loss in run.curve[1:]] for run in runs]
+        for label, runs in best.items()  # without the start, which would stretch the axis
+    }
+    for column, name in enumerate((unit, "CPU seconds, one thread")):
+        plot(panels[column], curves, colours, column)
+        panels[column].set(xlabel=name)
+    count = len(next(iter(best.values())))
+    panels[0].legend(frameon=False, title=f"{count} seed{'s' * (count > 1)} each", alignment="left")

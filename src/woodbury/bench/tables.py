@@ -1,0 +1,70 @@
+"""What the measurements print: tables of aligned plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
+    """The title, the headings (of several lines where they have line ends) and the rows below a rule.
+
+    The first columns, so many as `words` says, are aligned left, the others, numbers, right.
+    """
+    heads = [heading.split("\n") for heading in headings]
+    height = max(map(len, heads))
+    above = list(zip(*([""] * (height - len(head)) + head for head in heads), strict=True))
+    widths = [max(map(len, column)) for column in zip(*above, *rows, strict=True)]
+    rule = ["-" * width for width in widths]
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [
+            cell.ljust(width) if column < words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([title, "", *map(line, [*above, rule, *rows])])
+
+
+def step_table(ratios: dict[str, dict[str, float]]) -> str:
+    """Optimizers by networks, from {network: {optimizer: ratio}}."""
+    names = dict.fromkeys(name for row in ratios.values() for name in row)
+    cells = [[name, *(f"{row[name]:.2f}" if name in row else "-" for row in ratios.values())] for name in names]
+    return table("CPU time of a step / CPU time of a torch.optim.SGD step", ["optimizer", *ratios], cells)
+
+
+def scale_table(sweeps: dict[str, dict[str, Any]]) -> str:
+    """Optimizers by sweeps: the exponent measured, and in brackets the one of the paper's cost table."""
+    headings = [f"{sweep}\n{row['values'][0]:,} to {row['values'][-1]:,}" for sweep, row in sweeps.items()]
+    names = [name for name, entry in next(iter(sweeps.values())).items() if isinstance(entry, dict)]
+    cells = [
+        [name, *("{exponent:.2f} ({predicted:.2f})".format(**row[name]) for row in sweeps.values())]
+        for name in names
+    ]
+    title = "Exponent of the cost beyond SGD's step: measured (the paper's table)"
+    return table(title, ["optimizer", *headings], cells)
+
+
+def peer_tables(result: dict[str, Any]) -> str:
+    """A table for each problem, and a line below it for each peer that was not timed."""
+    return "\n\n".join(_peer_table(problem) for problem in result["problems"].values())
+
+
+def _peer_table(problem: dict[str, Any]) -> str:
+    timed = [entry for entry in problem["peers"] if entry["status"] == "ok"]
+    others = [f"{entry['peer']}: {entry['status']}" for entry in problem["peers"] if entry["status"] != "ok"]
+    cells = [
+        [
+            entry["peer"],
+            entry["computes"],
+            f"{entry['seconds']:.4g}",
+            f"{entry['ratio']:.3g}",
+            "-" if entry["memory"] is None else f"{entry['memory'] / 2**20:.0f}",
+            "-" if entry["difference"] is None else f"{entry['difference']:.0e}",
+        ]
+        for entry in timed
+    ]
+    title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
+    headings = ["step", "computes", "seconds", "x woodbury", "MiB", "p differs"]
+    return "\n".join([table(title, headings, cells, words=2), *others])
