@@ -96,14 +96,16 @@ class Displacement:
         """Inside, the model computes at theta + p, for any batch; the parameters are bit-identical afterwards."""
         return moved_model(plan, self._changes(), self._forwards(None, 0))
 
-    def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth) -> None:
+    def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth | Tensor) -> None:
         """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device.
 
         To be called under torch.no_grad().
         """
-        if accepted is False:
+        holds = None  # where it is known that the step is accepted
+        if not is_known(accepted):
+            (holds,) = compute(accepted)
+        elif not accepted:
             return
-        holds = None if is_known(accepted) else compute(accepted)[0]
         for name, change in self._vector.items():
             moved = rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
             self.parameters[name].add_(moved)

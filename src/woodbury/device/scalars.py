@@ -174,9 +174,9 @@ def as_number(value: float | Tensor) -> Scalar:
     return Number(value) if isinstance(value, Tensor) else value
 
 
-def is_known(value: Scalar | Truth) -> bool:
+def is_known(value: Scalar | Truth | Tensor) -> bool:
     """Whether asking for the value would not wait."""
-    return not isinstance(value, Number)
+    return not isinstance(value, Number | Tensor)
 
 
 def placed(value: float | Tensor | Number, device: torch.device) -> float | Tensor:
