@@ -11,6 +11,7 @@ from torch import nn
 import problems
 import reference
 import woodbury
+from cases import every_pair
 from woodbury._vector import flatten
 from woodbury.linalg import minimize_quadratic
 
@@ -45,9 +46,11 @@ def test_progress_rule_stops_early_and_where_martens_says():
     assert found.iterations == expected < 59
 
 
-@problems.every_problem
-@pytest.mark.parametrize("subset", [[5, 0, 2, 3], list(range(problems.N))], ids=["part", "all"])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@every_pair(
+    name=list(problems.PROBLEMS),
+    subset={"part": [5, 0, 2, 3], "all": list(range(problems.N))},
+    weight_decay=[0.0, 0.1],
+)
 def test_with_enough_iterations_it_is_the_exact_step(name, subset, weight_decay):
     problem = problems.make(name)
     optimizer = woodbury.HessianFree(

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 import problems
 import reference
 import woodbury
+from cases import every_pair
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, shared
 from woodbury.losses import loss_rule
@@ -253,10 +254,12 @@ every_mixture = pytest.mark.parametrize("name", problems.SHARED)
 LOSS = nn.CrossEntropyLoss()
 
 
-@every_mixture
-@pytest.mark.parametrize("by_pairs", [None, False, True])
-@pytest.mark.parametrize("max_bytes", [None, 500])
-@pytest.mark.parametrize("subset", [[3], [4, 0, 2], [0, 1, 2, 3, 4]], ids=["one", "part", "all"])
+@every_pair(
+    name=problems.SHARED,
+    by_pairs=[None, False, True],
+    max_bytes=[None, 500],
+    subset={"one": [3], "part": [4, 0, 2], "all": [0, 1, 2, 3, 4]},
+)
 def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, subset, monkeypatch):
     model, inputs, targets = mixture(name)
     if by_pairs is not None:
@@ -265,10 +268,12 @@ def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, 
     check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
-@every_mixture
-@every_kind
-@pytest.mark.parametrize("blocks", ["full", "layer"])
-@pytest.mark.parametrize("subset", [[4, 0, 2], [0, 1, 2, 3, 4]], ids=["part", "all"])
+@every_pair(
+    name=problems.SHARED,
+    kind=list(METHODS),
+    blocks=["full", "layer"],
+    subset={"part": [4, 0, 2], "all": [0, 1, 2, 3, 4]},
+)
 def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset):
     model, inputs, targets = mixture(name)
     optimizer = METHODS[kind](model, LOSS, damping=0.05, blocks=blocks, momentum=0.7, weight_decay=0.2)

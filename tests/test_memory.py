@@ -75,6 +75,7 @@ print(int(line.split()[1]) * 1024)
 """
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("method, samples", [("NaturalGradient", 256), ("GaussNewton", 64)])
 def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):

@@ -13,6 +13,7 @@ from torch import nn
 import cuda_in_cpp
 import problems
 import woodbury
+from cases import every_pair
 from woodbury import _cuda, _small_system
 from woodbury._batch import take
 from woodbury.linalg import solve_cholesky, solve_in_sample_space
@@ -22,7 +23,8 @@ as_cpp = pytest.mark.skipif(cuda_in_cpp.COMPILER is None, reason="needs g++")
 ways = pytest.mark.parametrize(
     "way", ["ordinary", pytest.param("c++", marks=as_cpp), pytest.param("kernel", marks=on_gpu)]
 )
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+dtypes = pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
 SIZES = [(1, 0), (1, 3), (5, 0), (30, 30), (31, 1), (32, 0), (60, 196), (64, 64)]
 
 
@@ -99,12 +101,9 @@ def dense(s):
 
 
 @ways
-@dtypes
-@pytest.mark.parametrize("with_e", [False, True], ids=["ones", "e"])
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize(("m", "rest"), SIZES)
-def test_the_small_system_gives_the_dense_p(solved, dtype, m, rest, blocks, with_e):
-    s = system(m, rest, blocks, with_e)
+@every_pair(sizes=SIZES, blocks=[1, 3], with_e={"ones": False, "e": True}, dtype=DTYPES)
+def test_the_small_system_gives_the_dense_p(solved, sizes, blocks, with_e, dtype):
+    s = system(*sizes, blocks, with_e)
     found = answer(solved, s, dtype)
     p, bend = dense(s)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-10
