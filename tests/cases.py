@@ -5,6 +5,9 @@ from itertools import combinations, product
 
 import pytest
 
+# How many random examples a test draws that takes a second for ten: few each time, more in CI.
+every_count = pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.slow)])
+
 
 def all_pairs(*axes):
     """Tuples with a value of each axis, such that any two values of different axes meet in one of them.

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune
 import problems
 import reference
 import woodbury
-from cases import every_pair
+from cases import every_count, every_pair
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, shared
 from woodbury.losses import loss_rule
@@ -218,28 +218,32 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, data):
-    torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    layer, shape = data.draw(LAYERS[name])
-    n = data.draw(st.integers(1, 5))
-    inputs = torch.randn(n, *shape, dtype=torch.float64)
-    if isinstance(layer, nn.Embedding):
-        inputs = torch.randint(layer.num_embeddings, (n, *shape))
-    model = finish(layer, inputs)
-    loss, targets = nn.CrossEntropyLoss(), torch.randint(CLASSES, (n,))
-    if data.draw(st.booleans()):
-        loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
-    subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
-    with pytest.MonkeyPatch.context() as patch:
-        by_pairs = data.draw(st.none() | st.booleans())
-        if by_pairs is not None:
-            patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-            patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
-        max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
-        check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
-        check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+@every_count
+def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data):
+        torch.manual_seed(data.draw(st.integers(0, 10**6)))
+        layer, shape = data.draw(LAYERS[name])
+        n = data.draw(st.integers(1, 5))
+        inputs = torch.randn(n, *shape, dtype=torch.float64)
+        if isinstance(layer, nn.Embedding):
+            inputs = torch.randint(layer.num_embeddings, (n, *shape))
+        model = finish(layer, inputs)
+        loss, targets = nn.CrossEntropyLoss(), torch.randint(CLASSES, (n,))
+        if data.draw(st.booleans()):
+            loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
+        subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+        with pytest.MonkeyPatch.context() as patch:
+            by_pairs = data.draw(st.none() | st.booleans())
+            if by_pairs is not None:
+                patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
+                patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+            max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
+            check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
+            check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+
+    check()
 
 
 N = 5
