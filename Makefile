@@ -7,17 +7,22 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-slow test-all lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
 demo: $(STAMP)  ## Train four optimizers on the digits, print a table, write a figure
 	$(BIN)/woodbury compare digits --optimizers smw-gn,smw-ng,smw-ng-bd,sgd
 
-test: lint  ## Check format, lint and types, then run the tests
-	$(BIN)/pytest
+test: lint  ## Check format, lint and types, then run the tests that take seconds
+	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take gigabytes
+	$(BIN)/pytest -m slow
+
+test-all: test test-slow  ## Both
 
 lint: $(STAMP)  ## Check format, lint and types
 	$(BIN)/ruff format --check

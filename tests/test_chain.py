@@ -12,6 +12,7 @@ from torch import nn
 import problems
 import reference
 import woodbury
+from cases import every_pair
 from woodbury.losses import rules as losses
 from woodbury.losses.elementwise import SquaredError
 from woodbury.losses.factors import DenseFactor
@@ -70,10 +71,12 @@ def test_an_activation_computes_what_its_module_does_and_so_does_the_way_back(ki
     torch.testing.assert_close(backward(module, z, v, h), torch.autograd.grad(module(z), z, h)[0])
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss()], ids=str)
-@pytest.mark.parametrize("kind", list(ACTIVATIONS), ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@every_pair(
+    loss=[nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss()],
+    kind=list(ACTIVATIONS),
+    bias=[True, False],
+    method=list(METHODS),
+)
 def test_steps_equal_those_of_the_same_layers_run_by_torch(loss, kind, bias, method):
     torch.manual_seed(1)
     layers = [nn.Linear(4, 6, bias=bias), instance(kind), nn.Linear(6, 5, bias=bias), instance(kind)]

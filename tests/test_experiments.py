@@ -343,35 +343,36 @@ def test_an_interrupted_run_ends_as_if_it_had_been_left_alone(
     assert seconds == sorted(seconds)  # the clock went on where it was
 
 
-def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(tmp_path: Path) -> None:
-    optimizer = "kfac"  # the one with most state
-    program = (
-        "import sys, woodbury.experiments.train as training\n"
-        "training._CHECKPOINT_SECONDS = 0.05\n"
-        "from woodbury.cli import main; main()\n"
-    )
-    arguments = ["train", "digits", "--optimizer", optimizer, "--epochs", "8"]
-    command = [sys.executable, "-c", program, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": environment}
-    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, **quiet)
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from woodbury.experiments import train as training
+from woodbury.experiments.config import RunConfig
+def progress(now):
+    training._CHECKPOINT_SECONDS = -1.0 if now.step == 30 else 1e9
+    if now.step == 33:
+        os.kill(os.getpid(), signal.SIGKILL)
+training.train(RunConfig.load(Path(sys.argv[1])), Path(sys.argv[2]), progress)
+"""
 
-    cut = tmp_path / "cut" / "digits-1" / f"{optimizer}-seed0"
-    process = subprocess.Popen([*command, "--out", str(tmp_path / "cut")], **quiet)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:  # until well within the second epoch, with a checkpoint
-        records = cut / "records.jsonl"
-        if (cut / "checkpoint.pt").exists() and records.read_bytes().count(b"\n") > 35:
-            break
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+
+def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
+    tmp_path: Path, digits: Dataset
+) -> None:
+    """Killed after step 33 of 48, with the checkpoint of step 30."""
+    config = small_run("kfac", epochs=2)  # the one with most state
+    train(config, tmp_path / "whole", data=digits)
+    cut = tmp_path / "cut"
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "whole"), str(cut)]
+    killed = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(records_of(cut, "step")) == 33
     assert not is_complete(cut) and (cut / "checkpoint.pt").exists()
     with (cut / "records.jsonl").open("ab") as records_file:
         records_file.write(b'{"kind": "step", "epo')  # a line cut in two by the kill
 
-    subprocess.run([*command, "--out", str(tmp_path / "cut"), "--resume"], check=True, **quiet)
-    assert_same_run(tmp_path / "whole" / "digits-1" / f"{optimizer}-seed0", cut)
+    train(config, cut, data=digits, resume=True)
+    assert_same_run(tmp_path / "whole", cut)
 
 
 def test_what_a_kill_left_behind_is_removed(tmp_path: Path, digits: Dataset) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 import problems
 import reference
 import woodbury
+from cases import every_count, every_pair
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, shared
 from woodbury.losses.rules import loss_rule
@@ -217,28 +218,32 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", list(LAYERS))
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, data):
-    torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    layer, shape = data.draw(LAYERS[name])
-    n = data.draw(st.integers(1, 5))
-    inputs = torch.randn(n, *shape, dtype=torch.float64)
-    if isinstance(layer, nn.Embedding):
-        inputs = torch.randint(layer.num_embeddings, (n, *shape))
-    model = finish(layer, inputs)
-    loss, targets = nn.CrossEntropyLoss(), torch.randint(CLASSES, (n,))
-    if data.draw(st.booleans()):
-        loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
-    subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
-    with pytest.MonkeyPatch.context() as patch:
-        by_pairs = data.draw(st.none() | st.booleans())
-        if by_pairs is not None:
-            patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-            patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
-        max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
-        check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
-        check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+@every_count
+def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data):
+        torch.manual_seed(data.draw(st.integers(0, 10**6)))
+        layer, shape = data.draw(LAYERS[name])
+        n = data.draw(st.integers(1, 5))
+        inputs = torch.randn(n, *shape, dtype=torch.float64)
+        if isinstance(layer, nn.Embedding):
+            inputs = torch.randint(layer.num_embeddings, (n, *shape))
+        model = finish(layer, inputs)
+        loss, targets = nn.CrossEntropyLoss(), torch.randint(CLASSES, (n,))
+        if data.draw(st.booleans()):
+            loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
+        subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+        with pytest.MonkeyPatch.context() as patch:
+            by_pairs = data.draw(st.none() | st.booleans())
+            if by_pairs is not None:
+                patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
+                patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+            max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
+            check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
+            check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+
+    check()
 
 
 N = 5
@@ -253,10 +258,12 @@ every_mixture = pytest.mark.parametrize("name", problems.SHARED)
 LOSS = nn.CrossEntropyLoss()
 
 
-@every_mixture
-@pytest.mark.parametrize("by_pairs", [None, False, True])
-@pytest.mark.parametrize("max_bytes", [None, 500])
-@pytest.mark.parametrize("subset", [[3], [4, 0, 2], [0, 1, 2, 3, 4]], ids=["one", "part", "all"])
+@every_pair(
+    name=problems.SHARED,
+    by_pairs=[None, False, True],
+    max_bytes=[None, 500],
+    subset={"one": [3], "part": [4, 0, 2], "all": [0, 1, 2, 3, 4]},
+)
 def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, subset, monkeypatch):
     model, inputs, targets = mixture(name)
     if by_pairs is not None:
@@ -265,10 +272,12 @@ def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, 
     check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
-@every_mixture
-@every_kind
-@pytest.mark.parametrize("blocks", ["full", "layer"])
-@pytest.mark.parametrize("subset", [[4, 0, 2], [0, 1, 2, 3, 4]], ids=["part", "all"])
+@every_pair(
+    name=problems.SHARED,
+    kind=list(METHODS),
+    blocks=["full", "layer"],
+    subset={"part": [4, 0, 2], "all": [0, 1, 2, 3, 4]},
+)
 def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset):
     model, inputs, targets = mixture(name)
     optimizer = METHODS[kind](model, LOSS, damping=0.05, blocks=blocks, momentum=0.7, weight_decay=0.2)

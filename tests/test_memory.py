@@ -7,6 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from woodbury.bench.peers import RETURNS_MEMORY
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+
+
+def printed(program, *arguments):
+    """The numbers that a program prints, in a process whose allocator gives freed memory back at once."""
+    command, environment = [sys.executable, "-c", program, *arguments], os.environ | RETURNS_MEMORY
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return [int(word) for word in done.stdout.split()]
+
+
 PROGRAM = """
 import sys, torch, woodbury
 from torch import nn
@@ -35,19 +47,14 @@ print(peak() - before, sum(p.numel() * 4 for p in model.parameters()))
 """
 
 
-def growth(kind):
-    """Bytes by which the peak memory grows in three steps, and the size of the parameters."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, check=True)
-    peak, parameters = (int(word) for word in done.stdout.split())
-    return peak, parameters
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@needs_proc
 def test_natural_gradient_step_needs_less_than_two_copies_of_the_parameters_more_than_sgd():
-    sgd, parameters = growth("sgd")
+    sgd, parameters = printed(
+        PROGRAM, "sgd"
+    )  # bytes by which the peak grows in three steps, size of the parameters
     assert sgd > 0.9 * parameters  # the measure sees the gradients
     for blocks in ("full", "layer"):
-        step, _ = growth(blocks)
+        step, _ = printed(PROGRAM, blocks)
         assert step - sgd < 2 * parameters
 
 
@@ -68,14 +75,13 @@ print(int(line.split()[1]) * 1024)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@pytest.mark.slow
+@needs_proc
 @pytest.mark.parametrize("method, samples", [("NaturalGradient", 256), ("GaussNewton", 64)])
 def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):
     """Six convolutions with norms on 32 x 32 images, 10 classes."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMAGES, method, str(samples)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 2 * 2**30
+    (peak,) = printed(IMAGES, method, str(samples))
+    assert peak < 2 * 2**30
 
 
 WORDS = """
@@ -103,11 +109,11 @@ print(int(line.split()[1]) * 1024)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@needs_proc
 def test_step_of_a_language_model_stays_within_four_gib():
     """Four layers of width 256, 64 sequences of 256 positions, the embedding tied to the head, a loss a token."""
-    done = subprocess.run([sys.executable, "-c", WORDS], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 4 * 2**30
+    (peak,) = printed(WORDS)
+    assert peak < 4 * 2**30
 
 
 GRAM = """
@@ -134,13 +140,10 @@ print(peak() - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
+@needs_proc
 @pytest.mark.parametrize("form", ["SharedRows", "EmbeddingRows"])
 @pytest.mark.parametrize("route", ["gram_by_pairs", "gram_by_gradients"])
 def test_gram_of_shared_parameters_keeps_to_its_limit(form, route):
     """432 rows at 64 MiB: all pairs of positions would take 3 GB, all rows of the embedding 276 MB."""
-    exact = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once
-    done = subprocess.run(
-        [sys.executable, "-c", GRAM, form, route], capture_output=True, text=True, check=True, env=exact
-    )
-    assert int(done.stdout) < 2**26
+    (growth,) = printed(GRAM, form, route)
+    assert growth < 2**26

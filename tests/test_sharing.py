@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import reference
 import woodbury
+from cases import every_count
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
@@ -216,27 +217,31 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_rows_and_directions_equal_dense_autograd(name, data):
-    torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    model, shape = data.draw(MODELS[name])
-    n = data.draw(st.integers(1, 4))
-    inputs = torch.randn(n, *shape, dtype=torch.float64)
-    if hasattr(model, "words"):
-        inputs = torch.randint(model.words.num_embeddings, (n, *shape))
-    model = model.double()
-    model(inputs)
-    shaken(model)
-    loss, targets = LOSS, torch.randint(CLASSES, (n,))
-    if isinstance(model, LanguageModel):
-        targets = torch.randint(model.words.num_embeddings, (n, *shape))
-    elif data.draw(st.booleans()):
-        loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
-    subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
-    max_bytes = data.draw(st.sampled_from([None, 2000, 1]))
-    check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
-    check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+@every_count
+def test_rows_and_directions_equal_dense_autograd(name, examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def check(data):
+        torch.manual_seed(data.draw(st.integers(0, 10**6)))
+        model, shape = data.draw(MODELS[name])
+        n = data.draw(st.integers(1, 4))
+        inputs = torch.randn(n, *shape, dtype=torch.float64)
+        if hasattr(model, "words"):
+            inputs = torch.randint(model.words.num_embeddings, (n, *shape))
+        model = model.double()
+        model(inputs)
+        shaken(model)
+        loss, targets = LOSS, torch.randint(CLASSES, (n,))
+        if isinstance(model, LanguageModel):
+            targets = torch.randint(model.words.num_embeddings, (n, *shape))
+        elif data.draw(st.booleans()):
+            loss, targets = nn.MSELoss(), torch.randn(n, CLASSES, dtype=torch.float64)
+        subset = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True))
+        max_bytes = data.draw(st.sampled_from([None, 2000, 1]))
+        check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
+        check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
+
+    check()
 
 
 def test_forms_of_shared_parameters():

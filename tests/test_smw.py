@@ -10,16 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import problems
 import reference
 import woodbury
+from cases import every_pair
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
 from woodbury.linalg import solve_cholesky, solve_in_sample_space
 from woodbury.row_matrix import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
+BLOCKS = ["full", "layer"]
 SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}
 
 every_kind = pytest.mark.parametrize("kind", list(METHODS))
-every_blocks = pytest.mark.parametrize("blocks", ["full", "layer"])
+every_blocks = pytest.mark.parametrize("blocks", BLOCKS)
 every_subset = pytest.mark.parametrize("subset", list(SUBSETS.values()), ids=list(SUBSETS))
 
 
@@ -29,10 +31,7 @@ def dense(problem, subset, damping, kind, **options):
     )
 
 
-@problems.every_problem
-@every_kind
-@every_blocks
-@every_subset
+@every_pair(name=list(problems.PROBLEMS), kind=list(METHODS), blocks=BLOCKS, subset=SUBSETS)
 def test_direction_equals_the_dense_solve(name, kind, blocks, subset):
     problem = problems.make(name)
     optimizer = METHODS[kind](problem.model, problem.loss, damping=0.03, blocks=blocks)
@@ -57,11 +56,13 @@ def test_gauss_newton_equals_the_papers_equations_6_and_7(name, subset):
         assert reference.relative_error(p, reference.equation_6(samples, g, 0.1)) <= 1e-10
 
 
-@every_kind
-@every_blocks
-@every_subset
-@pytest.mark.parametrize("name", ["softmax", "logistic", "squared-no-bias", "residual", "tokens-ignored"])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@every_pair(
+    name=["softmax", "logistic", "squared-no-bias", "residual", "tokens-ignored"],
+    kind=list(METHODS),
+    blocks=BLOCKS,
+    subset=SUBSETS,
+    weight_decay=[0.0, 0.2],
+)
 def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset, weight_decay):
     problem = problems.make(name)
     optimizer = METHODS[kind](
@@ -104,10 +105,7 @@ def test_weight_decay_of_each_group_enters_the_one_system(kind, subset):
         torch.testing.assert_close(q.detach(), before[name] + (0.5 if name.endswith("bias") else 1.0) * p[name])
 
 
-@problems.every_problem
-@every_kind
-@every_blocks
-@every_subset
+@every_pair(name=list(problems.PROBLEMS), kind=list(METHODS), blocks=BLOCKS, subset=SUBSETS)
 def test_predicted_decrease_norm_and_ratio_match_the_dense_model(name, kind, blocks, subset):
     problem = problems.make(name)
     lr, damping = 0.3, 0.2
@@ -132,12 +130,14 @@ def test_predicted_decrease_norm_and_ratio_match_the_dense_model(name, kind, blo
     torch.testing.assert_close(info.ratio, (loss.detach() - trial) / decrease, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "residual", "tokens-smoothed"])
-@every_kind
-@every_blocks
-@every_subset
-@pytest.mark.parametrize("solver", ["cg", "products"])
-@pytest.mark.parametrize("tolerance", [1e-4, 1e-12])
+@every_pair(
+    name=["softmax", "logistic", "squared", "residual", "tokens-smoothed"],
+    kind=list(METHODS),
+    blocks=BLOCKS,
+    subset=SUBSETS,
+    solver=["cg", "products"],
+    tolerance=[1e-4, 1e-12],
+)
 def test_conjugate_gradient_solvers_agree_to_their_tolerance(name, kind, blocks, subset, solver, tolerance):
     problem = problems.make(name)
     damping = 0.1
@@ -374,11 +374,13 @@ def test_matrix_products_of_a_step_stay_within_the_papers_cost(kind, columns):
     assert counter.get_total_flops() <= 8 * (r * size + r**2 * sum(widths))
 
 
-@pytest.mark.parametrize("name", ["softmax", "logistic-many", "squared-no-bias", "one-layer", "images"])
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-@pytest.mark.parametrize("blocks", ["full", "layer"])
-@pytest.mark.parametrize("subset", [[3, 0, 5], list(range(problems.N))], ids=["part", "all"])
-@pytest.mark.parametrize("gram_dtype", [None, torch.float64])
+@every_pair(
+    name=["softmax", "logistic-many", "squared-no-bias", "one-layer", "images"],
+    method=[woodbury.GaussNewton, woodbury.NaturalGradient],
+    blocks=BLOCKS,
+    subset={"part": [3, 0, 5], "all": list(range(problems.N))},
+    gram_dtype=[None, torch.float64],
+)
 def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dtype, monkeypatch):
     """With p formed only the first rows of K are computed, and |p|^2 is that of p itself."""
     infos, moved, directions = [], [], []

@@ -1,5 +1,6 @@
 """The other ways to solve for p: in the space of parameters, and through products without any row."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from torch.nn import functional as F
 import problems
 import reference
 import woodbury
+from cases import every_pair
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
+from woodbury.bench.peers import RETURNS_MEMORY
 from woodbury.model.capture import Capture
 from woodbury.optim import smw
 from woodbury.row_matrix import Rows
@@ -148,10 +151,12 @@ def test_raised_damping_forms_the_matrix_once(monkeypatch):
 # -- through products -----------------------------------------------------------------------------------------
 
 
-@problems.every_problem
-@every_kind
-@every_blocks
-@pytest.mark.parametrize("subset", [[5, 0, 2, 3], [4], list(range(problems.N))], ids=["part", "one", "all"])
+@every_pair(
+    name=list(problems.PROBLEMS),
+    kind=list(METHODS),
+    blocks=["full", "layer"],
+    subset={"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))},
+)
 def test_products_give_the_dense_direction_without_a_row(name, kind, blocks, subset, monkeypatch):
     forbid(monkeypatch, Capture, "rows")
     problem = problems.make(name)
@@ -240,7 +245,8 @@ print(peak() - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
 def test_products_take_a_language_model_in_the_memory_of_its_outputs():
     """1024 tokens of 500 classes: 510976 rows, whose columns would take 65 GB and whose Gram matrix 1 TB."""
-    done = subprocess.run([sys.executable, "-c", LANGUAGE], capture_output=True, text=True, check=True)
+    command, environment = [sys.executable, "-c", LANGUAGE], os.environ | RETURNS_MEMORY
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert int(done.stdout) < 2**28
 
 

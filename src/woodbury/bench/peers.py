@@ -1,9 +1,9 @@
 """The step of other libraries beside woodbury's: seconds, memory, and how far apart the two p are.
 
 Every peer gets a process of its own, in which its step and woodbury's are timed in turns from the same
-parameters on the same batch; p is what the parameters moved by in the first step. Memory is the peak of the
-resident set during that first step above what it was before, with libraries loaded and model and batch made.
-Peers that cannot be imported are reported as such.
+parameters on the same batch; p is what the parameters moved by in the first step. A second process measures
+memory: the peak of the resident set during a first step above what it was before, with libraries loaded and model
+and batch made. Peers that cannot be imported are reported as such.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ _START = 45.0  # seconds a process may take to import libraries and make its mod
 _PATIENCE = 3.0  # how much longer than its CPU time a process may take on a busy machine
 _ROUNDS = 30  # of timing, at most
 _TURNS = 3  # of woodbury in a round
+
+# What an allocator keeps for later hides a part of the next peak. With these it gives freed memory back at once
+# (mimalloc, torch's own on ARM; glibc), which takes time: memory is measured in a process that is not timed.
+RETURNS_MEMORY = {"MIMALLOC_PURGE_DELAY": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def bench_peers(
             say(f"{key}: {peer.name} ...")
             entry = describe(peer, problem)
             if entry["status"] == "ok":
-                entry |= _in_own_process(key, peer.name, limit, small)
+                entry |= _in_own_processes(key, peer.name, limit, small)
             entries.append(entry)
             told = entry["status"] if entry["status"] != "ok" else f"{1e3 * entry['seconds']:.1f} ms"
             say(f"{key}: {peer.name}: {told}")
@@ -146,20 +150,17 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
     """Time a peer beside woodbury's step in this process.
 
     Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None
-    where the peer computes another p), "memory" in bytes (None where /proc does not tell) and "rounds" (0
-    if there was time for the first step alone, which is not warmed up).
+    where the peer computes another p) and "rounds" (0 if there was time for the first step alone, which is not
+    warmed up).
     """
+    _warm_up(peer, warmup)
     own = _own_step(peer.versus)
-    for make in (own, peer.make):  # libraries load much of themselves on first use
-        make(warmup.task(warmup.batch()))()
     batch = problem.batch()
     theirs, ours = problem.task(batch), problem.task(batch)
     step = peer.make(theirs)
     start = _flat(theirs.model)
-    _return_free_memory()
-    before, begun = _reset_peak(), time.process_time()
+    begun = time.process_time()
     first = _timed(step, theirs.model, start)
-    memory = None if before is None else max(0, _status("VmHWM") - before)
     if first > limit:
         return {"status": f"over {limit:g} s"}
     moved = _flat(theirs.model) - start
@@ -182,17 +183,39 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
         "woodbury": median(beside),
         "ratio": median(seconds) / median(beside),
         "difference": float((moved - expected).norm() / expected.norm()) if same else None,
-        "memory": memory,
         "rounds": rounds,
     }
 
 
-def work(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
-    """`measure`, with what may go wrong in a peer as its "status"; for a process of its own."""
+def measure_memory(problem: Problem, peer: Peer, warmup: Problem) -> int | None:
+    """Bytes that a first step of a peer takes at its peak, in a process started with `RETURNS_MEMORY`.
+
+    None where the system does not tell or the allocator keeps what is freed.
+    """
+    _warm_up(peer, warmup)
+    step = peer.make(problem.task(problem.batch()))
+    _return_free_memory()
+    if not _memory_is_seen():
+        return None
+    before = _reset_peak()
+    step()
+    return max(0, _status("VmHWM") - before)
+
+
+def _warm_up(peer: Peer, problem: Problem) -> None:
+    """Libraries load much of themselves on first use."""
+    for make in (_own_step(peer.versus), peer.make):
+        make(problem.task(problem.batch()))()
+
+
+def work(key: str, name: str, limit: float, small: bool, memory: bool = False) -> dict[str, Any]:
+    """`measure`, or {"memory": bytes}, with what may go wrong in a peer as its "status"; for its own process."""
     _keep_within_memory()
-    problem = (SMALL if small else PROBLEMS)[key]
+    problem, peer = (SMALL if small else PROBLEMS)[key], (OWN | PEERS)[name]
     try:
-        return measure(problem, (OWN | PEERS)[name], limit, SMALL[key])
+        if memory:
+            return {"memory": measure_memory(problem, peer, SMALL[key])}
+        return measure(problem, peer, limit, SMALL[key])
     except MemoryError:
         return {"status": "out of memory"}
     except Exception as error:  # a peer may fail as it likes
@@ -202,11 +225,22 @@ def work(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
         return {"status": f"failed: {type(error).__name__}: {words[:200]}"}
 
 
-def _in_own_process(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
+def _in_own_processes(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
+    """`measure` in one process and, where that went well, "memory" from another."""
+    entry = _in_own_process(key, name, limit, small, memory=False)
+    if "status" not in entry:
+        entry["memory"] = _in_own_process(key, name, limit, small, memory=True).get("memory")
+    return entry
+
+
+def _in_own_process(key: str, name: str, limit: float, small: bool, memory: bool) -> dict[str, Any]:
     program = "import sys; from woodbury.bench import peers; peers.main(sys.argv[1:])"
-    command = [sys.executable, "-W", "ignore", "-c", program, key, name, str(limit), str(int(small))]
+    command = [sys.executable, "-W", "ignore", "-c", program, key, name, str(limit)]
+    command += [str(int(flag)) for flag in (small, memory)]
+    environment = os.environ | RETURNS_MEMORY if memory else None
+    patience = _PATIENCE * limit + _START
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE * limit + _START)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=environment)
     except subprocess.TimeoutExpired:
         return {"status": f"over {limit:g} s"}
     if done.returncode == 0:
@@ -220,8 +254,8 @@ def _in_own_process(key: str, name: str, limit: float, small: bool) -> dict[str,
 
 def main(arguments: Sequence[str]) -> None:
     """The process of one peer: prints one JSON object."""
-    key, name, limit, small = arguments
-    print(json.dumps(work(key, name, float(limit), small == "1")))
+    key, name, limit, small, memory = arguments
+    print(json.dumps(work(key, name, float(limit), small == "1", memory == "1")))
 
 
 def _keep_within_memory() -> None:
@@ -252,20 +286,28 @@ def _flat(model: nn.Module) -> Tensor:
 
 
 def _return_free_memory() -> None:
-    """What the allocator keeps for later would hide a part of the next step's peak."""
+    """What is kept for later would hide a part of the next step's peak."""
     gc.collect()
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _reset_peak() -> int | None:
-    """Bytes resident now, from where the peak counts again; None where the system has no such thing."""
+def _memory_is_seen() -> bool:
+    """Whether the resident set grows by a new tensor and shrinks when it is freed."""
+    size = 2**24
     try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-        return _status("VmRSS")
-    except OSError:
-        return None
+        before = _reset_peak()
+        torch.ones(size // 4)
+        return _status("VmHWM") - before > 0.9 * size and _status("VmRSS") - before < 0.1 * size
+    except OSError:  # a system without such files
+        return False
+
+
+def _reset_peak() -> int:
+    """Bytes resident now, from where the peak counts again."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS")
 
 
 def _status(name: str) -> int:

@@ -181,11 +181,15 @@ def gram_by_gradients(
     dtype: torch.dtype,
     max_bytes: int,
 ) -> Tensor:
-    """K (r, r') from rows written out for one chunk of the parameters, shaped `sizes`, at a time."""
+    """K (r, r') from rows written out for one chunk of the parameters, shaped `sizes`, at a time.
+
+    A third of max_bytes is for the rows, a third for the copy of its right factor that a matrix product may make
+    (oneDNN on ARM does), the rest for what writing them out takes.
+    """
     same = lefts is rights
     count = row_count(lefts) + (0 if same else row_count(rights))
     gram = lefts[0].grads.new_zeros(row_count(lefts), row_count(rights), dtype=dtype)
-    for chunk in chunks(sizes, max_bytes // dtype.itemsize // 2 // count):
+    for chunk in chunks(sizes, max_bytes // dtype.itemsize // 3 // count):
         a = _written_out(lefts, chunk, gradients, dtype)
         b = a if same else _written_out(rights, chunk, gradients, dtype)
         gram.addmm_(a, b.t())

@@ -150,7 +150,8 @@ class SumRows:
         gram = left.new_zeros(len(left), len(right))
         count = len(left) + (0 if other is self else len(right))
         each = count * math.prod(shape[1:]) * left.element_size()
-        for window in windows(shape[0], limit(self.max_bytes, left.device) // 2 // max(1, each)):
+        # a third for the rows, a third for a copy of them: of one use, or by the matrix product (as in `shared`)
+        for window in windows(shape[0], limit(self.max_bytes, left.device) // 3 // max(1, each)):
             a = self.slab(name, window, left.dtype).flatten(1)
             b = a if other is self else other.slab(name, window, left.dtype).flatten(1)
             gram.addmm_(a, b.t())
