@@ -103,7 +103,7 @@ class Displacement:
         """
         holds = None  # where it is known that the step is accepted
         if not is_known(accepted):
-            (holds,) = compute(accepted)
+            holds = compute(accepted)[0].bool()
         elif not accepted:
             return
         for name, change in self._vector.items():

@@ -13,6 +13,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time

@@ -32,6 +32,12 @@ def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @constant_tensor
+def zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The number 0."""
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+@constant_tensor
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An identity matrix."""
     return torch.eye(size, dtype=dtype, device=device)

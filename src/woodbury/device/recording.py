@@ -8,6 +8,7 @@ rates, which it reads from memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,12 +41,14 @@ class Recording:
     rates: list[Tensor]  # the learning rate of each parameter group
     state: dict[str, Any]  # part of the optimizer's state, as buffers
     numbers: Tensor
-    owners: object  # what the key knows by its id, kept alive
+    known_rates: list[float | None]  # what the rates hold, as far as it is known
 
     def replay(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> Tensor:
         """Take the step on a batch, its samples in the given order; the numbers, in memory of their own."""
-        samples = 0 if order is None else len(order)
-        pairs = list(zip(pytree.tree_leaves(self.inputs), pytree.tree_leaves(inputs), strict=True))
+        samples = 0 if order is None else order.shape[0]
+        pairs = [(self.inputs, inputs)]
+        if not isinstance(inputs, Tensor):
+            pairs = list(zip(pytree.tree_leaves(self.inputs), pytree.tree_leaves(inputs), strict=True))
         if targets is not None:
             pairs.append((self.targets, targets))
         with torch.no_grad():
@@ -55,8 +58,13 @@ class Recording:
                         torch.index_select(given.detach(), 0, order, out=buffer.detach())
                     else:
                         buffer.copy_(given, non_blocking=True)
-        for buffer, rate in zip(self.rates, rates, strict=True):
-            buffer.copy_(rate) if isinstance(rate, Tensor) else buffer.fill_(rate)
+        for index, rate in enumerate(rates):
+            if isinstance(rate, Tensor):
+                self.rates[index].copy_(rate)
+                self.known_rates[index] = None
+            elif rate != self.known_rates[index]:
+                self.rates[index].fill_(rate)
+                self.known_rates[index] = rate
         self.graph.replay()
         return self.numbers.clone()
 
@@ -115,6 +123,8 @@ def _allocated_in_all(device: torch.device) -> int:
 
 def shape_of(inputs: Any, targets: Tensor | None) -> Hashable:
     """What must agree for two batches to share a recording."""
+    if isinstance(inputs, Tensor) and targets is not None:
+        return inputs.shape, inputs.dtype, inputs.device, inputs.requires_grad, targets.shape, targets.dtype
     leaves, structure = pytree.tree_flatten((inputs, targets))
     described = [
         (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -136,6 +146,8 @@ def _buffers_like(tree: Any) -> Any:
 
 def overwrite(buffers: Any, values: Any) -> None:
     """Bring buffers up to date where the optimizer's state was replaced (by load_state_dict, say)."""
+    if buffers is values:
+        return
     for buffer, value in zip(pytree.tree_leaves(buffers), pytree.tree_leaves(values), strict=True):
         if buffer is not value:
             buffer.copy_(value)
@@ -147,7 +159,6 @@ def record(
     rates: Sequence[Any],
     state: dict[str, Any],
     device: torch.device,
-    owners: object,
     run: Callable[[Any, Tensor | None, list[Tensor], dict[str, Any]], tuple[Tensor, dict[str, Any]]],
 ) -> Recording:
     """Record run(inputs, targets, rates, state) -> (numbers, new state) on buffers; nothing is computed yet.
@@ -157,9 +168,22 @@ def record(
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
     held = [torch.as_tensor(rate, dtype=torch.float64).to(device) for rate in rates]
     graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        numbers, new = run(inputs, targets, held, state)
-        for buffer, value in zip(pytree.tree_leaves(state), pytree.tree_leaves(new), strict=True):
-            buffer.copy_(value)
-    return Recording(graph, inputs, targets, held, state, numbers, owners)
+    try:
+        # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            numbers, new = run(inputs, targets, held, state)
+            for buffer, value in zip(pytree.tree_leaves(state), pytree.tree_leaves(new), strict=True):
+                buffer.copy_(value)
+    except BaseException:
+        _clean_up(graph, device)
+        raise
+    return Recording(graph, inputs, targets, held, state, numbers, [None] * len(held))
+
+
+def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """Undo what a failed recording leaves behind: torch's allocator and random numbers still expect its end."""
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device.index, graph.pool())
+    other = torch.cuda.CUDAGraph()  # one that does not fail ends it for the generator
+    with torch.cuda.graph(other, capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from woodbury.device.constants import zero
 
 # operation -> (in C++, on tensors); a truth is a number, not zero where it holds
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -256,9 +257,7 @@ def _compute_by_kernel(results: Sequence[Number]) -> None:
         return
     if all(tensor.dtype != torch.float64 for tensor in given):  # the kernel would compute in their type
         return
-    make = partial(torch.cuda.jiterator._create_multi_output_jit_fn, source, len(results), **constants)
-    key = source, *(tensor.dtype for tensor in given), given[0].device
-    values = _launched(key, make, given, constants)
+    values = _launched(source, len(results), given, constants)
     if values is not None:
         for number, value in zip(results, values, strict=True):
             number.value = value
@@ -294,16 +293,16 @@ def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, fl
     return f"template <typename T> void numbers({', '.join(signature)}) {{ {body} }}", given, constants, len(lines)
 
 
-def _launched(
-    key: Hashable, make: Callable[[], Callable[..., Any]], tensors: Sequence[Tensor], constants: dict[str, float]
-) -> Any:
-    """What the kernel of this key gives, compiled at its first use; None where none can be had."""
+def _launched(source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]) -> Any:
+    """What a kernel of this source gives, compiled at its first use; None where none can be had."""
     global _works
+    key = source, *(tensor.dtype for tensor in tensors), tensors[0].device
     kernel = _kernels.get(key)
     if not _works or (kernel is None and torch.cuda.is_current_stream_capturing()):  # nothing is compiled then
         return None
     try:
-        kernel = make() if kernel is None else kernel
+        if kernel is None:
+            kernel = torch.cuda.jiterator._create_multi_output_jit_fn(source, outputs, **constants)
         results = kernel(*tensors, **constants)
     except RuntimeError as error:
         if key in _kernels or isinstance(error, torch.OutOfMemoryError):
@@ -314,21 +313,8 @@ def _launched(
     return results
 
 
-_SCALED_IF = "template <typename T> T scaled_if(T x, T holds, T rate) { return holds != T(0) ? x * rate : T(0); }"
-
-
 def scaled_if(holds: Tensor, values: Tensor, rate: float | Tensor = 1.0) -> Tensor:
     """rate times the values where a truth holds, else zeros, whatever the values are."""
-    if values.is_cuda and values.dtype in (torch.float32, torch.float64):
-        tensors, constants = [values, holds], {}
-        if isinstance(rate, Tensor):
-            tensors = [values, holds, rate]
-        else:
-            constants = {"rate": float(rate)}
-        key = _SCALED_IF, len(tensors), values.dtype, values.device
-        make = partial(torch.cuda.jiterator._create_jit_fn, _SCALED_IF, **constants)
-        result: Tensor | None = _launched(key, make, tensors, constants)
-        if result is not None:
-            return result
     scaled = values if isinstance(rate, float) and rate == 1.0 else rate * values
-    return torch.where(holds.bool(), scaled, scaled.new_zeros(()))
+    holds = holds if holds.dtype == torch.bool else holds.bool()
+    return torch.where(holds, scaled, zero(values.dtype, values.device))

@@ -357,7 +357,17 @@ def added(gram: Tensor, onto: Tensor | None) -> Tensor:
 
 def _shifted_product(a: Tensor, b: Tensor, bias: bool) -> Tensor:
     """a b^T + 1, (n, n'), or a b^T for a layer without bias."""
-    return F.linear(a, b, ones(b.shape[0], b.dtype, b.device) if bias else None)
+    return linear(a, b, ones(b.shape[0], b.dtype, b.device) if bias else None)
+
+
+_FUSED = 2**17  # numbers from which a GPU gains by adding b within the product; below it takes a slow kernel
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """v W^T + b."""
+    if bias is not None and inputs.is_cuda and inputs.shape[0] * weight.shape[0] < _FUSED:
+        return F.linear(inputs, weight).add_(bias)
+    return F.linear(inputs, weight, bias)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:

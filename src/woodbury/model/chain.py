@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as hooks
 
-from woodbury.layers.forms import Layout, OuterRows, RowForm, layout_of
+from woodbury.layers.forms import Layout, OuterRows, RowForm, layout_of, linear
 from woodbury.layers.rules import has_own, linear_rows
 from woodbury.model.plan import Layer, Plan
 
@@ -165,7 +165,7 @@ class Chain:
         """One pass over a batch (n, i), or what flattens to it; to be called under torch.no_grad()."""
         given, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
         for index, weight in enumerate(self.weights):
-            z = F.linear(given[-1], weight, self.biases[index])
+            z = linear(given[-1], weight, self.biases[index])
             sums.append(z)
             if index < len(self.activations):
                 given.append(self.activate(index, z))
@@ -231,9 +231,9 @@ class ChainCapture:
             weight, bias = chain.weights[index], chain.biases[index]
             moved = forwards.get(layer.name)
             if moved is not None:
-                z = moved(partial(F.linear, weight=weight, bias=bias), v)
+                z = moved(partial(linear, weight=weight, bias=bias), v)
             else:
-                z = F.linear(v, _changed(weight, layer, "weight", changes), _changed(bias, layer, "bias", changes))
+                z = linear(v, _changed(weight, layer, "weight", changes), _changed(bias, layer, "bias", changes))
             if index < len(chain.activations):
                 v = chain.activate(index, z)
         return z

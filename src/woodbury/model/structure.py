@@ -30,7 +30,7 @@ class Structure:
         self.chain: Chain | None = None  # what the model is by its structure, if that
         self.names: list[list[str]] = []  # of the parameters in each group
         self._plan: Plan | None = None
-        self._groups: list[list[int]] = []  # the ids of the parameters in each group
+        self.groups: tuple[tuple[int, ...], ...] = ()  # the ids of the parameters in each group
         self._shows_chain: bool | None = None  # None until seen
 
     def unread(self) -> Structure:
@@ -39,8 +39,8 @@ class Structure:
 
     def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
         """The plan of a model as it is now, for parameter groups as torch.optim keeps them."""
-        ids = [[id(parameter) for parameter in group["params"]] for group in groups]
-        if self._plan is not None and self._groups == ids:
+        ids = tuple([tuple(map(id, group["params"])) for group in groups])
+        if self._plan is not None and self.groups == ids:
             if self.chain is not None and self.chain.is_current(model):
                 return self._plan
             self.chain = None
@@ -52,7 +52,7 @@ class Structure:
         if len(chosen) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in chosen}
         self._plan = plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
-        self._groups, self.names = ids, names_by_group(groups, plan.parameters)
+        self.groups, self.names = ids, names_by_group(groups, plan.parameters)
         self.chain = read_chain(plan, model) if self.by_layers else None
         self._shows_chain = None
         return plan

@@ -144,7 +144,7 @@ class SecondOrder(torch.optim.Optimizer):
         """
         drawn_before = self._draws()
         try:
-            numbers: Sequence[Any] | None = None
+            numbers: Numbers | Tensor | None = None
             if self._recordings is not None and subset is None and full is None:
                 numbers = self._replay(self._recordings, inputs, targets)
             if numbers is None:
@@ -158,7 +158,7 @@ class SecondOrder(torch.optim.Optimizer):
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(drawn_before)
             raise
-        self.last = StepInfo.later(*numbers)
+        self.last = StepInfo.later(numbers)
         return self.last
 
     @property
@@ -252,11 +252,15 @@ class SecondOrder(torch.optim.Optimizer):
         """Judge a proposal by the actual decrease, and move."""
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
-        # lambda too, if it was not needed before: what it was computed from may be overwritten later
-        accepted, damping, _ = compute(accepted, self._next_damping(problem, proposal, ratio), proposal.damping)
-        proposal.displacement.add_(problem.hyper.lr, accepted)
-        self._remember(problem, proposal, damping, accepted, vector)
-        return Numbers(proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted)
+        numbers = Numbers(
+            proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted
+        )
+        # all at once: on a device that is one kernel, and what they come from may be overwritten later
+        damping, *computed = compute(self._next_damping(problem, proposal, ratio), *numbers)
+        numbers = Numbers(*computed)
+        proposal.displacement.add_(problem.hyper.lr, numbers.accepted)
+        self._remember(problem, proposal, damping, numbers.accepted, vector)
+        return numbers
 
     def _derivatives(self, problem: Problem, twice: bool = False) -> AbstractContextManager[Any]:
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
@@ -264,15 +268,15 @@ class SecondOrder(torch.optim.Optimizer):
             return torch.no_grad()  # by hand
         return _many_times() if twice or self.twice_differentiated else nullcontext()
 
-    def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Sequence[Tensor] | None:
+    def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Tensor | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
         device = self._device()
         if device.type != "cuda":
             return None
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
-        plan, moving, owners = self._plan(), self._moving_state(device), list[object]()
-        key = Key(self._fingerprint(plan, moving, owners), recording.shape_of(inputs, targets))
+        plan, moving = self._plan(), self._moving_state(device)
+        key = Key(self._fingerprint(plan, moving), recording.shape_of(inputs, targets))
         if not recordings.is_due(key, device):
             return None
         drawn_before = self._draws()
@@ -293,7 +297,7 @@ class SecondOrder(torch.optim.Optimizer):
                 return torch.stack([as_double(value) for value in numbers]), {n: self.state[n] for n in state}
 
             try:
-                held = recording.record(inputs, targets, rates, moving, device, owners, run)
+                held = recording.record(inputs, targets, rates, moving, device, run)
             except RuntimeError:  # what a graph cannot hold: a wait for the device, say
                 self.state.update(drawn_before)
                 recordings.give_up()
@@ -304,21 +308,19 @@ class SecondOrder(torch.optim.Optimizer):
         for name, value in moving.items():
             recording.overwrite(held.state[name], value)
         self.state.update(held.state)
-        return held.replay(inputs, targets, order, rates).unbind()
+        return held.replay(inputs, targets, order, rates)
 
-    def _fingerprint(self, plan: Plan, moving: Mapping[str, Any], owners: list[object]) -> Hashable:
+    def _fingerprint(self, plan: Plan, moving: Mapping[str, Any]) -> Hashable:
         """All that the numbers of a step depend on beside its batch, the learning rates and the moving state."""
-        owners.append(plan)
-        settings = [(group["momentum"], group["weight_decay"]) for group in self.param_groups]
-        groups = [tuple(map(id, group["params"])) for group in self.param_groups]
-        own = self.accept, self.curvature_samples, self.blocks, self.autocast, self.max_bytes
+        groups = [(float(group["momentum"]), float(group["weight_decay"])) for group in self.param_groups]
         return (
-            *(id(plan), str(settings), tuple(groups), own, tuple(moving)),
-            *(self._choices(), full_precision.settings(), torch.are_deterministic_algorithms_enabled()),
-            fingerprint.of_value(self.damping, owners),
-            fingerprint.of_function(self.forward, owners),
-            fingerprint.of_model(self.model, owners),
-            fingerprint.of_model(self.loss, owners),
+            *(fingerprint.Same(plan), self._structure.groups, tuple(groups), tuple(moving)),
+            *(self.accept, self.curvature_samples, self._blocks, self.autocast, self.max_bytes, self._choices()),
+            *(full_precision.settings(), torch.are_deterministic_algorithms_enabled()),
+            fingerprint.of_value(self.damping),
+            fingerprint.of_function(self.forward),
+            fingerprint.of_model(self.model),
+            fingerprint.of_model(self.loss),
         )
 
     def _choices(self) -> Hashable:

@@ -43,8 +43,8 @@ class StepInfo:
     accepted: Tensor  # whether theta moved
 
     @classmethod
-    def later(cls, *numbers: Any) -> StepInfo:
-        """From `Numbers`, with every tensor made when it is asked for: most steps are never looked at."""
+    def later(cls, numbers: Numbers | Tensor) -> StepInfo:
+        """From `Numbers`, or a tensor of these: each is made when it is asked for, as few steps are looked at."""
         info = cls.__new__(cls)
         vars(info)["_numbers"] = numbers
         return info
