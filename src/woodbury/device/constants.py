@@ -32,6 +32,12 @@ def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @constant_tensor
+def indices(count: int, device: torch.device) -> Tensor:
+    """0, 1, ..., count - 1."""
+    return torch.arange(count, device=device)
+
+
+@constant_tensor
 def zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The number 0."""
     return torch.zeros((), dtype=dtype, device=device)

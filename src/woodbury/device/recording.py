@@ -159,14 +159,16 @@ def record(
     rates: Sequence[Any],
     state: dict[str, Any],
     device: torch.device,
+    dtype: torch.dtype,
     run: Callable[[Any, Tensor | None, list[Tensor], dict[str, Any]], tuple[Tensor, dict[str, Any]]],
 ) -> Recording:
     """Record run(inputs, targets, rates, state) -> (numbers, new state) on buffers; nothing is computed yet.
 
-    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old.
+    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is that of
+    the rates.
     """
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
-    held = [torch.as_tensor(rate, dtype=torch.float64).to(device) for rate in rates]
+    held = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]
     graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from woodbury.device.constants import indices
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.losses.factors import Factor, SoftmaxFactor, by_position, by_sample
 from woodbury.losses.rules import StructuredRule, refuse, register_loss, smallest_probability
@@ -168,15 +169,15 @@ class Softmax(StructuredRule):
         outputs = by_position(outputs, positions)
         residual = self._residual(loss, outputs, targets)
         p = outputs.softmax(1).clamp_min_(smallest_probability(outputs.dtype))
-        top_p, top = p.max(1, keepdim=True)  # (n T, 1): p_j and j
-        others = torch.arange(outputs.shape[1] - 1, device=p.device)
+        roots = p.sqrt()
+        top_root, top = roots.max(1, keepdim=True)  # (n T, 1): sqrt(p_j) and j
+        others = indices(outputs.shape[1] - 1, p.device)
         others = others + (others >= top)  # (n T, C - 1): every class but j
-        top_root = top_p.sqrt()
-        root = p.gather(1, others).sqrt()
-        t = top_root / (1 + top_root)
-        common = ((t - 1) * p).scatter_add_(1, top, -t)  # -(1 - t) p - t e_j
-        shift = residual.gather(1, top) / (top_root * (1 + top_root))
-        e = residual.gather(1, others) / root - root * shift
+        root = roots.gather(1, others)
+        rest = (-1 - top_root).reciprocal_()  # -(1 - t)
+        common = (p * rest).scatter_add_(1, top, top_root * rest)  # -(1 - t) p - t e_j
+        shift = residual.gather(1, top) * rest / top_root
+        e = torch.addcmul(residual.gather(1, others) / root, root, shift)
         if targets.is_floating_point():  # H = sum(t) (diag(p) - p p^T)
             mass = by_position(targets.flatten(1), positions).sum(1, keepdim=True).sqrt()
             root = root * mass

@@ -296,8 +296,9 @@ class SecondOrder(torch.optim.Optimizer):
                 numbers = self._take(self._problem(plan, batch, None, rates), None)
                 return torch.stack([as_double(value) for value in numbers]), {n: self.state[n] for n in state}
 
+            wide = torch.promote_types(plan.dtype, torch.float32)
             try:
-                held = recording.record(inputs, targets, rates, moving, device, run)
+                held = recording.record(inputs, targets, rates, moving, device, wide, run)
             except RuntimeError:  # what a graph cannot hold: a wait for the device, say
                 self.state.update(drawn_before)
                 recordings.give_up()
