@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from woodbury._choice import FALLBACKS, chosen
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, as_damping
+from woodbury.damping import Damping, LevenbergMarquardt, as_damping
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -50,6 +51,7 @@ from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import (
     Hyperparameters,
     check_curvature_samples,
+    full_signature,
     plain_groups,
     read_settings,
     with_names,
@@ -82,18 +84,18 @@ class SecondOrder(torch.optim.Optimizer):
         self,
         model: nn.Module,
         loss: nn.Module,
+        lr: float,  # alpha
         *,
-        lr: float,
-        damping: Damping | float,
-        curvature_samples: int | float | None,
         blocks: str,
-        momentum: float,
-        weight_decay: float,
-        accept: float | None,
-        forward: Forward | None,
+        momentum: float,  # mu
         fallback: str | None,
-        seed: int | None,
-        params: Iterable[Any] | None,
+        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
+        curvature_samples: int | float | None = None,  # N2
+        weight_decay: float = 0.0,
+        accept: float | None = None,  # eta
+        forward: Forward | None = None,
+        seed: int | None = None,
+        params: Iterable[Any] | None = None,
     ) -> None:
         self._blocks = chosen("blocks", blocks, BLOCKS)
         has_fallback = chosen("fallback", fallback, FALLBACKS)
@@ -122,6 +124,18 @@ class SecondOrder(torch.optim.Optimizer):
         self.state["damping"] = placed(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = full_signature(cls.__init__, SecondOrder.__init__)  # type: ignore[attr-defined]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SecondOrder:
+        if args or kwargs:  # copies are made without
+            try:
+                signature(cls).bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}") from None
+        return super().__new__(cls)
 
     # -- the contract -----------------------------------------------------------------------------------
 

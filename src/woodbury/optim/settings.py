@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
+
+from woodbury.damping import Damping
+from woodbury.model.fallback import Forward
+
+
+class Common(TypedDict, total=False):
+    """The arguments that every second-order optimizer takes; `woodbury.GaussNewton` describes them."""
+
+    damping: Damping | float  # lambda
+    curvature_samples: int | float | None  # N2
+    weight_decay: float
+    accept: float | None  # eta
+    forward: Forward | None
+    seed: int | None
+    params: Iterable[Any] | None
+
+
+def full_signature(own: Callable[..., None], common: Callable[..., None]) -> Signature:
+    """The arguments of a constructor with those it hands on by **common written out, as help() shows them."""
+    shown = [p for p in signature(own).parameters.values() if p.name not in ("self", "common")]
+    names = {parameter.name for parameter in shown} | {"self"}
+    base = signature(common).parameters
+    shown += [base[name] for name in Common.__annotations__ if name not in names]
+    return Signature(sorted(shown, key=lambda parameter: parameter.kind))
 
 
 @dataclass(frozen=True)
