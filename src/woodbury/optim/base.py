@@ -51,6 +51,9 @@ from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import (
     Hyperparameters,
     check_curvature_samples,
+    check_model_and_loss,
+    check_number,
+    check_whole_number,
     full_signature,
     plain_groups,
     read_settings,
@@ -100,11 +103,15 @@ class SecondOrder(torch.optim.Optimizer):
         self._blocks = chosen("blocks", blocks, BLOCKS)
         has_fallback = chosen("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
+        check_model_and_loss(model, loss)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
+            check_number(name, value)
+        if accept is not None:
+            check_number("accept", accept, above=-math.inf)
+        if forward is not None and not callable(forward):
+            raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
+        if seed is not None:
+            check_whole_number("seed", seed, least=0)
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)

@@ -19,7 +19,7 @@ from woodbury.linalg import minimize_quadratic
 from woodbury.losses.rules import check_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.passes import Piece
-from woodbury.optim.settings import Common
+from woodbury.optim.settings import Common, check_number, check_whole_number
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
 
@@ -56,15 +56,17 @@ class HessianFree(SecondOrder):
     ) -> None:
         if not 0 <= warm_start <= 1:
             raise ValueError(f"warm_start must lie in [0, 1], got {warm_start}")
-        if max_iterations < 1:
-            raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
-        if progress < 0:
-            raise ValueError(f"progress must not be negative, got {progress}")
+        check_whole_number("max_iterations", max_iterations, least=1)
+        check_number("progress", progress)
         self.max_iterations = max_iterations
         self.progress = progress
-        self.iterations = 0  # of CG in the last step
         # the base keeps the last p, times its momentum, for us
         super().__init__(model, loss, lr, blocks="full", momentum=warm_start, fallback="autograd", **common)
+
+    @property
+    def iterations(self) -> int:
+        """Of CG in the last step."""
+        return int(self.state.get("iterations", 0))
 
     def _propose(self, problem: Problem) -> Proposal:
         parameters = problem.plan.parameters
@@ -83,7 +85,6 @@ class HessianFree(SecondOrder):
             progress=self.progress,
             max_iterations=self.max_iterations,
         )
-        self.iterations = found.iterations
         squared = float(found.x @ found.x)
         return Proposal(
             displacement=Displacement(parameters, base=_vector.unflatten(found.x, parameters)),
@@ -95,6 +96,7 @@ class HessianFree(SecondOrder):
             parts=[piece.inputs for piece in objective.pieces],
             center=None,
             evaluate=objective.evaluate,
+            memory={"iterations": found.iterations},
         )
 
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:

@@ -29,7 +29,7 @@ from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_count
 from woodbury.optim.base import SecondOrder
-from woodbury.optim.settings import Common
+from woodbury.optim.settings import Common, check_whole_number
 from woodbury.optim.step import Problem, Proposal
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
@@ -74,8 +74,7 @@ class KFAC(SecondOrder):
         decay: float = 0.95,  # epsilon
         **common: Unpack[Common],
     ) -> None:
-        if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 1:
-            raise ValueError(f"refresh must be a whole number of steps, at least 1, got {refresh!r}")
+        check_whole_number("refresh", refresh, least=1)
         if not 0 <= decay < 1:
             raise ValueError(f"decay must lie in [0, 1), got {decay}")
         self.refresh = refresh

@@ -30,10 +30,11 @@ from woodbury.linalg import (
     solve_cholesky,
     solve_conjugate_gradient,
     solve_in_sample_space,
+    sum_of_squares,
 )
 from woodbury.optim.linearize import Linearization
 from woodbury.optim.parameter_space import answer_in_parameter_space, is_smaller
-from woodbury.optim.step import Answer, Problem, answer_of_vector
+from woodbury.optim.step import Answer, Problem, answer_of_inexact, answer_of_vector
 from woodbury.row_matrix import Rows
 
 
@@ -138,6 +139,12 @@ def answer_in_sample_space(
         lambda matrix, rhs: solver.solve(matrix, rhs, system.tolerance_in(rhs.dtype)),
     )
     displacement = Displacement(problem.plan.parameters, rows, found.coefficients, base, scales, form)
+    if not solver.exact:
+        vector = displacement.dense()
+        images = rows.layer_matvec(vector)
+        slope = line.slope(vector, torch.stack(images).sum(0))
+        curvature = sum_of_squares(system.blocks.join([own[: line.curvature_rows] for own in images]))
+        return answer_of_inexact(problem, displacement, slope, curvature / line.divisor, found.ok)
     if base is not None:
         return answer_of_vector(problem, displacement, damping, found.curvature, found.ok)
     # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other

@@ -26,7 +26,7 @@ from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
-from woodbury.optim.settings import Common
+from woodbury.optim.settings import Common, check_number
 from woodbury.optim.step import Answer, Problem, Proposal
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
@@ -56,8 +56,10 @@ class _SampleSpace(SecondOrder):
         autocast: torch.dtype | None = None,
         **common: Unpack[Common],
     ) -> None:
-        if max_bytes is not None and not max_bytes > 0:
-            raise ValueError(f"max_bytes must be positive or None, got {max_bytes}")
+        if max_bytes is not None:
+            check_number("max_bytes", max_bytes, above=0)
+        if solver_tolerance is not None:
+            check_number("solver_tolerance", solver_tolerance, above=0)
         if gram_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
