@@ -296,8 +296,11 @@ class SecondOrder(torch.optim.Optimizer):
             return None
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
+        shape = recording.shape_of(inputs, targets, device)
+        if shape is None:
+            return None
         plan, moving = self._plan(), self._moving_state(device)
-        key = Key(self._fingerprint(plan, moving), recording.shape_of(inputs, targets))
+        key = Key(self._fingerprint(plan, moving), shape)
         if not recordings.is_due(key, device):
             return None
         drawn_before = self._draws()
@@ -308,6 +311,9 @@ class SecondOrder(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         held = recordings.find(key)
         if held is None:
+            if any(parameter.device != device for parameter in self.model.parameters()):
+                recordings.give_up()
+                return None
 
             def run(
                 inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
@@ -338,7 +344,7 @@ class SecondOrder(torch.optim.Optimizer):
         return (
             *(fingerprint.Same(plan), self._structure.groups, tuple(groups), tuple(moving)),
             *(self.accept, self.curvature_samples, self._blocks, self.autocast, self.max_bytes, self._choices()),
-            *(full_precision.settings(), torch.are_deterministic_algorithms_enabled()),
+            *(full_precision.settings(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
             fingerprint.of_value(self.damping),
             fingerprint.of_function(self.forward),
             fingerprint.of_model(self.model),
