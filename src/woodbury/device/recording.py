@@ -124,8 +124,8 @@ def _allocated_in_all(device: torch.device) -> int:
 def shape_of(inputs: Any, targets: Tensor | None, device: torch.device) -> Hashable | None:
     """What must agree for two batches to share a recording; None for batches that no graph can read.
 
-    These are batches that are not on the device (a copy to it may still be under way when the next batch comes), and
-    those that hold anything but plain tensors and plain values.
+    These are batches that are not on the device (a copy to it may still be under way when the next batch comes),
+    and those that hold anything but plain tensors and plain values.
     """
     tensors, plain = [inputs, targets], ()
     if not isinstance(inputs, Tensor):
