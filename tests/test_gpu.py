@@ -1,6 +1,7 @@
 """The same steps on a CUDA device: equal to the CPU's, rejected on the device, and without waiting for it."""
 
 import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -209,6 +210,22 @@ def test_batches_of_several_shapes_are_recorded_each():
             b = optimizer.step(problem.inputs[:size], problem.targets[:size]).as_dict()
             assert a == b
     assert len(optimizer._recordings._recordings) == 2
+
+
+def test_a_recorded_optimizer_can_be_copied_and_changed():
+    ((_, _), (problem, optimizer)) = recorded("softmax", "smw-gn")
+    for _ in range(5):
+        optimizer.step(problem.inputs, problem.targets)
+    assert is_recorded(optimizer)
+    expected = flatten(optimizer.direction(problem.inputs, problem.targets))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        torch.testing.assert_close(flatten(other.direction(problem.inputs, problem.targets)), expected)
+    optimizer.solver = "cg"
+    optimizer.step(problem.inputs, problem.targets)
+    optimizer.solver = "cholesky"
+    for _ in range(5):
+        optimizer.step(problem.inputs, problem.targets)
+    assert is_recorded(optimizer)
 
 
 def test_models_that_draw_random_numbers_are_not_recorded():

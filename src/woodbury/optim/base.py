@@ -512,7 +512,7 @@ class SecondOrder(torch.optim.Optimizer):
         return own | {
             "_structure": self._structure.unread(),
             "_orders": _random.Orders(),
-            "_recorded": None if self._recordings is None else Recordings(),
+            "_recordings": None if self._recordings is None else Recordings(),
         }
 
     def __repr__(self) -> str:

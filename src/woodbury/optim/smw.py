@@ -70,6 +70,7 @@ class _SampleSpace(SecondOrder):
         self.max_bytes = max_bytes
         self.autocast = autocast
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
+        self.capture = capture
         self._recordings = Recordings() if capture and self._solver.exact else None
 
     @property
@@ -81,8 +82,8 @@ class _SampleSpace(SecondOrder):
     def solver(self, name: str) -> None:
         self._solver = chosen("solver", name, SOLVERS)
         self._structure = Structure(self._structure.has_fallback, self.by_layers, self.max_bytes)
-        if not self._solver.exact:  # it looks at numbers as it goes
-            self._recordings = None
+        # the others look at numbers as they go, which no graph can record
+        self._recordings = Recordings() if self.capture and self._solver.exact else None
 
     @property
     def by_layers(self) -> bool:  # type: ignore[override]
