@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from woodbury.device.constants import identity, ones
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
@@ -150,18 +149,18 @@ def solve_in_sample_space(
     m, rest = curvature_rows, gram.shape[-1] - curvature_rows
     # damping itself is computed along: the decrease that the model predicts will ask for it
     shift, length, _ = compute(damping * divisor, damping * count, damping)
-    head, across = gram.narrow(-2, 0, m).split((m, rest), -1)
-    matrix = _plus_diagonal(head, shift)
+    head = gram.narrow(-2, 0, m)
+    matrix = _plus_diagonal(head.narrow(-1, 0, m), shift)
     constant = e is None and rest > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift
     if rest:
-        rhs = rhs - across.sum(-1)
+        rhs = rhs - head.narrow(-1, m, rest).sum(-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
-    curvature = squared_distance(e, x) * (divisor / (count * count))
+    curvature = sum_of_squares(e - x) * (divisor / (count * count))
     if rest:
         outside = ones(rest, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
@@ -201,15 +200,8 @@ def sum_of_squares(values: Tensor) -> Scalar:
     if values.is_cuda:  # one kernel, where a dot product takes two
         norm = scalar(torch.linalg.vector_norm(values))
         return norm * norm
-    flat = values.reshape(-1)
+    flat = values if values.dim() == 1 else values.reshape(-1)
     return scalar(torch.dot(flat, flat))
-
-
-def squared_distance(a: Tensor, b: Tensor) -> Scalar:
-    """|a - b|^2; a may have fewer axes than b."""
-    if b.is_cuda or a.shape != b.shape:
-        return sum_of_squares(a - b)
-    return scalar(F.mse_loss(a, b, reduction="sum"))  # one operation
 
 
 def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
