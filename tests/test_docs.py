@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from test_imports import FLOORS, ROOMS
 
 ROOT = Path(__file__).parent.parent
