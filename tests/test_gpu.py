@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -231,6 +232,28 @@ def test_capture_false_and_large_steps_take_ordinary_steps(monkeypatch):
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss)
     for _ in range(5):
         optimizer.step(*batch)
+    assert not is_recorded(optimizer)
+
+
+def test_batches_that_no_graph_can_read_take_ordinary_steps():
+    """A copy to the device, or an array that changes in place, would be read as it was when recorded."""
+    model = nn.Linear(4, 3).cuda()
+    targets = torch.randint(3, (6,), device="cuda")
+
+    def forward(model, inputs):
+        values, scale = inputs
+        return model(values.to("cuda")) * float(scale[0])
+
+    scale = np.ones(2000)
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), forward=forward, lr=0.0)
+    inputs = torch.randn(6, 4, device="cuda")
+    expected = [float(optimizer.step((inputs, scale), targets).loss) for _ in range(5)]
+    assert not is_recorded(optimizer) and len(set(expected)) == 1
+    scale[0] = 2.0
+    assert float(optimizer.step((inputs, scale), targets).loss) != expected[0]
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), forward=lambda net, x: net(x.to("cuda")))
+    for _ in range(5):
+        optimizer.step(inputs.cpu(), targets)
     assert not is_recorded(optimizer)
 
 

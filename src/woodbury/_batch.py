@@ -137,7 +137,10 @@ def ordered(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, cu
 
 def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
     """An order of the batch that puts a given subset in front, and the size of the subset."""
-    chosen = torch.as_tensor(subset).cpu()
+    try:
+        chosen = torch.as_tensor(subset).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        chosen = torch.empty(0)
     if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.dim() != 1 or len(chosen) == 0:
         raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
     chosen = chosen.long()

@@ -124,8 +124,8 @@ class Displacement:
                 if local == form.weight:
                     self.parameters[name].addmm_(change, inputs, alpha=-rate)
                 else:
-                    count = ones(change.shape[1], change.dtype, change.device)
-                    self.parameters[name].addmv_(change, count, alpha=-rate)
+                    summed = ones(contracted.shape[0], contracted.dtype, contracted.device)
+                    self.parameters[name].addmv_(change, summed, alpha=-rate)
 
     def _only_factored(self) -> list[_Factored]:
         """Layers whose p is not formed."""
@@ -170,8 +170,8 @@ def _moved_linear(
     input: Tensor,
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T as they are known from a pass."""
-    _, form, contracted = own
-    seen = None if capture is None or form.inner is None else capture.seen_by(own.layer.name)
+    layer, form, contracted = own
+    seen = None if capture is None or form.inner is None else capture.seen_by(layer.name)
     if (
         seen is not None
         and form.inner is not None
@@ -179,11 +179,11 @@ def _moved_linear(
         and not (input.requires_grad and torch.is_grad_enabled())  # someone differentiates in the inputs
         and _same_memory(input, seen.inputs)
     ):
-        inner = form.inner
+        inner = form.inner if form.inner.dtype == contracted.dtype else form.inner.to(contracted.dtype)
         if inner.shape[0] != input.shape[0]:
             start = form.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
-        return torch.addmm(seen.outputs.detach(), inner.to(contracted.dtype), contracted, alpha=-1)
+        return torch.addmm(seen.outputs.detach(), inner, contracted, alpha=-1)
     return form.output_change(input, contracted, plain(input))
 
 

@@ -67,7 +67,7 @@ class Rows:
 
     def __init__(self, plan: Plan, forms: Mapping[str, RowForm], count: int, scale: float = 1.0) -> None:
         self.plan = plan
-        self.forms = dict(forms)
+        self.forms = forms
         self.count = count
         self.scale = scale
         self._names = plan.owned

@@ -244,6 +244,8 @@ _works = True  # until a kernel could not be made
 
 def compute(*values: Any) -> tuple[Any, ...]:
     """The same numbers with every `Number` among them as its tensor, all by one kernel where that can be."""
+    if Number not in map(type, values):  # on the CPU
+        return values
     pending = [value for value in values if isinstance(value, Number) and value.value is None]
     if pending and torch.cuda.is_available():
         _compute_by_kernel(pending)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -130,6 +130,12 @@ class Chain:
     activations: tuple[nn.Module, ...]  # between them, one less
     flatten: nn.Flatten | None  # before the first
 
+    @cached_property
+    def maps(self) -> list[Callable[[Tensor], Tensor]]:
+        """v -> W v + b of each layer."""
+        pairs = zip(self.weights, self.biases, strict=True)
+        return [partial(linear, weight=weight, bias=bias) for weight, bias in pairs]
+
     def is_current(self, model: nn.Module) -> bool:
         """Whether a model still consists of these very modules and parameters, with nothing hung on any.
 
@@ -164,8 +170,8 @@ class Chain:
     def run(self, inputs: Tensor) -> ChainCapture:
         """One pass over a batch (n, i), or what flattens to it; to be called under torch.no_grad()."""
         given, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
-        for index, weight in enumerate(self.weights):
-            z = linear(given[-1], weight, self.biases[index])
+        for index, apply in enumerate(self.maps):
+            z = apply(given[-1])
             sums.append(z)
             if index < len(self.activations):
                 given.append(self.activate(index, z))
@@ -228,11 +234,11 @@ class ChainCapture:
         """The outputs with parameters changed by so much, layers named in `forwards` computed by these."""
         chain, v = self.chain, self.given[0]
         for index, layer in enumerate(chain.layers):
-            weight, bias = chain.weights[index], chain.biases[index]
             moved = forwards.get(layer.name)
             if moved is not None:
-                z = moved(partial(linear, weight=weight, bias=bias), v)
+                z = moved(chain.maps[index], v)
             else:
+                weight, bias = chain.weights[index], chain.biases[index]
                 z = linear(v, _changed(weight, layer, "weight", changes), _changed(bias, layer, "bias", changes))
             if index < len(chain.activations):
                 v = chain.activate(index, z)
