@@ -1,4 +1,4 @@
-"""What the pages say exists: every function, test and file that README.md and docs/*.md name."""
+"""What the pages say exists: every function, test and file that README, CONTRIBUTING and docs/*.md name."""
 
 import ast
 import importlib
@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from test_imports import FLOORS, ROOMS
+
 ROOT = Path(__file__).parent.parent
 METHOD = ROOT / "docs" / "method.md"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
@@ -30,7 +32,7 @@ def names(text):
 
 
 def resolve(name):
-    """The object a dotted name stands for. Modules go first: `woodbury.rows` is a module and a function."""
+    """The object a dotted name stands for: the longest part of it that is a module, then attributes."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         module = ".".join(parts[:length])
@@ -96,6 +98,24 @@ def test_every_item_of_the_paper_has_a_function_and_a_test():
     expected = [f"({number})" for number in range(1, 8)] + [f"Algorithm {number}," for number in range(1, 8)]
     for label in [*expected, "rule for lambda", "its constants", "Lemma 1", "Theorem 1", "footnote", "cost"]:
         assert any(item.startswith(label) for item in items), label
+
+
+def test_every_equation_of_the_paper_has_one_place():
+    for line in METHOD.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\| \(\d\) ", line):
+            assert len(names(line.split(" | ")[1])) == 1, line
+
+
+def test_the_map_is_that_of_the_imports():
+    """CONTRIBUTING.md names every room, highest first, and every module of a folder beside it."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## The map")[2].partition("\n## ")[0]
+    rooms = re.findall(r"^    (\w+)(/?) +(.*(?:\n {20}.*)*)", section, flags=re.MULTILINE)
+    assert [name for name, _, _ in rooms] == ROOMS[::-1]
+    for name, folder, text in rooms:
+        assert bool(folder) == (name in FLOORS), name
+        modules = {module for floor in FLOORS.get(name, []) for module in floor}
+        assert modules <= set(re.findall(r"\w+", text)), name
 
 
 @pytest.mark.parametrize("number, code", list(enumerate(MODELS)))
