@@ -3,7 +3,7 @@
 A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian
 H_i = d2l/dy_i2 = S_i S_i^T. A rule gives the values l, the residuals r, the factor S and the count M: the number
 of samples, or of tokens where l sums over those of a sample. Where r lies in the range of S it also gives e with
-S e = r, which keeps small damping accurate (see `optim.smw`).
+S e = r, which keeps small damping accurate (see `woodbury.optim.sample_space`).
 
 Outputs and targets reach a rule with one row per sample: outputs (n, C), all of a sample's in one row.
 """

@@ -76,11 +76,11 @@ class SecondOrder(torch.optim.Optimizer):
     """Base of the second-order optimizers. See `woodbury.GaussNewton` for the arguments."""
 
     curvature: Curvature
-    by_layers = True  # whether it works with rows, which layers give
+    _by_layers = True  # whether it works with rows, which layers give
     max_bytes: int | None = None  # for temporaries of the rows
     autocast: torch.dtype | None = None  # of the passes through the model
-    keeps_nothing = False  # of what `_propose` computes, so that torch need not follow it
-    twice_differentiated = False  # whether it takes derivatives of the model's derivatives
+    _keeps_nothing = False  # of what `_propose` computes, so that torch need not follow it
+    _twice_differentiated = False  # whether it takes derivatives of the model's derivatives
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -119,7 +119,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.accept = accept
         self.forward = forward or call_model
         self.last: StepInfo | None = None
-        self._structure = Structure(has_fallback, self.by_layers, self.max_bytes)
+        self._structure = Structure(has_fallback, self._by_layers, self.max_bytes)
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
         self._recordings: Recordings | None = None
         self._orders = _random.Orders()
@@ -261,7 +261,7 @@ class SecondOrder(torch.optim.Optimizer):
 
         random is where the generators stood before the first pass, for the trial pass to repeat.
         """
-        by_hand = problem.chain is not None and self.keeps_nothing
+        by_hand = problem.chain is not None and self._keeps_nothing
         with torch.inference_mode() if by_hand else self._derivatives(problem):
             proposal = self._propose(problem)
             with nullcontext() if random is None else _random.replayed(random):
@@ -287,7 +287,7 @@ class SecondOrder(torch.optim.Optimizer):
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
         if problem.chain is not None:
             return torch.no_grad()  # by hand
-        return _many_times() if twice or self.twice_differentiated else nullcontext()
+        return _many_times() if twice or self._twice_differentiated else nullcontext()
 
     def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Tensor | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""

@@ -25,7 +25,7 @@ from woodbury.products import FactorProducts
 
 
 class HessianFree(SecondOrder):
-    """p is close to -(B + lambda I)^{-1} g, B the Gauss-Newton matrix, by early-terminated CG.
+    """Hessian-free optimization (Martens 2010): p close to -(B + lambda I)^{-1} g, by CG that ends early.
 
     CG lowers phi(p) = p^T (B + lambda I) p / 2 + g . p from warm_start times the last p and stops by relative
     progress (see `woodbury.linalg.minimize_quadratic`). With progress=0 and enough iterations it is the step
@@ -33,15 +33,15 @@ class HessianFree(SecondOrder):
 
     Args:
         model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
-            `GaussNewton`; the layers of the model may be of any kind.
+            `GaussNewton`; the layers of the model may be of any kind. Steps are never recorded.
         warm_start: the part of the last p that CG starts from, 0 for none.
         max_iterations: of CG, each about the cost of two gradients over S2.
-        progress: CG stops when phi fell by less than this, relatively, per iteration.
+        progress: CG stops after iteration i when (phi_i - phi_{i-k}) / phi_i < k progress, k = max(10, i / 10).
     """
 
     curvature = CURVATURES["gauss-newton"]
-    by_layers = False
-    twice_differentiated = True
+    _by_layers = False
+    _twice_differentiated = True
 
     def __init__(
         self,

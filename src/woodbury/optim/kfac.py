@@ -46,20 +46,20 @@ class Factors(NamedTuple):
 
 
 class KFAC(SecondOrder):
-    """p = -(G + sqrt(lambda) / pi I)^{-1} g (A + pi sqrt(lambda) I)^{-1} for each layer's gradient g.
+    """KFAC (Martens & Grosse 2015): p = -(G + sqrt(lambda) / pi I)^{-1} g (A + pi sqrt(lambda) I)^{-1} by layer.
 
     A and G are running averages over the steps, pi = sqrt(mean eigenvalue of A / mean eigenvalue of G): the
     factored Tikhonov damping of Martens & Grosse, section 6.3. G holds the loss Hessian's own factor, which is
     the expectation over labels drawn from the model, taken exactly. The model behind rho, and with it lambda, is
     KFAC's own: m(0) - m(p) = -g . p - p^T (A (x) G) p / 2 with the A and G that were inverted. `verify` tells how
-    far p is from solving the exact block-diagonal system. Layers must be Linear, on one vector
-    per sample.
+    far p is from solving the exact block-diagonal system: it is not small. Layers must be Linear, on one vector per
+    sample. Steps are never recorded.
 
     Args:
         model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
-            `GaussNewton`. With weight decay, lambda in the formula above is lambda + the largest of the layer.
+            `GaussNewton`. With weight decay, lambda in the formula above is lambda + the layer's largest weight decay.
         refresh: the inverses are computed at every so many steps (and at the first three).
-        decay: of the running averages, at most; step t (from 1) uses min(1 - 1/t, decay).
+        decay: of the running averages of A and G: step t (from 1) uses the weight min(1 - 1/t, decay).
     """
 
     curvature = CURVATURES["gauss-newton"]

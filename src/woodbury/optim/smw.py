@@ -37,7 +37,7 @@ _RAISES = 12  # how often, tenfold each time, lambda may be raised within a step
 class _SampleSpace(SecondOrder):
     """The two methods of the paper; they differ in the factor S only."""
 
-    keeps_nothing = True
+    _keeps_nothing = True
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class _SampleSpace(SecondOrder):
     @solver.setter
     def solver(self, name: str) -> None:
         self._solver = chosen("solver", name, SOLVERS)
-        self._structure = Structure(self._structure.has_fallback, self.by_layers, self.max_bytes)
+        self._structure = Structure(self._structure.has_fallback, self._by_layers, self.max_bytes)
         # the others look at numbers as they go, which no graph can record
         self._recordings = Recordings() if self.capture and self._solver.exact else None
 
     @property
-    def by_layers(self) -> bool:  # type: ignore[override]
+    def _by_layers(self) -> bool:  # type: ignore[override]
         return self._solver.forms_rows
 
     @property
-    def twice_differentiated(self) -> bool:  # type: ignore[override]
+    def _twice_differentiated(self) -> bool:  # type: ignore[override]
         return not self._solver.forms_rows
 
     def _choices(self) -> Hashable:
@@ -194,7 +194,7 @@ class GaussNewton(_SampleSpace):
     """SMW-GN: p = -(B + lambda I)^{-1} g with the Gauss-Newton matrix B = (1/N2) sum_{S2} J_i^T H_i J_i.
 
     Args:
-        model: any module made of layers a rule covers; only parameters with requires_grad are trained.
+        model: any module; only parameters with requires_grad are trained. Layers without a rule need `fallback`.
         loss: CrossEntropyLoss (per token too, ignored targets included), BCEWithLogitsLoss, MSELoss (mean
             reduction), or one added by `register_loss`.
         lr: alpha, theta moves by alpha p.
@@ -204,11 +204,12 @@ class GaussNewton(_SampleSpace):
         blocks: "full", or "layer" for a block-diagonal B with one block per layer.
         momentum: mu: p minimises the damped model around mu p_prev instead of around 0.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.
-        accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss).
-        solver: for the small system: "cholesky" (exact; in the space of parameters where a step has more rows
-            than these), "cg" (conjugate gradients with the explicit matrix) or "products" (conjugate gradients
-            through U and U^T by autograd: neither rows nor a Gram matrix in memory).
-        solver_tolerance: relative residual at which "cg" and "products" stop.
+        accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss). A loss at theta
+            that is not finite raises on the CPU; on other devices the step is rejected.
+        solver: "cholesky" (exact; solves the system with one row per factor row or the one with one row per
+            parameter, whichever is smaller), "cg" (conjugate gradients with the explicit Gram matrix) or
+            "products" (conjugate gradients through U and U^T by autograd: no rows and no Gram matrix in memory).
+        solver_tolerance: relative residual at which "cg" and "products" stop (default eps^(3/4) of the type).
         gram_dtype: accumulate and solve the small system in this type (torch.float64 buys 2 to 4 digits
             of a float32 step at small damping).
         forward: f(model, inputs) in place of model(inputs).
@@ -216,13 +217,15 @@ class GaussNewton(_SampleSpace):
             the model does not allow that. Exact too, and slower.
         max_bytes: memory for temporaries of the rows and of the Gram matrix (default 256 MiB, on a GPU 1 GiB):
             less is slower, not fatal.
-        capture: on a CUDA device a step whose shapes repeat is recorded into a CUDA graph after two ordinary steps
-            and replayed: the same numbers in a fraction of the time where steps are small. Steps that need much
-            memory, models that draw random numbers and what cannot be recorded take ordinary steps. A replay runs
-            no Python: False turns it off for a model whose `forward` reads numbers that change from outside its
-            own modules, or does more than compute.
+        capture: on a CUDA device a step whose shapes repeat is recorded into a CUDA graph after two ordinary
+            steps and replayed: the same numbers in a fraction of the time where steps are small. Ordinary steps are
+            taken with `subset=`, `full=`, "cg" and "products", by models that draw random numbers or wait for the
+            device, for batches on another device, and where a step allocates more than 1 GiB. A replay runs no
+            Python: pass False if `forward` reads numbers that change elsewhere than in its modules, closures and
+            plain globals.
         autocast: torch.bfloat16 runs the model, forward and backward, under torch.autocast; rows, Gram matrix and
-            solve stay in the type of the parameters. rho then sees what exceeds the rounding of bfloat16 only.
+            solve stay in the type of the parameters. A decrease of the loss below the rounding of bfloat16 then
+            counts as a good step.
         seed: of the draws of S2; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
