@@ -52,12 +52,12 @@ class KFAC(SecondOrder):
     factored Tikhonov damping of Martens & Grosse, section 6.3. G holds the loss Hessian's own factor, which is
     the expectation over labels drawn from the model, taken exactly. The model behind rho, and with it lambda, is
     KFAC's own: m(0) - m(p) = -g . p - p^T (A (x) G) p / 2 with the A and G that were inverted. `verify` tells how
-    far p is from solving the exact block-diagonal system: it is not small. Layers must be Linear, on one vector per
-    sample. Steps are never recorded.
+    far p is from solving the exact block-diagonal system: it is not small. Layers must be Linear, on one vector
+    per sample. Steps are never recorded.
 
     Args:
         model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
-            `GaussNewton`. With weight decay, lambda in the formula above is lambda + the layer's largest weight decay.
+            `GaussNewton`. With weight decay, lambda above is lambda + the layer's largest weight decay.
         refresh: the inverses are computed at every so many steps (and at the first three).
         decay: of the running averages of A and G: step t (from 1) uses the weight min(1 - 1/t, decay).
     """
