@@ -219,8 +219,8 @@ class GaussNewton(_SampleSpace):
             less is slower, not fatal.
         capture: on a CUDA device a step whose shapes repeat is recorded into a CUDA graph after two ordinary
             steps and replayed: the same numbers in a fraction of the time where steps are small. Ordinary steps
-            are taken with `subset=`, `full=`, "cg" and "products", by models that draw random numbers or wait for the
-            device, for batches on another device, and where a step allocates more than 1 GiB. A replay runs no
+            are taken with `subset=`, `full=`, "cg" and "products", by models that draw random numbers or wait for
+            the device, for batches on another device, and where a step allocates more than 1 GiB. A replay runs no
             Python: pass False if `forward` reads numbers that change elsewhere than in its modules, closures and
             plain globals.
         autocast: torch.bfloat16 runs the model, forward and backward, under torch.autocast; rows, Gram matrix and
