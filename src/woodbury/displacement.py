@@ -171,19 +171,19 @@ def _moved_linear(
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T as they are known from a pass."""
     _, form, contracted = own
-    seen = None if capture is None or form.inner is None else capture.seen_by(own.layer.name)
+    call = None if capture is None or form.inner is None else capture.call_of(own.layer.name)
     if (
-        seen is not None
+        call is not None
         and form.inner is not None
-        and seen.is_intact
+        and call.is_intact
         and not (input.requires_grad and torch.is_grad_enabled())  # someone differentiates in the inputs
-        and _same_memory(input, seen.inputs)
+        and _same_memory(input, call.inputs)
     ):
         inner = form.inner
         if inner.shape[0] != input.shape[0]:
             start = form.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
-        return torch.addmm(seen.outputs.detach(), inner.to(contracted.dtype), contracted, alpha=-1)
+        return torch.addmm(call.outputs.detach(), inner.to(contracted.dtype), contracted, alpha=-1)
     return form.output_change(input, contracted, plain(input))
 
 

@@ -164,8 +164,8 @@ def record(
 ) -> Recording:
     """Record run(inputs, targets, rates, state) -> (numbers, new state) on buffers; nothing is computed yet.
 
-    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is that of
-    the rates.
+    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is that
+    of the rates.
     """
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
     held = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]

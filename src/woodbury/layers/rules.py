@@ -19,7 +19,9 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
     bias = None if layer.bias is None else "bias"
     if inputs.dim() == 2:
         n, k, _ = grads.shape
-        return OuterRows(inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own(layer))
+        return OuterRows(
+            inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own_parameters(layer)
+        )
     if inputs.dim() < 2:
         raise ValueError(
             f"Linear got an input of shape {tuple(inputs.shape)}; the rule covers (n, ..., features), "
@@ -29,7 +31,7 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
     return sequence_rows(inputs, grads, layer.weight.shape, "weight", bias)
 
 
-def has_own(layer: nn.Module) -> bool:
+def has_own_parameters(layer: nn.Module) -> bool:
     """Whether weight and bias are the layer's own parameters, not computed from others (a parametrization)."""
     return all(name in layer._parameters for name in OWN)
 

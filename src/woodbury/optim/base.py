@@ -483,7 +483,7 @@ class SecondOrder(torch.optim.Optimizer):
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
         own = {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
         return own | {
-            "_structure": self._structure.unread(),
+            "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
             "_recorded": None if self._recordings is None else Recordings(),
         }

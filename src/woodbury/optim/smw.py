@@ -159,14 +159,14 @@ class _SampleSpace(SecondOrder):
         height = row_count + batch.samples - batch.curvature
         outputs = raw.numel() // raw.shape[0]
         # in parameter space a block has fewer parameters than there are rows: this bounds both cases below
-        if not plan.rest and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
+        if not plan.uncovered and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
             return
         size = self._solver.size(problem, system, row_count)
         columns = row_count * outputs * number
         wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
         written_out = row_count * plan.size if size < height else 0  # in parameter space
-        if plan.rest:
-            written_out += height * sum(plan.parameters[name].numel() for name in plan.rest)
+        if plan.uncovered:
+            written_out += height * sum(plan.parameters[name].numel() for name in plan.uncovered)
         # written out and collected; the matrix, with damping, and its factor
         needed = (2 * written_out + 3 * len(system.blocks.sizes(plan)) * size**2) * wide
         if columns + needed < _WORTH_ASKING:
