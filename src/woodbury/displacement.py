@@ -184,7 +184,7 @@ def _moved_linear(
             start = form.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
         return torch.addmm(call.outputs.detach(), inner.to(contracted.dtype), contracted, alpha=-1)
-    return form.output_change(input, contracted, plain(input))
+    return form.outputs_after(input, contracted, plain(input))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -20,7 +20,7 @@ from woodbury._choice import FALLBACKS, chosen
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, RowForm, limit, windows
+from woodbury.layers.forms import OuterRows, RowForm, byte_limit, windows
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_count, loss_rule
 from woodbury.model.capture import call_model, capture
@@ -211,7 +211,7 @@ class Rows:
 
     def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
         """The parameters of a block in pieces whose rows take no more than half of what temporaries may."""
-        budget = limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.count)
+        budget = byte_limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.count)
         strips: list[list[Slab]] = [[]]
         room = budget
         for name in block:

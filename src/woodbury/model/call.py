@@ -12,7 +12,7 @@ from woodbury import _batch
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.registry import as_form
 from woodbury.layers.rules import sequence_rows
-from woodbury.layers.sums import Place, whole
+from woodbury.layers.sums import Place, whole_parameter
 from woodbury.model.plan import Layer, Plan
 
 
@@ -88,4 +88,6 @@ class Call:
         """The form's own names -> the place in a parameter (by its name in the model) where the rows belong."""
         if self.maps is not None:
             return {own: place for own, place in zip(("weight", "bias"), self.maps, strict=True) if place}
-        return {own: whole(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()}
+        return {
+            own: whole_parameter(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()
+        }

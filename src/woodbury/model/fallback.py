@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._vector import Vector
-from woodbury.layers.forms import limit, windows
+from woodbury.layers.forms import byte_limit, windows
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -138,7 +138,7 @@ def rows_by_func(
     results = []
     with warnings.catch_warnings(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the others do not batch
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        for window in windows(samples, limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
+        for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
             own = [leaves[index][window] for index in mapped]
             results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
     outputs, rows = zip(*results, strict=True)
