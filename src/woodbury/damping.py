@@ -1,4 +1,4 @@
-"""Damping policies: how lambda starts and how it answers to the reduction ratio rho.
+"""Damping policies: where lambda starts, and how it changes with the reduction ratio rho.
 
 A policy is a frozen dataclass with `initial`, `floor` and `next(value, ratio)`. The damping of a step
 is value + floor; the value is state of the optimizer, the policy is not.
@@ -15,9 +15,9 @@ from woodbury.device.scalars import Scalar, where
 class Damping(Protocol):
     """A rule for lambda.
 
-    `next` gets plain floats when the model is on the CPU and numbers of the device otherwise
-    (`woodbury.device.scalars.Number`, a 0-dim tensor for all purposes); there it must not wait for the device
-    (`woodbury.device.scalars.where` chooses without waiting and takes both).
+    `next` gets plain floats when the model is on the CPU. On another device it gets numbers of that device
+    (`woodbury.device.scalars.Number`, which behave as 0-dim tensors) and must not wait for them:
+    `woodbury.device.scalars.where` takes both kinds and does not wait.
     """
 
     @property
@@ -31,7 +31,7 @@ class Damping(Protocol):
 
 @dataclass(frozen=True)
 class LevenbergMarquardt:
-    """The paper's rule: lambda = value + floor, value raised where the model failed, lowered where it held.
+    """The paper's rule: lambda = value + floor; value rises where the model is wrong and falls where it is right.
 
     ratio < threshold:      value <- boost value
     ratio > 1 - threshold:  value <- drop value
@@ -65,7 +65,7 @@ class LevenbergMarquardt:
 
 @dataclass(frozen=True)
 class Constant:
-    """lambda stays where it is put."""
+    """A constant lambda."""
 
     initial: float
     floor: float = 0.0

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
-from woodbury._choice import FALLBACKS, chosen
+from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
@@ -95,8 +95,8 @@ class SecondOrder(torch.optim.Optimizer):
         seed: int | None,
         params: Iterable[Any] | None,
     ) -> None:
-        self._blocks = chosen("blocks", blocks, BLOCKS)
-        has_fallback = chosen("fallback", fallback, FALLBACKS)
+        self._blocks = part_named("blocks", blocks, BLOCKS)
+        has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0:
@@ -168,7 +168,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     @blocks.setter
     def blocks(self, name: str) -> None:
-        self._blocks = chosen("blocks", name, BLOCKS)
+        self._blocks = part_named("blocks", name, BLOCKS)
 
     def direction(
         self,
@@ -216,7 +216,7 @@ class SecondOrder(torch.optim.Optimizer):
                 damping=proposal.damping,
                 decay=problem.hyper.weight_decay,
                 previous=proposal.center,
-                blocks=self._blocks.of(problem.plan),
+                blocks=self._blocks.parameter_names(problem.plan),
                 at_outputs=self.curvature.at_outputs,
             )
         finally:
@@ -402,7 +402,7 @@ class SecondOrder(torch.optim.Optimizer):
         else:
             order, count = _batch.subset_first(subset, samples)
             order = order.to(self._device())
-        return _batch.ordered(inputs, targets, samples, order, count)
+        return _batch.ordered_batch(inputs, targets, samples, order, count)
 
     def _curvature_count(self, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._choice import chosen
+from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
 from woodbury.curvature import CURVATURES
 from woodbury.damping import Damping, LevenbergMarquardt
@@ -69,7 +69,7 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast must be torch.bfloat16 or None, got {autocast}")
-        self._solver = chosen("solver", solver, SOLVERS)
+        self._solver = part_named("solver", solver, SOLVERS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
@@ -98,7 +98,7 @@ class _SampleSpace(SecondOrder):
 
     @solver.setter
     def solver(self, name: str) -> None:
-        self._solver = chosen("solver", name, SOLVERS)
+        self._solver = part_named("solver", name, SOLVERS)
         self._structure = Structure(self._structure.has_fallback, self.by_layers, self.max_bytes)
         if not self._solver.exact:  # it looks at numbers as it goes
             self._recordings = None
@@ -147,7 +147,7 @@ class _SampleSpace(SecondOrder):
         )
 
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
-        products_by = None if self._solver.forms_rows else system.blocks.of(problem.plan)
+        products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
         return linearize(problem, self.curvature, products_by, check_memory)
 
