@@ -35,9 +35,9 @@ from woodbury.device.scalars import (
     as_truth,
     compute,
     magnitude,
-    placed,
     ratio_where,
     scalar,
+    to_device,
 )
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
@@ -119,7 +119,7 @@ class SecondOrder(torch.optim.Optimizer):
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
-        self.state["damping"] = placed(self.damping.initial, self._device())
+        self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
 
@@ -330,7 +330,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _moving_state(self, device: torch.device) -> dict[str, Any]:
         """The state that every step replaces, as tensors on the device."""
-        moving: dict[str, Any] = {"damping": placed(self.state["damping"], device)}
+        moving: dict[str, Any] = {"damping": to_device(self.state["damping"], device)}
         if "momentum" in self.state:
             moving["momentum"] = {name: value.to(device) for name, value in self.state["momentum"].items()}
         return moving
@@ -360,7 +360,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._whole = _batch.whole_leaves(inputs, samples, self._whole)
         plan = self._plan()
         batch = self._choose(inputs, targets, samples, subset)
-        self.state["damping"] = placed(self.state["damping"], self._device())
+        self.state["damping"] = to_device(self.state["damping"], self._device())
         return self._problem(plan, batch, full)
 
     def _problem(
