@@ -59,8 +59,8 @@ class LevenbergMarquardt:
             raise ValueError(f"LevenbergMarquardt: floor must not be negative, got {self.floor}")
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
-        factor = where(ratio > 1 - self.threshold, self.drop, 1.0)
-        return value * where(ratio >= self.threshold, factor, self.boost)  # nan is not >= anything
+        multiplier = where(ratio > 1 - self.threshold, self.drop, 1.0)
+        return value * where(ratio >= self.threshold, multiplier, self.boost)  # nan is not >= anything
 
 
 @dataclass(frozen=True)

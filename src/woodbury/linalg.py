@@ -30,22 +30,22 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
     matrix (b, m, m), rhs (b, m). Where the matrix is not numerically positive definite `ok` is false
     and x has no meaning.
     """
-    factor, info = torch.linalg.cholesky_ex(matrix)
+    lower, info = torch.linalg.cholesky_ex(matrix)
     if matrix.is_cuda and matrix.dim() == 3:
         # cholesky_solve allocates memory there that a CUDA graph cannot record
-        half = torch.linalg.solve_triangular(factor, rhs.unsqueeze(-1), upper=False)
-        x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+        half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
+        x = torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
     else:
-        x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
+        x = torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
     return Solution(x, scalar(info if info.dim() == 0 else info.any()) == 0, 1)
 
 
 def solve_conjugate_gradient(
     product: Callable[[Tensor], Tensor], rhs: Tensor, tolerance: float, max_iterations: int
 ) -> Solution:
-    """Solve A x = rhs for symmetric positive definite A given as a product, block by block.
+    """Solve A x = rhs for symmetric positive definite A by conjugate gradients, block by block.
 
-    product maps (b, m) to (b, m). Stops when every block has |A x - rhs| <= tolerance |rhs|; `ok` is
+    product computes A x, (b, m), for x (b, m). Stops when every block has |A x - rhs| <= tolerance |rhs|; `ok` is
     false if that did not happen within max_iterations.
     """
     size = rhs.abs().amax(-1, keepdim=True)  # so that squares do not underflow

@@ -89,8 +89,8 @@ class Rows:
                 own = None if scales is None else self._scales_of(name, scales)
                 total = form.gram(other.forms[name], own, dtype, total)
         assert total is not None
-        factor = self.scale * other.scale
-        return total if factor == 1.0 else total.mul_(factor)
+        scale = self.scale * other.scale
+        return total if scale == 1.0 else total.mul_(scale)
 
     def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The first rows of the Gram matrix of each layer, (row_count, r), where all rows are outer products.
@@ -129,13 +129,13 @@ class Rows:
     ) -> list[Tensor]:
         """The terms of `gram`, one per layer."""
         other = self if other is None else other
-        factor = self.scale * other.scale
+        scale = self.scale * other.scale
         with full_precision():
             grams = [
                 form.gram(other.forms[name], None if scales is None else self._scales_of(name, scales), dtype)
                 for name, form in self.forms.items()
             ]
-        return grams if factor == 1.0 else [gram.mul_(factor) for gram in grams]
+        return grams if scale == 1.0 else [gram.mul_(scale) for gram in grams]
 
     def _scales_of(self, block: str, scales: Mapping[str, Scale]) -> dict[str, Scale]:
         """The scales of a block's parameters, by their own names."""

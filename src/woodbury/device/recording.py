@@ -88,7 +88,7 @@ class Recordings:
             self._step_counts, self._large_kinds = {}, set()
         self._step_counts[key] = step_count = self._step_counts.get(key, 0) + 1
         if step_count <= WARM_UP:
-            self._running = key, _allocated_in_all(device)
+            self._running = key, _bytes_ever_allocated(device)
             return False
         alike = [old for old in self._recordings if old.fixed == key.fixed]
         return len(alike) < _MAX_RECORDINGS
@@ -97,7 +97,7 @@ class Recordings:
         """Note whether a step of this kind is too large to be worth recording."""
         if self._running is not None:
             key, before = self._running
-            if _allocated_in_all(device) - before > _WORTH_RECORDING:
+            if _bytes_ever_allocated(device) - before > _WORTH_RECORDING:
                 self._large_kinds.add(key)
             self._running = None
 
@@ -114,7 +114,7 @@ class Recordings:
         self._recordings, self._step_counts, self._running, self._given_up = {}, {}, None, True
 
 
-def _allocated_in_all(device: torch.device) -> int:
+def _bytes_ever_allocated(device: torch.device) -> int:
     """All bytes that torch has allocated on a device so far, freed ones included."""
     statistics = torch.cuda.memory_stats(device)
     return int(statistics.get("allocated_bytes.all.allocated", 0))

@@ -290,12 +290,8 @@ def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, fl
     signature = [f"T a{index}" for index in range(len(tensors))] + [f"T {name}" for name in constants]
     signature += [f"T& o{index}" for index in range(len(results))]
     body = " ".join([*lines, *outputs])
-    return (
-        f"template <typename T> void numbers({', '.join(signature)}) {{ {body} }}",
-        tensors,
-        constants,
-        len(lines),
-    )
+    source = f"template <typename T> void numbers({', '.join(signature)}) {{ {body} }}"
+    return source, tensors, constants, len(lines)
 
 
 def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]) -> Any:

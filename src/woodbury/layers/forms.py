@@ -64,11 +64,11 @@ class Layout:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
         row = sample = 0
         for n, k in self.pieces:
-            own, factors = rows[row : row + n * k], samples[sample : sample + n]
+            own, multipliers = rows[row : row + n * k], samples[sample : sample + n]
             if k == 1:
-                own.mul_(factors)
+                own.mul_(multipliers)
             else:
-                own.view(n, k, -1).mul_(factors.unsqueeze(1))
+                own.view(n, k, -1).mul_(multipliers.unsqueeze(1))
             row, sample = row + n * k, sample + n
         return rows
 
@@ -133,7 +133,7 @@ class RowForm(Protocol):
         """The rows themselves: name -> (r, *parameter shape)."""
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
-        """The rows of parameter[window], written out: (r, length, *rest of the parameter's shape)."""
+        """The rows of parameter[window], written out: (r, length, *shape[1:]) for a parameter of this shape."""
 
     def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (r, *sizes), of the type of the rows or of dtype."""

@@ -290,16 +290,16 @@ class SharedRows(PartRows):
             if scales is not None:
                 gram = gram.mul_(scales[self.weight])
         if self.bias is not None:
-            left = self._summed(dtype)
-            term = F.linear(left, left if other is self else other._summed(dtype))
+            left = self._bias_rows(dtype)
+            term = F.linear(left, left if other is self else other._bias_rows(dtype))
             if scales is not None:
                 term = term.mul_(scales[self.bias])
             gram = term if gram is None else gram.add_(term)
         assert gram is not None
         return add_onto(gram, onto)
 
-    def _summed(self, dtype: torch.dtype) -> Tensor:
-        """sum_s h_s, (r, g o): the rows of b."""
+    def _bias_rows(self, dtype: torch.dtype) -> Tensor:
+        """The rows of b, sum_s h_s, (r, g o)."""
         return torch.cat([part.grads.sum(2, dtype=dtype).flatten(2).flatten(0, 1) for part in self.parts])
 
     def gram_by_pairs(self, other: SharedRows, dtype: torch.dtype) -> Tensor:
@@ -376,12 +376,12 @@ class SharedRows(PartRows):
             written = _write_rows(self.parts, whole, self._gradients, dtype)
             rows[self.weight] = self._to_weight(written.unflatten(1, self.sizes))
         if self.bias is not None:
-            rows[self.bias] = self._summed(self.parts[0].grads.dtype)
+            rows[self.bias] = self._bias_rows(self.parts[0].grads.dtype)
         return rows
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         if name == self.bias:
-            return self._summed(dtype)[:, window]
+            return self._bias_rows(dtype)[:, window]
         groups, width, features = self.sizes
         if self.swapped:  # the first axis is (g, c), and i = (c, *kernel)
             own, kernel = self.shape[0] // groups, math.prod(self.shape[2:])

@@ -53,7 +53,7 @@ class LossRule(ABC):
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         """Targets checked against the outputs and brought to the form the other methods take.
 
-        outputs are in the model's own shape, (n, ...); here the targets must have that very shape.
+        outputs are in the model's own shape, (n, ...); here the targets must have the same shape.
         """
         if targets is None:
             return torch.zeros_like(outputs).reshape(outputs.shape[0], -1)

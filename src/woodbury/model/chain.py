@@ -233,7 +233,11 @@ class ChainCapture:
             if moved is not None:
                 z = moved(partial(linear, weight=weight, bias=bias), v)
             else:
-                z = linear(v, _changed(weight, layer, "weight", changes), _changed(bias, layer, "bias", changes))
+                z = linear(
+                    v,
+                    _moved_parameter(weight, layer, "weight", changes),
+                    _moved_parameter(bias, layer, "bias", changes),
+                )
             if index < len(chain.activations):
                 v = chain.activate(index, z)
         return z
@@ -248,7 +252,7 @@ class ChainCapture:
         ]
 
 
-def _changed(parameter: Any, layer: Layer, local: str, changes: Mapping[str, Tensor]) -> Any:
+def _moved_parameter(parameter: Any, layer: Layer, local: str, changes: Mapping[str, Tensor]) -> Any:
     """A parameter of a layer (None where it has none), plus its change if there is one."""
     change = changes.get(layer.parameters.get(local, ""))
     return parameter if change is None else parameter + change

@@ -88,7 +88,7 @@ def written_rows(
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
             method = None
         else:
-            if random is None or agree(outputs, outputs_of_all[window]):
+            if random is None or outputs_agree(outputs, outputs_of_all[window]):
                 return rows, name
             method = None
         if random is not None:
@@ -96,8 +96,8 @@ def written_rows(
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
 
 
-def agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
-    """Whether the outputs of two passes agree in this share of their digits."""
+def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
+    """Whether the outputs of two passes outputs_agree in this share of their digits."""
     if a.shape != b.shape:
         return False
     tolerance, size = torch.finfo(a.dtype).eps ** digits, float(b.detach().abs().max())

@@ -6,7 +6,7 @@ import torch
 
 from woodbury import _batch, _random
 from woodbury.model.capture import GraphCapture
-from woodbury.model.fallback import agree
+from woodbury.model.fallback import outputs_agree
 from woodbury.model.graph import graph_edges
 
 
@@ -61,7 +61,7 @@ def _check_first_alone(capture: GraphCapture) -> None:
     if drawn or not bool(torch.isfinite(first).all()):  # nan is checked elsewhere
         return
     # loosely: a GPU computes one sample by other kernels than many
-    if not agree(alone.detach().reshape(1, -1), first, digits=0.25):
+    if not outputs_agree(alone.detach().reshape(1, -1), first, digits=0.25):
         raise ValueError(
             f"the outputs of the first sample of {samples} change when it is run on its own: rows per sample do "
             "not exist where the model mixes the samples of a batch, or changes from one run to the next (as "
