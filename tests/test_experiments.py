@@ -153,7 +153,7 @@ def test_a_run_of_format_2_is_the_same_run(tmp_path: Path) -> None:
     [
         ({"Newton": {"initial": 1.0}}, "there is no policy 'Newton', only LevenbergMarquardt, Constant"),
         ({"initial": 1.0, "bost": 2.0}, "LevenbergMarquardt has no field 'bost'"),
-        ({"Constant": {"initial": -1.0}}, "damping must be positive, got -1.0"),
+        ({"Constant": {"initial": -1.0}}, "damping must be positive and finite, got -1.0"),
     ],
 )
 def test_a_damping_that_is_none_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """The same steps on a CUDA device: equal to the CPU's, rejected on the device, and without waiting for it."""
 
 import copy
+import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -210,6 +212,22 @@ def test_batches_of_several_shapes_are_recorded_each():
     assert len(optimizer._recordings._recordings) == 2
 
 
+def test_a_recorded_optimizer_can_be_copied_and_changed():
+    ((_, _), (problem, optimizer)) = recorded("softmax", "smw-gn")
+    for _ in range(5):
+        optimizer.step(problem.inputs, problem.targets)
+    assert is_recorded(optimizer)
+    expected = flatten(optimizer.direction(problem.inputs, problem.targets))
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        torch.testing.assert_close(flatten(other.direction(problem.inputs, problem.targets)), expected)
+    optimizer.solver = "cg"
+    optimizer.step(problem.inputs, problem.targets)
+    optimizer.solver = "cholesky"
+    for _ in range(5):
+        optimizer.step(problem.inputs, problem.targets)
+    assert is_recorded(optimizer)
+
+
 def test_models_that_draw_random_numbers_are_not_recorded():
     model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).cuda()
     inputs, targets = torch.randn(6, 4, device="cuda"), torch.randint(3, (6,), device="cuda")
@@ -231,6 +249,28 @@ def test_capture_false_and_large_steps_take_ordinary_steps(monkeypatch):
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss)
     for _ in range(5):
         optimizer.step(*batch)
+    assert not is_recorded(optimizer)
+
+
+def test_batches_that_no_graph_can_read_take_ordinary_steps():
+    """A copy to the device, or an array that changes in place, would be read as it was when recorded."""
+    model = nn.Linear(4, 3).cuda()
+    targets = torch.randint(3, (6,), device="cuda")
+
+    def forward(model, inputs):
+        values, scale = inputs
+        return model(values.to("cuda")) * float(scale[0])
+
+    scale = np.ones(2000)
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), forward=forward, lr=0.0)
+    inputs = torch.randn(6, 4, device="cuda")
+    expected = [float(optimizer.step((inputs, scale), targets).loss) for _ in range(5)]
+    assert not is_recorded(optimizer) and len(set(expected)) == 1
+    scale[0] = 2.0
+    assert float(optimizer.step((inputs, scale), targets).loss) != expected[0]
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), forward=lambda net, x: net(x.to("cuda")))
+    for _ in range(5):
+        optimizer.step(inputs.cpu(), targets)
     assert not is_recorded(optimizer)
 
 

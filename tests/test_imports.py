@@ -19,7 +19,7 @@ ROOMS = [
     *("damping", "policies", "optim", "experiments", "bench", "cli"),
 ]
 FLOORS = {
-    "device": [["constants", "scalars", "recording", "fingerprint"]],
+    "device": [["constants", "recording", "fingerprint"], ["scalars"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "layers": [
         ["forms"],

@@ -136,7 +136,10 @@ def ordered_batch(inputs: Any, targets: Tensor | None, samples: int, order: Tens
 
 def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
     """An order of the batch with the subset in front, and the size of the subset."""
-    indices = torch.as_tensor(subset).cpu()
+    try:
+        indices = torch.as_tensor(subset).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        indices = torch.empty(0)
     if indices.dtype == torch.bool or indices.is_floating_point() or indices.dim() != 1 or len(indices) == 0:
         raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
     indices = indices.long()

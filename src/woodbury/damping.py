@@ -6,6 +6,7 @@ is value + floor; the value is state of the optimizer, the policy is not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,8 +48,8 @@ class LevenbergMarquardt:
     floor: float = 1e-3  # tau
 
     def __post_init__(self) -> None:
-        if not self.initial > 0:
-            raise ValueError(f"LevenbergMarquardt: initial must be positive, got {self.initial}")
+        if not 0 < self.initial < math.inf:
+            raise ValueError(f"LevenbergMarquardt: initial must be positive and finite, got {self.initial}")
         if not 0 < self.drop <= 1 <= self.boost:
             raise ValueError(
                 f"LevenbergMarquardt: needs 0 < drop <= 1 <= boost, got drop={self.drop}, boost={self.boost}"
@@ -71,8 +72,8 @@ class Constant:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.initial > 0:
-            raise ValueError(f"damping must be positive, got {self.initial}")
+        if not 0 < self.initial < math.inf:
+            raise ValueError(f"damping must be positive and finite, got {self.initial}")
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         return 0 * value + self.initial

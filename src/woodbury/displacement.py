@@ -122,7 +122,7 @@ class Displacement:
                 if local == form.weight:
                     self.parameters[name].addmm_(change, inputs, alpha=-rate)
                 else:
-                    all_samples = ones(change.shape[1], change.dtype, change.device)
+                    all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
                     self.parameters[name].addmv_(change, all_samples, alpha=-rate)
 
     def _only_factored(self) -> list[_Factored]:
@@ -168,8 +168,8 @@ def _moved_linear(
     input: Tensor,
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
-    _, form, contracted = own
-    call = None if capture is None or form.inner is None else capture.call_of(own.layer.name)
+    layer, form, contracted = own
+    call = None if capture is None or form.inner is None else capture.call_of(layer.name)
     if (
         call is not None
         and form.inner is not None
@@ -177,11 +177,11 @@ def _moved_linear(
         and not (input.requires_grad and torch.is_grad_enabled())  # the model differentiates in its inputs
         and _same_memory(input, call.inputs)
     ):
-        inner = form.inner
+        inner = form.inner if form.inner.dtype == contracted.dtype else form.inner.to(contracted.dtype)
         if inner.shape[0] != input.shape[0]:
             start = form.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
-        return torch.addmm(call.outputs.detach(), inner.to(contracted.dtype), contracted, alpha=-1)
+        return torch.addmm(call.outputs.detach(), inner, contracted, alpha=-1)
     return form.outputs_after(input, contracted, plain(input))
 
 

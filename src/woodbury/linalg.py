@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from woodbury.device.constants import identity, ones
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
@@ -160,7 +161,7 @@ def solve_in_sample_space(
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
-    curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))
+    curvature = squared_distance(e, x) * (divisor / (term_count * term_count))
     if gradient_rows:
         outside = ones(gradient_rows, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
@@ -200,6 +201,13 @@ def sum_of_squares(values: Tensor) -> Scalar:
         return norm * norm
     flat = values.reshape(-1)
     return scalar(torch.dot(flat, flat))
+
+
+def squared_distance(a: Tensor, b: Tensor) -> Scalar:
+    """|a - b|^2; a may have fewer axes than b."""
+    if b.is_cuda or a.shape != b.shape:
+        return sum_of_squares(a - b)
+    return scalar(F.mse_loss(a, b, reduction="sum"))  # one operation
 
 
 def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:

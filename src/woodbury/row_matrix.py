@@ -66,7 +66,7 @@ class Rows:
 
     def __init__(self, plan: Plan, forms: Mapping[str, RowForm], row_count: int, scale: float = 1.0) -> None:
         self.plan = plan
-        self.forms = dict(forms)
+        self.forms = forms
         self.row_count = row_count
         self.scale = scale
         self._names = plan.owned

@@ -120,18 +120,27 @@ def _bytes_ever_allocated(device: torch.device) -> int:
     return int(statistics.get("allocated_bytes.all.allocated", 0))
 
 
-def shape_of(inputs: Any, targets: Tensor | None) -> Hashable:
-    """What must agree for two batches to share a recording."""
-    if isinstance(inputs, Tensor) and targets is not None:
-        return inputs.shape, inputs.dtype, inputs.device, inputs.requires_grad, targets.shape, targets.dtype
-    leaves, structure = pytree.tree_flatten((inputs, targets))
-    descriptions = [
-        (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else repr(leaf)
-        for leaf in leaves
-    ]
-    return str(structure), tuple(descriptions)
+def shape_of(inputs: Any, targets: Tensor | None, device: torch.device) -> Hashable | None:
+    """What must agree for two batches to share a recording; None for batches that no graph can read.
+
+    These are batches that are not on the device (a copy to it may still be under way when the next batch comes),
+    and those that hold anything but plain tensors and plain values.
+    """
+    tensors, plain = [inputs, targets], ()
+    if not isinstance(inputs, Tensor):
+        leaves, structure = pytree.tree_flatten(inputs)
+        tensors = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), targets]
+        values = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        if not all(isinstance(value, bool | int | float | str | None) for value in values):
+            return None
+        plain = (str(structure), *values)
+    descriptions = []
+    for tensor in tensors:
+        if tensor is not None:
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != device:
+                return None
+            descriptions.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+    return tuple(descriptions), plain
 
 
 def _buffers_like(tree: Any) -> Any:
@@ -163,8 +172,8 @@ def record(
 ) -> Recording:
     """A recording of run(inputs, targets, rates, state) -> (numbers, new state) on buffers; computes nothing yet.
 
-    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is that
-    of the rates.
+    state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is
+    that of the rates.
     """
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
     rate_buffers = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]

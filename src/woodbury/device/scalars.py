@@ -244,6 +244,8 @@ _kernels_work = True  # False once a kernel cannot be compiled
 
 def compute(*values: Any) -> tuple[Any, ...]:
     """The same values with every `Number` as its tensor, all computed in one kernel where possible."""
+    if Number not in map(type, values):  # on the CPU
+        return values
     uncomputed = [value for value in values if isinstance(value, Number) and value.value is None]
     if uncomputed and torch.cuda.is_available():
         _compute_by_kernel(uncomputed)

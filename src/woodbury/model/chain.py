@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -130,6 +130,12 @@ class Chain:
     activations: tuple[nn.Module, ...]  # between the layers
     flatten: nn.Flatten | None  # before the first layer
 
+    @cached_property
+    def maps(self) -> list[Callable[[Tensor], Tensor]]:
+        """v -> W v + b of each layer."""
+        pairs = zip(self.weights, self.biases, strict=True)
+        return [partial(linear, weight=weight, bias=bias) for weight, bias in pairs]
+
     def is_current(self, model: nn.Module) -> bool:
         """Whether a model still consists of these same modules and parameters, without hooks.
 
@@ -164,8 +170,8 @@ class Chain:
     def run(self, inputs: Tensor) -> ChainCapture:
         """A pass over a batch (n, i), or one that flattens to it. Call it under torch.no_grad()."""
         layer_inputs, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
-        for index, weight in enumerate(self.weights):
-            z = linear(layer_inputs[-1], weight, self.biases[index])
+        for index, apply in enumerate(self.maps):
+            z = apply(layer_inputs[-1])
             sums.append(z)
             if index < len(self.activations):
                 layer_inputs.append(self.activate(index, z))
@@ -228,11 +234,11 @@ class ChainCapture:
         """The outputs with `changes` added to the parameters; `forwards` compute the layers they name."""
         chain, v = self.chain, self.layer_inputs[0]
         for index, layer in enumerate(chain.layers):
-            weight, bias = chain.weights[index], chain.biases[index]
             moved = forwards.get(layer.name)
             if moved is not None:
-                z = moved(partial(linear, weight=weight, bias=bias), v)
+                z = moved(chain.maps[index], v)
             else:
+                weight, bias = chain.weights[index], chain.biases[index]
                 z = linear(
                     v,
                     _moved_parameter(weight, layer, "weight", changes),

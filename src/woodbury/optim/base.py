@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, as_damping
+from woodbury.damping import Damping, LevenbergMarquardt, as_damping
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -50,6 +51,10 @@ from woodbury.optim.passes import Batches, Passes
 from woodbury.optim.settings import (
     Hyperparameters,
     check_curvature_samples,
+    check_model_and_loss,
+    check_number,
+    check_whole_number,
+    full_signature,
     plain_groups,
     read_settings,
     with_names,
@@ -82,27 +87,31 @@ class SecondOrder(torch.optim.Optimizer):
         self,
         model: nn.Module,
         loss: nn.Module,
+        lr: float,  # alpha
         *,
-        lr: float,
-        damping: Damping | float,
-        curvature_samples: int | float | None,
         blocks: str,
-        momentum: float,
-        weight_decay: float,
-        accept: float | None,
-        forward: Forward | None,
+        momentum: float,  # mu
         fallback: str | None,
-        seed: int | None,
-        params: Iterable[Any] | None,
+        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
+        curvature_samples: int | float | None = None,  # N2
+        weight_decay: float = 0.0,
+        accept: float | None = None,  # eta
+        forward: Forward | None = None,
+        seed: int | None = None,
+        params: Iterable[Any] | None = None,
     ) -> None:
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
+        check_model_and_loss(model, loss)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
+            check_number(name, value)
+        if accept is not None:
+            check_number("accept", accept, above=-math.inf)
+        if forward is not None and not callable(forward):
+            raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
+        if seed is not None:
+            check_whole_number("seed", seed, least=0)
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)
@@ -122,6 +131,18 @@ class SecondOrder(torch.optim.Optimizer):
         self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__signature__ = full_signature(cls.__init__, SecondOrder.__init__)  # type: ignore[attr-defined]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SecondOrder:
+        if args or kwargs:  # copies are made without
+            try:
+                signature(cls).bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}") from None
+        return super().__new__(cls)
 
     # -- the contract -----------------------------------------------------------------------------------
 
@@ -275,8 +296,11 @@ class SecondOrder(torch.optim.Optimizer):
             return None
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
+        shape = recording.shape_of(inputs, targets, device)
+        if shape is None:
+            return None
         plan, moving = self._plan(), self._moving_state(device)
-        key = Key(self._fingerprint(plan, moving), recording.shape_of(inputs, targets))
+        key = Key(self._fingerprint(plan, moving), shape)
         if not recordings.is_due(key, device):
             return None
         drawn_before = self._draws()
@@ -287,6 +311,9 @@ class SecondOrder(torch.optim.Optimizer):
         rates = [group["lr"] for group in self.param_groups]
         held = recordings.find(key)
         if held is None:
+            if any(parameter.device != device for parameter in self.model.parameters()):
+                recordings.give_up()
+                return None
 
             def run(
                 inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
@@ -317,7 +344,7 @@ class SecondOrder(torch.optim.Optimizer):
         return (
             *(fingerprint.Same(plan), self._structure.groups, tuple(groups), tuple(moving)),
             *(self.accept, self.curvature_samples, self._blocks, self.autocast, self.max_bytes, self._choices()),
-            *(full_precision.settings(), torch.are_deterministic_algorithms_enabled()),
+            *(full_precision.settings(), torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()),
             fingerprint.of_value(self.damping),
             fingerprint.of_function(self.forward),
             fingerprint.of_model(self.model),
@@ -485,7 +512,7 @@ class SecondOrder(torch.optim.Optimizer):
         return own | {
             "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
-            "_recorded": None if self._recordings is None else Recordings(),
+            "_recordings": None if self._recordings is None else Recordings(),
         }
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from woodbury.displacement import Displacement
 from woodbury.linalg import solve_conjugate_gradient, sum_of_squares
 from woodbury.optim.linearize import Linearization
 from woodbury.optim.sample_space import Solver, System, base_point, metric_scales
-from woodbury.optim.step import Answer, Problem, answer_of_vector
+from woodbury.optim.step import Answer, Problem, answer_of_inexact
 from woodbury.products import FactorProducts
 
 
@@ -41,11 +41,12 @@ class Products(Solver):
             system.tolerance_in(rhs.dtype),
             max_iterations=10 * line.curvature_rows,
         )
-        curvature = sum_of_squares(shift * solution.x - e) / line.divisor
         change = transposed(solution.x)
         vector = {name: -value if base is None else base[name] - value for name, value in change.items()}
         displacement = Displacement(problem.plan.parameters, base=vector)
-        return answer_of_vector(problem, displacement, damping, curvature, solution.ok)
+        images = rows.matvec(vector)
+        slope, curvature = line.slope(vector, images.sum(0)), sum_of_squares(images) / line.divisor
+        return answer_of_inexact(problem, displacement, slope, curvature, solution.ok)
 
     def size(self, problem: Problem, system: System, row_count: int) -> int:
         return 0

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
+from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
+from woodbury.optim.passes import check_loss
+from woodbury.optim.settings import check_model_and_loss
 from woodbury.optim.step import StepInfo
 
 
-class FirstOrder:
+class FirstOrder(torch.optim.Optimizer):
     """A torch.optim optimizer that takes a batch and returns a `StepInfo`.
 
-    The optimizer itself is `self.optimizer`; `damping`, `ratio` and `predicted` of the info are nan.
+    The optimizer itself is `self.optimizer`, whose groups and state these are; `damping`, `ratio` and `predicted`
+    of the info are nan.
     """
 
     def __init__(
@@ -27,28 +31,37 @@ class FirstOrder:
         forward: Forward | None = None,
         **settings: Any,  # handed to `kind`, which refuses what it does not know
     ) -> None:
+        check_model_and_loss(model, loss)
         self.model = model
         self.loss = loss
         self.forward = forward or call_model
         self.optimizer = kind((p for p in model.parameters() if p.requires_grad), **settings)
+        super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
+        self.state = self.optimizer.state
         self.last: StepInfo | None = None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
-    def step(self, inputs: Any, targets: Tensor | None = None) -> StepInfo:
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("model", "loss", "forward", "optimizer", "last", "defaults")
+        return {name: vars(self)[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        super().__setstate__({"param_groups": self.optimizer.param_groups, "state": self.optimizer.state})
+
+    def step(self, inputs: Any, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
         """One gradient step on the mean loss of the batch."""
         check_batch(inputs, targets)
         self.optimizer.zero_grad()
         outputs = self.forward(self.model, inputs)
         value = self.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+        check_loss(scalar(value.detach()))
         value.backward()
         self.optimizer.step()
         absent = torch.full((), torch.nan)

@@ -6,21 +6,20 @@ from autograd, so any model will do; the system is solved until progress slows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from woodbury import _vector
 from woodbury.curvature import CURVATURES
-from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
 from woodbury.losses.rules import check_term_count
-from woodbury.model.fallback import Forward
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.passes import Piece
+from woodbury.optim.settings import Common, check_number, check_whole_number
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
 
@@ -49,42 +48,25 @@ class HessianFree(SecondOrder):
         model: nn.Module,
         loss: nn.Module,
         lr: float = 1.0,  # alpha
-        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
-        curvature_samples: int | float | None = None,  # N2
-        weight_decay: float = 0.0,
         *,
         warm_start: float = 0.95,
         max_iterations: int = 250,
         progress: float = 5e-4,
-        accept: float | None = None,  # eta
-        forward: Forward | None = None,
-        seed: int | None = None,
-        params: Iterable[Any] | None = None,
+        **common: Unpack[Common],
     ) -> None:
         if not 0 <= warm_start <= 1:
             raise ValueError(f"warm_start must lie in [0, 1], got {warm_start}")
-        if max_iterations < 1:
-            raise ValueError(f"max_iterations must be at least 1, got {max_iterations}")
-        if progress < 0:
-            raise ValueError(f"progress must not be negative, got {progress}")
+        check_whole_number("max_iterations", max_iterations, least=1)
+        check_number("progress", progress)
         self.max_iterations = max_iterations
         self.progress = progress
-        self.iterations = 0  # of CG in the last step
-        super().__init__(
-            model,
-            loss,
-            lr=lr,
-            damping=damping,
-            curvature_samples=curvature_samples,
-            blocks="full",
-            momentum=warm_start,  # the base keeps the last p, times this, for us
-            weight_decay=weight_decay,
-            accept=accept,
-            forward=forward,
-            fallback="autograd",
-            seed=seed,
-            params=params,
-        )
+        # the base keeps the last p, times its momentum, for us
+        super().__init__(model, loss, lr, blocks="full", momentum=warm_start, fallback="autograd", **common)
+
+    @property
+    def iterations(self) -> int:
+        """Of CG in the last step."""
+        return int(self.state.get("iterations", 0))
 
     def _propose(self, problem: Problem) -> Proposal:
         parameters = problem.plan.parameters
@@ -103,7 +85,6 @@ class HessianFree(SecondOrder):
             progress=self.progress,
             max_iterations=self.max_iterations,
         )
-        self.iterations = found.iterations
         squared = float(found.x @ found.x)
         return Proposal(
             displacement=Displacement(parameters, base=_vector.unflatten(found.x, parameters)),
@@ -115,6 +96,7 @@ class HessianFree(SecondOrder):
             parts=[piece.inputs for piece in objective.pieces],
             center=None,
             evaluate=objective.evaluate,
+            memory={"iterations": found.iterations},
         )
 
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:

@@ -11,25 +11,25 @@ which is exact for one sample, and where h is the same for all samples (a linear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
-from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_term_count
-from woodbury.model.fallback import Forward
 from woodbury.optim.base import SecondOrder
+from woodbury.optim.settings import Common, check_whole_number
 from woodbury.optim.step import Problem, Proposal
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
@@ -69,38 +69,17 @@ class KFAC(SecondOrder):
         model: nn.Module,
         loss: nn.Module,
         lr: float = 1.0,  # alpha
-        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
-        curvature_samples: int | float | None = None,  # N2
-        weight_decay: float = 0.0,
         *,
         refresh: int = 1,  # T3
         decay: float = 0.95,  # epsilon
-        accept: float | None = None,  # eta
-        forward: Forward | None = None,
-        seed: int | None = None,
-        params: Iterable[Any] | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        if isinstance(refresh, bool) or not isinstance(refresh, int) or refresh < 1:
-            raise ValueError(f"refresh must be a whole number of steps, at least 1, got {refresh!r}")
+        check_whole_number("refresh", refresh, least=1)
         if not 0 <= decay < 1:
             raise ValueError(f"decay must lie in [0, 1), got {decay}")
         self.refresh = refresh
         self.decay = decay
-        super().__init__(
-            model,
-            loss,
-            lr=lr,
-            damping=damping,
-            curvature_samples=curvature_samples,
-            blocks="layer",
-            momentum=0.0,
-            weight_decay=weight_decay,
-            accept=accept,
-            forward=forward,
-            fallback=None,
-            seed=seed,
-            params=params,
-        )
+        super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, **common)
 
     def _propose(self, problem: Problem) -> Proposal:
         objective = problem.passes.objective(problem.batch, problem.full)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.curvature import Curvature
-from woodbury.device.scalars import Scalar
+from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
 from woodbury.losses.rules import check_term_count
 from woodbury.optim.passes import Piece, total_count
@@ -30,6 +31,13 @@ class Linearization:
     e: Tensor | None  # (curvature rows,), S e = r, None for ones; zero where g is given by `gradient` alone
     gradient: Vector | None  # the part of g that is not in Z
     matrices: list[Tensor] | None = None  # B by block, once formed
+
+    def slope(self, vector: Vector, image: Tensor) -> Scalar:
+        """g . p for a vector p with the image Z p, (rows,)."""
+        inside = self.factor_weights(image)
+        weights = torch.cat([inside, inside.new_ones(len(image) - self.curvature_rows)])
+        slope = scalar(torch.dot(weights, image)) / self.count
+        return slope if self.gradient is None else slope + scalar(_vector.dot(self.gradient, vector))
 
     def factor_weights(self, like: Tensor) -> Tensor:
         """e, written out."""

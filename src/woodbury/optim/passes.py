@@ -152,14 +152,18 @@ class Passes:
 
     def over_all(self, full: Batches) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar]]:
         """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
-        if isinstance(full, Iterator):
+        if isinstance(full, Iterator) or not isinstance(full, Iterable):
             raise TypeError(
-                "full= must be re-iterable (a DataLoader or a list), got an iterator: it is read twice"
+                "full= must be re-iterable (a DataLoader or a list of batches), as it is read twice, got "
+                f"{type(full).__name__}"
             )
         total: Tensor | None = None
         gradient: Vector = {}
         count: Scalar = 0
-        for inputs, targets in full:
+        for entry in full:
+            if not isinstance(entry, tuple | list) or len(entry) != 2:
+                raise TypeError(f"full= must hold batches (inputs, targets), got {type(entry).__name__}")
+            inputs, targets = entry
             samples = _batch.check_batch(inputs, targets)
             captured = self.capture(inputs, samples)
             outputs = captured.outputs.detach()

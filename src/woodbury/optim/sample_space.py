@@ -14,8 +14,9 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +31,15 @@ from woodbury.linalg import (
     solve_cholesky,
     solve_conjugate_gradient,
     solve_in_sample_space,
+    sum_of_squares,
 )
 from woodbury.optim.linearize import Linearization
 from woodbury.optim.parameter_space import answer_in_parameter_space, is_smaller
-from woodbury.optim.step import Answer, Problem, answer_of_vector
+from woodbury.optim.step import Answer, Problem, answer_of_inexact, answer_of_vector
 from woodbury.row_matrix import Rows
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     """What is asked of a solver beside the problem."""
 
     blocks: Blocks
@@ -85,8 +86,8 @@ class Cholesky(Solver):
             return max(system.blocks.sizes(problem.plan))
         return super().size(problem, system, row_count)
 
-    def solve(self, matrix: Tensor, rhs: Tensor, tolerance: float) -> Solution:
-        return solve_cholesky(matrix, rhs)
+    def small_solver(self, system: System) -> Callable[[Tensor, Tensor], Solution]:
+        return solve_cholesky
 
 
 class ConjugateGradient(Solver):
@@ -98,10 +99,18 @@ class ConjugateGradient(Solver):
         assert isinstance(line.rows, Rows)
         return answer_in_sample_space(problem, line, line.rows, system, damping, self)
 
-    def solve(self, matrix: Tensor, rhs: Tensor, tolerance: float) -> Solution:
-        return solve_conjugate_gradient(
-            lambda x: torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1), rhs, tolerance, 10 * rhs.shape[-1]
-        )
+    def small_solver(self, system: System) -> Callable[[Tensor, Tensor], Solution]:
+        def solve(matrix: Tensor, rhs: Tensor) -> Solution:
+            tolerance, most = system.tolerance_in(rhs.dtype), 10 * rhs.shape[-1]
+            product = partial(_matrix_product, matrix)
+            return solve_conjugate_gradient(product, rhs, tolerance, most)
+
+        return solve
+
+
+def _matrix_product(matrix: Tensor, x: Tensor) -> Tensor:
+    """A x, block by block."""
+    return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)
 
 
 def answer_in_sample_space(
@@ -135,9 +144,15 @@ def answer_in_sample_space(
         line.e,
         projected,
         damping,
-        lambda matrix, rhs: solver.solve(matrix, rhs, system.tolerance_in(rhs.dtype)),
+        solver.small_solver(system),
     )
     displacement = Displacement(problem.plan.parameters, rows, found.coefficients, base, scales, form)
+    if not solver.exact:
+        vector = displacement.dense()
+        images = rows.layer_matvec(vector)
+        slope = line.slope(vector, torch.stack(images).sum(0))
+        curvature = sum_of_squares(system.blocks.join([own[: line.curvature_rows] for own in images]))
+        return answer_of_inexact(problem, displacement, slope, curvature / line.divisor, found.ok)
     if base is not None:
         return answer_of_vector(problem, displacement, damping, found.curvature, found.ok)
     # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other

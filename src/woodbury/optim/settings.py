@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
+
+from woodbury.damping import Damping
+from woodbury.model.fallback import Forward
+
+
+class Common(TypedDict, total=False):
+    """The arguments that every second-order optimizer takes; `woodbury.GaussNewton` describes them."""
+
+    damping: Damping | float  # lambda
+    curvature_samples: int | float | None  # N2
+    weight_decay: float
+    accept: float | None  # eta
+    forward: Forward | None
+    seed: int | None
+    params: Iterable[Any] | None
+
+
+def full_signature(own: Callable[..., None], common: Callable[..., None]) -> Signature:
+    """The arguments of a constructor with those it hands on by **common written out, as help() shows them."""
+    shown = [p for p in signature(own).parameters.values() if p.name not in ("self", "common")]
+    names = {parameter.name for parameter in shown} | {"self"}
+    base = signature(common).parameters
+    shown += [base[name] for name in Common.__annotations__ if name not in names]
+    return Signature(sorted(shown, key=lambda parameter: parameter.kind))
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,8 @@ def plain_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[st
         if not trainable:
             raise ValueError("no trainable parameter: every requires_grad is False")
         return [{"params": trainable}]
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be parameters or groups of them, as torch.optim takes them, got {params!r}")
     given = list(params)
     return [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
 
@@ -59,6 +87,32 @@ def with_names(model: nn.Module, group: Mapping[str, Any]) -> dict[str, Any]:
     if foreign:
         raise ValueError(f"params: a parameter of shape {foreign[0]} does not belong to the model")
     return {**group, "params": [(names[id(p)], p) for p in members]}
+
+
+def check_number(name: str, value: Any, *, above: float | None = None) -> None:
+    """Raise an error that names the setting unless it is a finite number, not negative or above a bound."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    if above is None and value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    if above is not None and not value > above:
+        raise ValueError(f"{name} must be more than {above:g}, got {value}")
+
+
+def check_whole_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+
+
+def check_model_and_loss(model: Any, loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
+    if not isinstance(loss, nn.Module):
+        raise TypeError(f"the second argument must be the loss (an nn.Module), got {type(loss).__name__}")
 
 
 def check_curvature_samples(value: int | float | None) -> None:

@@ -7,27 +7,26 @@ The two methods of the paper differ in the factor S only (`woodbury.curvature`);
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
 from woodbury.curvature import CURVATURES
-from woodbury.damping import Damping, LevenbergMarquardt
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import Scalar
 from woodbury.displacement import Displacement
-from woodbury.model.fallback import Forward
 from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
+from woodbury.optim.settings import Common, check_number
 from woodbury.optim.step import Answer, Problem, Proposal
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
@@ -45,26 +44,22 @@ class _SampleSpace(SecondOrder):
         model: nn.Module,
         loss: nn.Module,
         lr: float = 1.0,  # alpha
-        damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
-        curvature_samples: int | float | None = None,  # N2
+        *,
         blocks: str = "full",
         momentum: float = 0.0,  # mu
-        weight_decay: float = 0.0,
-        *,
-        accept: float | None = None,  # eta
         solver: str = "cholesky",
         solver_tolerance: float | None = None,
         gram_dtype: torch.dtype | None = None,
-        forward: Forward | None = None,
         fallback: str | None = None,
         max_bytes: int | None = None,
         capture: bool = True,
         autocast: torch.dtype | None = None,
-        seed: int | None = None,
-        params: Iterable[Any] | None = None,
+        **common: Unpack[Common],
     ) -> None:
-        if max_bytes is not None and not max_bytes > 0:
-            raise ValueError(f"max_bytes must be positive or None, got {max_bytes}")
+        if max_bytes is not None:
+            check_number("max_bytes", max_bytes, above=0)
+        if solver_tolerance is not None:
+            check_number("solver_tolerance", solver_tolerance, above=0)
         if gram_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
@@ -74,21 +69,8 @@ class _SampleSpace(SecondOrder):
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
         self.autocast = autocast
-        super().__init__(
-            model,
-            loss,
-            lr=lr,
-            damping=damping,
-            curvature_samples=curvature_samples,
-            blocks=blocks,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            accept=accept,
-            forward=forward,
-            fallback=fallback,
-            seed=seed,
-            params=params,
-        )
+        super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
+        self.capture = capture
         self._recordings = Recordings() if capture and self._solver.exact else None
 
     @property
@@ -100,8 +82,8 @@ class _SampleSpace(SecondOrder):
     def solver(self, name: str) -> None:
         self._solver = part_named("solver", name, SOLVERS)
         self._structure = Structure(self._structure.has_fallback, self.by_layers, self.max_bytes)
-        if not self._solver.exact:  # it looks at numbers as it goes
-            self._recordings = None
+        # the others look at numbers as they go, which no graph can record
+        self._recordings = Recordings() if self.capture and self._solver.exact else None
 
     @property
     def by_layers(self) -> bool:  # type: ignore[override]

@@ -110,6 +110,22 @@ class Proposal(Answer):
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
 
 
+def answer_of_inexact(
+    problem: Problem, displacement: Displacement, slope: Scalar, curvature: Scalar, usable: Truth
+) -> Answer:
+    """The answer for a p that need not solve its system, with slope = g . p and curvature = p^T B p.
+
+    m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2
+    """
+    vector = displacement.dense()
+    for name, decay in problem.hyper.weight_decay.items():
+        if decay:
+            own = vector[name]
+            slope = slope + decay * scalar((own * problem.plan.parameters[name].detach()).sum())
+            curvature = curvature + decay * scalar(own.square().sum())
+    return Answer(displacement, -slope - 0.5 * curvature, scalar(_vector.dot(vector, vector)), usable)
+
+
 def answer_of_vector(
     problem: Problem, displacement: Displacement, damping: Scalar, curvature: Scalar, usable: Truth
 ) -> Answer:
