@@ -28,7 +28,7 @@ def test_trial_pass_equals_the_model_at_theta_plus_p(name, base, captured):
     """z(v) - (v V^T + 1) Hbar, and theta bit-identical afterwards."""
     problem, plan, held, rows = setting(name)
     parameters = plan.parameters
-    c = torch.randn(rows.count, dtype=torch.float64)
+    c = torch.randn(rows.row_count, dtype=torch.float64)
     start = {key: torch.randn_like(p) for key, p in parameters.items()} if base else None
     p = Displacement(parameters, rows, c, start)
     shifted = {key: q.detach() + p.dense()[key] for key, q in parameters.items()}
@@ -47,7 +47,7 @@ def test_trial_pass_equals_the_model_at_theta_plus_p(name, base, captured):
 
 def test_trial_pass_does_not_read_the_weights_of_the_first_layer():
     problem, plan, held, rows = setting("softmax")
-    p = Displacement(plan.parameters, rows, torch.randn(rows.count, dtype=torch.float64))
+    p = Displacement(plan.parameters, rows, torch.randn(rows.row_count, dtype=torch.float64))
     with torch.no_grad():
         expected = p.outputs_on(held)
         problem.model[0].weight.fill_(torch.nan)

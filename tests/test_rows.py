@@ -112,7 +112,7 @@ def test_products_are_adjoint_and_gram_is_their_composition(widths, n, bias, see
     model = problems.mlp(*widths, bias=bias).double()
     inputs, targets = torch.randn(n, widths[0]).double(), torch.randn(n, widths[-1]).double()
     rows = woodbury.rows(model, nn.MSELoss(), inputs, targets)
-    vector, c = vector_like(model), torch.randn(rows.count).double()
+    vector, c = vector_like(model), torch.randn(rows.row_count).double()
     left = rows.matvec(vector) @ c
     right = flatten(vector) @ flatten(rows.rmatvec(c))
     torch.testing.assert_close(left, right)  # <U v, c> = <v, U^T c>

@@ -388,7 +388,7 @@ def way(model, inputs, forward=None):
     """How the rows past the rules were computed."""
     optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), forward=forward, fallback="autograd")
     optimizer.direction(inputs, None)
-    return optimizer._plan().findings.way
+    return optimizer._plan().findings.fallback_method
 
 
 def test_the_way_to_written_rows_follows_the_model():

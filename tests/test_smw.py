@@ -407,7 +407,7 @@ def test_forming_pays_for_large_batches_on_wide_layers_only():
         )
         form.affine = True
         made = Rows.__new__(Rows)
-        made.forms, made.count = {"a": form, "b": form}, n
+        made.forms, made.row_count = {"a": form, "b": form}, n
         return made.forming_pays(samples)
 
     assert rows(4096, 16384, 1024)

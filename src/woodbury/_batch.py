@@ -1,4 +1,4 @@
-"""Batches of any nesting (tensor, tuple, dictionary): counting, checking and choosing their samples."""
+"""Batches of any nesting (tensor, tuple, dictionary): count, check and select their samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sample_count(inputs: Any) -> int:
 
 
 def check_batch(inputs: Any, targets: Tensor | None) -> int:
-    """Raise on an empty batch, a wrong number of targets or (on CPU) a number that is not finite."""
+    """The number of samples; raises on an empty batch, a wrong number of targets or (on CPU) nan and inf."""
     samples = sample_count(inputs)
     if targets is not None:
         if not isinstance(targets, Tensor):
@@ -44,10 +44,10 @@ def check_batch(inputs: Any, targets: Tensor | None) -> int:
 
 
 def _check_finite(tensor: Tensor, what: str) -> None:
-    """Raise if a value is nan or infinite; on other devices than the CPU asking would wait, so they pass."""
+    """Raise if a value is nan or infinite; not checked on other devices than the CPU, as that would wait."""
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
         return
-    # One cheap pass; a sum can overflow without any value being infinite, so only then look closely.
+    # A sum is cheap. It can overflow though all values are finite: only then look at each.
     if math.isfinite(tensor.sum().item()) or torch.isfinite(tensor).all():
         return
     flat = torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else torch.isfinite(tensor)
@@ -61,10 +61,9 @@ def has_samples(leaf: Any, samples: int) -> bool:
 
 
 def whole_leaves(tree: Any, samples: int, known: frozenset[Any]) -> frozenset[Any]:
-    """What was known to have no sample axis and what else in the tree has none, each by its place.
+    """The places (structure, index) of tensors without a sample axis: those known and those in this tree.
 
-    Raises where something that had none before now has as many entries in its first axis as there are samples: it
-    would be cut by sample.
+    Raises if a tensor that had no sample axis before now has a first axis as long as the number of samples.
     """
     if isinstance(tree, Tensor):
         return known
@@ -86,27 +85,27 @@ def whole_leaves(tree: Any, samples: int, known: frozenset[Any]) -> frozenset[An
 def take(tree: Any, index: Tensor, samples: int) -> Any:
     """The samples at `index` of every tensor in the tree whose first axis has `samples` entries."""
 
-    def choose(leaf: Any) -> Any:
+    def select(leaf: Any) -> Any:
         if not has_samples(leaf, samples):
             return leaf
         if leaf.is_cuda and leaf.layout is torch.strided and leaf.is_contiguous():
-            return leaf[index]  # the same then, and launched in less time
+            return leaf[index]  # the same here, and faster to launch
         return leaf.index_select(0, index)
 
-    return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
+    return select(tree) if isinstance(tree, Tensor) else pytree.tree_map(select, tree)
 
 
 def part(tree: Any, window: slice, samples: int) -> Any:
     """The samples of a window, as views."""
 
-    def choose(leaf: Any) -> Any:
+    def select(leaf: Any) -> Any:
         return leaf[window] if has_samples(leaf, samples) else leaf
 
-    return choose(tree) if isinstance(tree, Tensor) else pytree.tree_map(choose, tree)
+    return select(tree) if isinstance(tree, Tensor) else pytree.tree_map(select, tree)
 
 
 def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
-    """The first `at` samples and the rest, as views."""
+    """The first `at` samples and the others, as views."""
     return part(tree, slice(0, at), samples), part(tree, slice(at, None), samples)
 
 
@@ -125,29 +124,29 @@ class Batch:
             return [(self.inputs, self.targets, self.samples)]
         inputs = split(self.inputs, self.curvature, self.samples)
         targets = (None, None) if self.targets is None else split(self.targets, self.curvature, self.samples)
-        counts = (self.curvature, self.samples - self.curvature)
-        return list(zip(inputs, targets, counts, strict=True))
+        sample_counts = (self.curvature, self.samples - self.curvature)
+        return list(zip(inputs, targets, sample_counts, strict=True))
 
 
-def ordered(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, curvature: int) -> Batch:
-    """The batch with its samples in the given order, the first `curvature` of them S2."""
+def ordered_batch(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, curvature: int) -> Batch:
+    """The batch with its samples in this order, the first `curvature` of them S2."""
     targets = None if targets is None else take(targets, order, samples)
     return Batch(take(inputs, order, samples), targets, samples, curvature)
 
 
 def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
-    """An order of the batch that puts a given subset in front, and the size of the subset."""
+    """An order of the batch with the subset in front, and the size of the subset."""
     try:
-        chosen = torch.as_tensor(subset).cpu()
+        indices = torch.as_tensor(subset).cpu()
     except (TypeError, ValueError, RuntimeError):
-        chosen = torch.empty(0)
-    if chosen.dtype == torch.bool or chosen.is_floating_point() or chosen.dim() != 1 or len(chosen) == 0:
+        indices = torch.empty(0)
+    if indices.dtype == torch.bool or indices.is_floating_point() or indices.dim() != 1 or len(indices) == 0:
         raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
-    chosen = chosen.long()
-    if chosen.min() < 0 or chosen.max() >= samples:
-        raise ValueError(f"subset: indices must lie in 0..{samples - 1}, got {chosen.min()} to {chosen.max()}")
-    if len(chosen.unique()) != len(chosen):
+    indices = indices.long()
+    if indices.min() < 0 or indices.max() >= samples:
+        raise ValueError(f"subset: indices must lie in 0..{samples - 1}, got {indices.min()} to {indices.max()}")
+    if len(indices.unique()) != len(indices):
         raise ValueError("subset: an index appears twice")
     outside = torch.ones(samples, dtype=torch.bool)
-    outside[chosen] = False
-    return torch.cat([chosen, outside.nonzero().flatten()]), len(chosen)
+    outside[indices] = False
+    return torch.cat([indices, outside.nonzero().flatten()]), len(indices)

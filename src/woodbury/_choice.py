@@ -1,4 +1,4 @@
-"""Arguments that name a part of a method, looked up once where they come in."""
+"""Lookup of arguments that name a part of a method."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 Part = TypeVar("Part")
 
-FALLBACKS = {None: False, "autograd": True}  # whether rows past the layer rules are computed instead of refused
+FALLBACKS = {None: False, "autograd": True}  # whether rows that no layer rule gives are computed
 
 
-def chosen(name: str, value: Any, parts: Mapping[Any, Part]) -> Part:
-    """The part that the value of an argument stands for; an error that names the argument if there is none."""
+def part_named(name: str, value: Any, parts: Mapping[Any, Part]) -> Part:
+    """The part that the value of an argument names; raises an error that names the argument if there is none."""
     try:
         return parts[value]
     except (KeyError, TypeError):

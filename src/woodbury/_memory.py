@@ -1,4 +1,4 @@
-"""How much memory a device has left, and sizes in words."""
+"""How much memory a device has left, and numbers of bytes as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that could still be allocated on the device, or None where nobody tells."""
+    """Bytes that could still be allocated on the device, or None if that is not known."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # what torch's allocator holds and does not use is free as well
@@ -27,6 +27,6 @@ def available_bytes(device: torch.device) -> int | None:
         return None
 
 
-def in_words(count: int) -> str:
-    """A number of bytes for a reader: "3.2 GiB"."""
-    return f"{count / 2**30:.3g} GiB"
+def in_words(byte_count: int) -> str:
+    """A number of bytes as text: "3.2 GiB"."""
+    return f"{byte_count / 2**30:.3g} GiB"

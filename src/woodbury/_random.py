@@ -1,4 +1,4 @@
-"""Random state: drawing S2 from a state kept as a tensor, and replaying a forward pass's random numbers."""
+"""Random state: permutations drawn from a state tensor, and repeated random numbers for a second pass."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ def new_state(seed: int | None) -> Tensor:
 class Orders:
     """Random permutations of the samples, on a device.
 
-    The same as drawn one at a time from the state before each; but those of the next steps are drawn along, and
-    brought to the device together, as each copy to it costs as much as several operations there.
+    The same numbers as drawn one at a time. On a device up to 16 permutations are drawn at once and copied
+    together: one copy costs as much as several operations there.
     """
 
     def __init__(self) -> None:
         self._kind: tuple[int, torch.device] | None = None
-        self._known: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}  # by the id of the state before
+        # id of a state -> the state, its version, the permutation drawn from it, the state after
+        self._known: dict[int, tuple[Tensor, int, Tensor, Tensor]] = {}
 
-    def draw(self, count: int, state: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A permutation of range(count) and the state after drawing it."""
+    def draw(self, sample_count: int, state: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A permutation of range(sample_count) and the state after it."""
         if device.type == "cpu":
-            return _drawn(count, state, 1)[0]
-        if state.is_inference():  # whether it changes cannot be told
-            order, after = _drawn(count, state, 1)[0]
+            return _draw(sample_count, state, 1)[0]
+        if state.is_inference():  # it has no version that shows a change
+            order, after = _draw(sample_count, state, 1)[0]
             return order.to(device, non_blocking=True), after
-        known = self._known.get(id(state))
-        if known is None or self._kind != (count, device) or known[0] is not state or known[1] != state._version:
-            drawn = _drawn(count, state, max(1, min(_AHEAD, _MOST // count)))
+        kind, known = (sample_count, device), self._known.get(id(state))
+        if known is None or self._kind != kind or known[0] is not state or known[1] != state._version:
+            drawn = _draw(sample_count, state, max(1, min(_AHEAD, _MAX_NUMBERS // sample_count)))
             orders = torch.stack([order for order, _ in drawn]).to(device, non_blocking=True).unbind()
             states = [state, *(after for _, after in drawn)]
-            self._kind = count, device
+            self._kind = kind
             self._known = {
                 id(before): (before, before._version, order, after)
                 for before, order, after in zip(states, orders, states[1:], strict=False)
@@ -57,14 +58,14 @@ class Orders:
         return known[2:]
 
 
-_AHEAD, _MOST = 16, 2**16  # permutations drawn together, and numbers in them
+_AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in them
 
 
-def _drawn(count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
-    """So many permutations, one after the other, each with the state after it."""
+def _draw(sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
+    """Permutations drawn one after the other, each with the state after it."""
     generator = torch.Generator()
     generator.set_state(state)
-    return [(torch.randperm(count, generator=generator), generator.get_state()) for _ in range(times)]
+    return [(torch.randperm(sample_count, generator=generator), generator.get_state()) for _ in range(times)]
 
 
 def snapshot(device: torch.device) -> Snapshot:
@@ -90,7 +91,7 @@ def drawn_since(state: Snapshot) -> bool:
 
 @contextmanager
 def replayed(state: Snapshot) -> Iterator[None]:
-    """Inside, random numbers repeat from `state` (dropout masks agree); afterwards nothing happened."""
+    """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before."""
     now = snapshot(state.device)
     if state.cuda is None and torch.equal(now.cpu, state.cpu):  # nothing was drawn: nothing to repeat
         yield

@@ -1,4 +1,4 @@
-"""Arithmetic on vectors in parameter space, kept as dictionaries from parameter name to tensor."""
+"""Arithmetic on vectors in parameter space: dictionaries from parameter name to tensor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def combine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Ten
 
 def restrict(a: Mapping[str, Tensor], names: Iterable[str]) -> Vector:
     """a with every entry outside `names` replaced by zero."""
-    kept = set(names)
-    return {name: value if name in kept else torch.zeros_like(value) for name, value in a.items()}
+    inside = set(names)
+    return {name: value if name in inside else torch.zeros_like(value) for name, value in a.items()}
 
 
 def flatten(a: Mapping[str, Tensor]) -> Tensor:

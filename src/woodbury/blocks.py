@@ -15,13 +15,13 @@ from woodbury.row_matrix import Rows
 
 
 class Blocks(ABC):
-    """How terms of single layers make up the small system: (r, r), or one (r, r) for each block."""
+    """How the terms of layers form the small system: (r, r), or (b, r, r) for b blocks."""
 
     name: ClassVar[str]
 
     @abstractmethod
-    def of(self, plan: Plan) -> list[tuple[str, ...]]:
-        """The parameters of each block."""
+    def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
+        """The names of the parameters of each block."""
 
     @abstractmethod
     def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
@@ -29,7 +29,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def join(self, terms: list[Tensor]) -> Tensor:
-        """What belongs to each block, from terms of single layers."""
+        """The sum of the terms of each block, from one term per layer."""
 
     def sizes(self, plan: Plan) -> list[int]:
         """The number of parameters in each block."""
@@ -44,7 +44,7 @@ class OneBlock(Blocks):
 
     name = "full"
 
-    def of(self, plan: Plan) -> list[tuple[str, ...]]:
+    def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
         return [tuple(plan.parameters)]
 
     def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
@@ -58,11 +58,11 @@ class OneBlock(Blocks):
 
 
 class LayerBlocks(Blocks):
-    """B without what lies between two layers."""
+    """B without the entries between parameters of two layers."""
 
     name = "layer"
 
-    def of(self, plan: Plan) -> list[tuple[str, ...]]:
+    def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
         return plan.blocks
 
     def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:

@@ -1,7 +1,7 @@
-"""S, the factor that makes the curvature B = U^T U: Gauss-Newton and natural gradient as two small objects.
+"""The factor S of the curvature B = U^T U: Gauss-Newton and natural gradient as two small objects.
 
-Everything else about the methods is the same; what differs is which columns S_i are sent back through the model,
-the e with S_i e_i = r_i, and the divisor D of U = Z / sqrt(D).
+The methods differ in the columns S_i that are sent back through the model, in e with S_i e_i = r_i, and in the
+divisor D of U = Z / sqrt(D). Everything else is the same.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outpu
 
 
 class Seeds(NamedTuple):
-    """Columns to send back for the rows Z of a batch: of S2, then of the samples outside it."""
+    """The columns to send back for the rows Z of a batch: those of S2, then of the samples outside it."""
 
     columns: list[Tensor]  # (m, k, C) each, or (m, C) for one per sample
     e: Tensor | None  # (m k,) of S2 with S e = r, None for ones
-    hold_gradient: bool  # whether g = Z^T (e, 1) / M; else the loss has no e, and Z holds the rows of S2 alone
+    hold_gradient: bool  # whether g = Z^T (e, 1) / M; else the loss has no e, and Z has rows of S2 only
 
 
 class Curvature(ABC):
-    """The matrix B of a method, by what it takes from the loss."""
+    """The curvature matrix B of a method, defined by what it takes from the loss."""
 
     name: ClassVar[str]
-    one_pass: ClassVar[bool]  # whether S2 and the rest may go through the model together at no cost
+    one_pass: ClassVar[bool]  # whether one pass over all samples costs no more than S2 and the others apart
 
     @abstractmethod
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
@@ -39,16 +39,16 @@ class Curvature(ABC):
 
     @abstractmethod
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
-        """What to send back from the outputs of a batch whose first m samples are S2."""
+        """The seeds of a batch whose first m samples are S2."""
 
     @property
     @abstractmethod
     def at_outputs(self) -> OutputProduct:
-        """What B is at the outputs, for products that share no code with rows."""
+        """B at the outputs, for products that share no code with rows."""
 
     @abstractmethod
-    def divisor(self, count: Scalar, samples: int) -> Scalar:
-        """D for n curvature samples whose mean loss divides by the count M."""
+    def divisor(self, term_count: Scalar, samples: int) -> Scalar:
+        """D for n curvature samples whose mean loss divides by M = term_count."""
 
     @abstractmethod
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
@@ -77,17 +77,17 @@ class GaussNewtonMatrix(Curvature):
     def at_outputs(self) -> OutputProduct:
         return hessian_at_outputs
 
-    def divisor(self, count: Scalar, samples: int) -> Scalar:
-        return count
+    def divisor(self, term_count: Scalar, samples: int) -> Scalar:
+        return term_count
 
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         return rule.column_count(shape)
 
 
 class EmpiricalFisher(Curvature):
-    """B = (1/n) sum g_i g_i^T, g_i = (n/M) J_i^T r_i, whose mean is the gradient: S_i = r_i, e_i = 1, D = M^2 / n.
+    """B = (1/n) sum g_i g_i^T with g_i = (n/M) J_i^T r_i, whose mean is g: S_i = r_i, e_i = 1, D = M^2 / n.
 
-    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D is n where M is.
+    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D = n where M = n.
     """
 
     name = "empirical"
@@ -104,8 +104,8 @@ class EmpiricalFisher(Curvature):
     def at_outputs(self) -> OutputProduct:
         return fisher_at_outputs
 
-    def divisor(self, count: Scalar, samples: int) -> Scalar:
-        return count * count / samples
+    def divisor(self, term_count: Scalar, samples: int) -> Scalar:
+        return term_count * term_count / samples
 
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         return 1

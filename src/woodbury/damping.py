@@ -1,4 +1,4 @@
-"""Damping policies: how lambda starts and how it answers to the reduction ratio rho.
+"""Damping policies: where lambda starts, and how it changes with the reduction ratio rho.
 
 A policy is a frozen dataclass with `initial`, `floor` and `next(value, ratio)`. The damping of a step
 is value + floor; the value is state of the optimizer, the policy is not.
@@ -16,9 +16,9 @@ from woodbury.device.scalars import Scalar, where
 class Damping(Protocol):
     """A rule for lambda.
 
-    `next` gets plain floats when the model is on the CPU and numbers of the device otherwise
-    (`woodbury.device.scalars.Number`, a 0-dim tensor for all purposes); there it must not wait for the device
-    (`woodbury.device.scalars.where` chooses without waiting and takes both).
+    `next` gets plain floats when the model is on the CPU. On another device it gets numbers of that device
+    (`woodbury.device.scalars.Number`, which behave as 0-dim tensors) and must not wait for them:
+    `woodbury.device.scalars.where` takes both kinds and does not wait.
     """
 
     @property
@@ -32,7 +32,7 @@ class Damping(Protocol):
 
 @dataclass(frozen=True)
 class LevenbergMarquardt:
-    """The paper's rule: lambda = value + floor, value raised where the model failed, lowered where it held.
+    """The paper's rule: lambda = value + floor; value rises where the model is wrong and falls where it is right.
 
     ratio < threshold:      value <- boost value
     ratio > 1 - threshold:  value <- drop value
@@ -60,13 +60,13 @@ class LevenbergMarquardt:
             raise ValueError(f"LevenbergMarquardt: floor must not be negative, got {self.floor}")
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
-        factor = where(ratio > 1 - self.threshold, self.drop, 1.0)
-        return value * where(ratio >= self.threshold, factor, self.boost)  # nan is not >= anything
+        multiplier = where(ratio > 1 - self.threshold, self.drop, 1.0)
+        return value * where(ratio >= self.threshold, multiplier, self.boost)  # nan is not >= anything
 
 
 @dataclass(frozen=True)
 class Constant:
-    """lambda stays where it is put."""
+    """A constant lambda."""
 
     initial: float
     floor: float = 0.0

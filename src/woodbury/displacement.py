@@ -1,11 +1,10 @@
-"""The step p as a point to evaluate and to move to, formed only where it must be.
+"""The step p: evaluate the model at theta + p, and move there; formed only where needed.
 
     p = base - Z^T c
 
 For a layer whose rows are outer products, (Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
-pass at theta + p is z(v) - (v V^T + 1) Hbar, and the update is one in-place product. Where the layer sees
-the very input it saw before (the first layer) z is known and v V^T is the Gram matrix already at hand, so
-its weights are not read again.
+pass at theta + p is z(v) - (v V^T + 1) Hbar, and the update is one in-place product. Where a layer gets the
+same input as before (the first layer), z and v V^T are known, and its weights are not read again.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from woodbury.row_matrix import Rows
 
 
 class _Factored(NamedTuple):
-    """The part of p in one layer, as -Hbar^T V."""
+    """p of one layer, as -Hbar^T V."""
 
     layer: Layer
     form: OuterRows  # with V
@@ -39,9 +38,8 @@ class _Factored(NamedTuple):
 class Displacement:
     """p = base - scales * Z^T c for rows Z and coefficients c (r,), or (layers, r) to give each layer its own.
 
-    Either part may be absent. With a base or scales p is formed; otherwise it stays factored, unless `form` asks
-    for it. Then the first layer has its factors too if its products v V^T are at hand: for the trial pass they are
-    cheaper.
+    Either part may be absent. With a base, with scales or with `form` p is formed; otherwise it stays factored.
+    With `form` the first layer is factored as well if v V^T is known: that is cheaper in the trial pass.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class Displacement:
         self._factored: list[_Factored] = []
         self._vector: Vector = {}  # parameters whose p is formed
         if rows is None or coefficients is None or base is not None or scales is not None:
-            self._vector = _formed(rows, coefficients, base, scales)
+            self._vector = _form(rows, coefficients, base, scales)
             return
         for index, (name, own_rows) in enumerate(rows.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients
@@ -89,19 +87,19 @@ class Displacement:
         return scalar(torch.stack(norms).double().square().sum())
 
     def outputs_on(self, capture: Capture, piece: int = 0) -> Tensor:
-        """The model's outputs at theta + p for this piece of the batch, from the pass over it at theta."""
+        """The outputs at theta + p for this piece of the batch; capture is its pass at theta."""
         return capture.run_again(self._changes(), self._forwards(capture, piece))
 
     def applied(self, plan: Plan) -> AbstractContextManager[None]:
-        """Inside, the model computes at theta + p, for any batch; the parameters are bit-identical afterwards."""
+        """Inside, the model computes at theta + p; the parameters are bit-identical afterwards."""
         return moved_model(plan, self._changes(), self._forwards(None, 0))
 
     def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth | Tensor) -> None:
-        """theta <- theta + rate p where accepted, rate by parameter name; without waiting for the device.
+        """theta <- theta + rate p where accepted, with rates by parameter name; does not wait for the device.
 
-        To be called under torch.no_grad().
+        Call it under torch.no_grad().
         """
-        holds = None  # where it is known that the step is accepted
+        holds = None  # the step is known to be accepted
         if not is_known(accepted):
             holds = compute(accepted)[0].bool()
         elif not accepted:
@@ -111,30 +109,30 @@ class Displacement:
             self.parameters[name].add_(moved)
         for layer, form, contracted in self._only_factored():
             inputs = form.inputs if holds is None else scaled_if(holds, form.inputs)
-            used, change = None, contracted.t()
+            last_rate, change = None, contracted.t()
             for local in form.parameters:
                 name = layer.parameters[local]
                 rate = rates[name]
-                # alpha= takes plain numbers only; where a rate may be either, both must round alike
+                # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
                 if holds is not None or isinstance(rate, Tensor):
-                    if rate is not used:
+                    if rate is not last_rate:
                         scaled = rate * contracted if holds is None else scaled_if(holds, contracted, rate)
-                        used, change = rate, scaled.t()
+                        last_rate, change = rate, scaled.t()
                     rate = 1.0
                 if local == form.weight:
                     self.parameters[name].addmm_(change, inputs, alpha=-rate)
                 else:
-                    summed = ones(contracted.shape[0], contracted.dtype, contracted.device)
-                    self.parameters[name].addmv_(change, summed, alpha=-rate)
+                    all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
+                    self.parameters[name].addmv_(change, all_samples, alpha=-rate)
 
     def _only_factored(self) -> list[_Factored]:
-        """Layers whose p is not formed."""
+        """The layers whose p is factored and not formed as well."""
         if not self._vector:
             return self._factored
         return [own for own in self._factored if not self._vector.keys() & _names(own)]
 
     def _changes(self) -> Vector:
-        """What the trial pass adds to parameters: what is formed, but for layers that have their factors too."""
+        """What the trial pass adds to parameters: p of the layers that are not factored."""
         if not self._factored or not self._vector:
             return self._vector
         factored = {name for own in self._factored for name in _names(own)}
@@ -145,11 +143,11 @@ class Displacement:
 
 
 def _names(own: _Factored) -> set[str]:
-    """The parameters, by their names in the model, whose p a factored layer holds."""
+    """The names in the model of the parameters of a factored layer."""
     return {own.layer.parameters[local] for local in own.form.parameters}
 
 
-def _formed(
+def _form(
     rows: Rows | None, coefficients: Tensor | None, base: Vector | None, scales: Mapping[str, Scale] | None
 ) -> Vector:
     """p itself."""
@@ -169,22 +167,22 @@ def _moved_linear(
     plain: Callable[[Tensor], Tensor],
     input: Tensor,
 ) -> Tensor:
-    """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T as they are known from a pass."""
+    """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
     layer, form, contracted = own
-    seen = None if capture is None or form.inner is None else capture.seen_by(layer.name)
+    call = None if capture is None or form.inner is None else capture.call_of(layer.name)
     if (
-        seen is not None
+        call is not None
         and form.inner is not None
-        and seen.is_intact
-        and not (input.requires_grad and torch.is_grad_enabled())  # someone differentiates in the inputs
-        and _same_memory(input, seen.inputs)
+        and call.is_intact
+        and not (input.requires_grad and torch.is_grad_enabled())  # the model differentiates in its inputs
+        and _same_memory(input, call.inputs)
     ):
         inner = form.inner if form.inner.dtype == contracted.dtype else form.inner.to(contracted.dtype)
         if inner.shape[0] != input.shape[0]:
             start = form.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
-        return torch.addmm(seen.outputs.detach(), inner, contracted, alpha=-1)
-    return form.output_change(input, contracted, plain(input))
+        return torch.addmm(call.outputs.detach(), inner, contracted, alpha=-1)
+    return form.outputs_after(input, contracted, plain(input))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,7 @@ from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
 
 
 class Solution(NamedTuple):
-    """What a solver returns: the solution, whether it can be trusted, and how many iterations it took."""
+    """What a solver returns: the solution, whether it is usable, and how many iterations it took."""
 
     x: Tensor  # (b, m)
     ok: Truth
@@ -28,27 +28,27 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
     """Solve matrix x = rhs by a Cholesky factorisation, without waiting for the device.
 
     matrix (b, m, m), rhs (b, m). Where the matrix is not numerically positive definite `ok` is false
-    and x holds no meaning.
+    and x has no meaning.
     """
-    factor, info = torch.linalg.cholesky_ex(matrix)
+    lower, info = torch.linalg.cholesky_ex(matrix)
     if matrix.is_cuda and matrix.dim() == 3:
-        # cholesky_solve allocates in its own way there, which no graph records
-        half = torch.linalg.solve_triangular(factor, rhs.unsqueeze(-1), upper=False)
-        x = torch.linalg.solve_triangular(factor.mT, half, upper=True).squeeze(-1)
+        # cholesky_solve allocates memory there that a CUDA graph cannot record
+        half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
+        x = torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
     else:
-        x = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
+        x = torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
     return Solution(x, scalar(info if info.dim() == 0 else info.any()) == 0, 1)
 
 
 def solve_conjugate_gradient(
     product: Callable[[Tensor], Tensor], rhs: Tensor, tolerance: float, max_iterations: int
 ) -> Solution:
-    """Solve A x = rhs for symmetric positive definite A given as a product, block by block.
+    """Solve A x = rhs for symmetric positive definite A by conjugate gradients, block by block.
 
-    product maps (b, m) to (b, m). Stops when every block has |A x - rhs| <= tolerance |rhs|; `ok` is
+    product computes A x, (b, m), for x (b, m). Stops when every block has |A x - rhs| <= tolerance |rhs|; `ok` is
     false if that did not happen within max_iterations.
     """
-    size = rhs.abs().amax(-1, keepdim=True)  # squares of small numbers would not be seen
+    size = rhs.abs().amax(-1, keepdim=True)  # so that squares do not underflow
     size = torch.where(size > 0, size, 1.0)
     rhs = rhs / size
     x = torch.zeros_like(rhs)
@@ -72,7 +72,7 @@ def solve_conjugate_gradient(
 
 
 class Minimum(NamedTuple):
-    """Where a quadratic was left, its value there, and after how many products."""
+    """The last point of a minimisation, the value there, and the number of iterations."""
 
     x: Tensor
     value: float
@@ -117,7 +117,7 @@ def minimize_quadratic(
 
 
 class SampleSpaceStep(NamedTuple):
-    """p = p0 - Z^T c by its coefficients, with what the quadratic model wants to know."""
+    """The coefficients of p = p0 - Z^T c, with p^T B p for the quadratic model."""
 
     coefficients: Tensor  # c (b, r)
     curvature: Scalar  # p^T B p = |U p|^2
@@ -128,7 +128,7 @@ def solve_in_sample_space(
     gram: Tensor,
     curvature_rows: int,
     divisor: Scalar,
-    count: Scalar,
+    term_count: Scalar,
     e: Tensor | None,
     projected_base: Tensor | None,
     damping: Scalar,
@@ -136,39 +136,39 @@ def solve_in_sample_space(
 ) -> SampleSpaceStep:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 
-    gram (b, r, r), or its first m = curvature_rows rows (b, m, r) if no more are at hand; e (m,), None for ones;
-    projected_base Z p0 (b, m) on the factor rows, or None; solve (matrix, rhs) the small system.
-    With D the divisor, M the count (N2 and N1 for a mean over samples), Z's factor rows sqrt(D) U and
-    x = M lambda c = M lambda a / sqrt(D), the system of `woodbury.optim.sample_space` times M D lambda is
+    gram is (b, r, r), or its first m = curvature_rows rows (b, m, r); e is (m,), None for ones; projected_base is
+    Z p0 on the factor rows, (b, m), or None; solve(matrix, rhs) solves the small system. With D the divisor, M the
+    term_count (N2 and N1 for a mean over samples), U = Z[:m] / sqrt(D) and x = M lambda c = M lambda a / sqrt(D),
+    the system of `woodbury.optim.sample_space` times M D lambda is
 
         (Z Z^T + D lambda I) x = D lambda e + M lambda Z p0 - M Z g_rest
         -sqrt(D) U p = (D / M) (e - x)
 
     and x = 1 on the gradient rows of the samples outside S2.
     """
-    m, rest = curvature_rows, gram.shape[-1] - curvature_rows
-    # damping itself is computed along: the decrease that the model predicts will ask for it
-    shift, length, _ = compute(damping * divisor, damping * count, damping)
+    m, gradient_rows = curvature_rows, gram.shape[-1] - curvature_rows
+    # damping is computed by the same kernel, for the predicted decrease
+    shift, length, _ = compute(damping * divisor, damping * term_count, damping)
     head = gram.narrow(-2, 0, m)
     matrix = _plus_diagonal(head.narrow(-1, 0, m), shift)
-    constant = e is None and rest > 0
+    constant = e is None and gradient_rows > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift
-    if rest:
-        rhs = rhs - head.narrow(-1, m, rest).sum(-1)
+    if gradient_rows:
+        rhs = rhs - head.narrow(-1, m, gradient_rows).sum(-1)
     if projected_base is not None:
         rhs = rhs + projected_base * length
     solution = solve(matrix, rhs if rhs.dim() + 1 == matrix.dim() else rhs.expand(matrix.shape[:-1]))
     x = solution.x
-    curvature = sum_of_squares(e - x) * (divisor / (count * count))
-    if rest:
-        outside = ones(rest, gram.dtype, gram.device)
-        x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), rest)], dim=-1)
+    curvature = sum_of_squares(e - x) * (divisor / (term_count * term_count))
+    if gradient_rows:
+        outside = ones(gradient_rows, gram.dtype, gram.device)
+        x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
     return SampleSpaceStep(x / length, curvature, solution.ok)
 
 
 def _plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
-    """A + shift I, in memory of its own."""
+    """A + diag(shift) in new memory; shift is one number or (m,)."""
     size = matrix.shape[-1]
     if size > _SMALL:
         matrix = matrix.clone()
@@ -180,23 +180,21 @@ def _plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
     return torch.add(matrix, unit, alpha=shift)
 
 
-_SMALL = 128  # below it one operation on the whole matrix costs less than several on its diagonal
+_SMALL = 128  # up to here one operation on the whole matrix costs less than several on its diagonal
 
 
 def solve_in_parameter_space(curvature: Tensor, shift: Scale, rhs: Tensor) -> tuple[Tensor, Scalar, Solution]:
-    """p with (B + diag(shift)) p = rhs, p^T B p and the solver's report, for one block.
+    """p with (B + diag(shift)) p = rhs, p^T B p and the solution, for one block.
 
     curvature B (m, m), shift one number or (m,), rhs (m,).
     """
-    matrix = curvature.clone()
-    matrix.diagonal().add_(shift)
-    solution = solve_cholesky(matrix, rhs.to(matrix.dtype))
+    solution = solve_cholesky(_plus_diagonal(curvature, shift), rhs.to(curvature.dtype))
     p = solution.x
     return p, scalar(torch.dot(p, curvature.mv(p))), solution
 
 
 def sum_of_squares(values: Tensor) -> Scalar:
-    """Sum of squares."""
+    """The sum of squares of all values."""
     if values.is_cuda:  # one kernel, where a dot product takes two
         norm = scalar(torch.linalg.vector_norm(values))
         return norm * norm
@@ -212,7 +210,7 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 class full_precision:  # noqa: N801  (a context, used as a function)
-    """Keep TF32 and bfloat16 out of float32 matrix products inside, whatever the global settings say."""
+    """Inside, float32 matrix products use neither TF32 nor bfloat16, whatever the global settings say."""
 
     def __enter__(self) -> None:
         before = _precision()
@@ -226,13 +224,13 @@ class full_precision:  # noqa: N801  (a context, used as a function)
 
     @staticmethod
     def settings() -> tuple[str, ...]:
-        """The global settings as they are."""
+        """The global settings now."""
         return _precision()
 
 
 _FULL = {"ieee", "none", "highest"}
 
-# torch 2.9 gave each backend a setting of its own; reading or writing the older one beside it raises.
+# torch 2.9 gave each backend its own setting; to use the older one as well raises an error.
 if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
     _cuda: Any = torch.backends.cuda.matmul
     _cpu: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to the type stubs)

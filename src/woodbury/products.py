@@ -1,7 +1,7 @@
-"""Curvature products in parameter space: the twin of `rows`, sharing no code with it.
+"""Curvature products in parameter space: the twin of `row_matrix`, with no code in common.
 
-Everything here is plain autograd on the model: no layer rule, no row, no Gram matrix. What `verify` uses to check
-a step (`relative_residual`) takes derivatives of the loss module itself too, and knows no loss rule.
+Everything here is plain autograd on the model: no layer rule, no row, no Gram matrix. `relative_residual`, with
+which `verify` checks a step, uses no loss rule either: it differentiates the loss module itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def jacobian_products(
 ) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """The function v -> J v for outputs attached to the graph, by differentiating J^T u in u.
 
-    Parameters that v leaves out count as zero.
+    Entries that v lacks count as zero.
     """
     with torch.enable_grad():
         probe = torch.zeros_like(outputs, requires_grad=True)
         transposed = torch.autograd.grad(
             outputs, list(parameters.values()), probe, create_graph=True, materialize_grads=True
         )
-    # zeros that stand for a parameter the outputs do not depend on come from no operation
+    # without a grad_fn: zeros, for a parameter that the outputs do not depend on
     used = {name: image for name, image in zip(parameters, transposed, strict=True) if image.grad_fn is not None}
 
     def product(vector: Mapping[str, Tensor]) -> Tensor:
@@ -52,9 +52,9 @@ def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor
 
 
 class FactorProducts:
-    """The factor rows Z = S^T J of a batch through products alone: nothing is stored a row.
+    """The factor rows Z = S^T J of a batch through products alone: no row is stored.
 
-    Z_b takes the parameters of block b only; one block holds all of them for the full curvature matrix.
+    Z_b has the columns of block b only; for the full curvature matrix there is one block of all parameters.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def curvature_product(
     vector: Mapping[str, Tensor],
     at_outputs: OutputProduct,
 ) -> Vector:
-    """B v for outputs attached to the graph of a batch of n samples; at_outputs makes B what it is."""
+    """B v for outputs attached to the graph of a batch of n samples; at_outputs defines B."""
     with torch.enable_grad():
         image = jacobian_products(outputs, parameters)(vector)
         return transposed_jacobian_product(outputs, parameters, at_outputs(loss, outputs, targets, image))
@@ -141,10 +141,10 @@ def relative_residual(
     """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side.
 
     outputs are those of the whole batch, attached to the graph; W is the weight decay, q = mu p_prev. Where
-    both are zero this is |(B + lambda I) p + g| / |g|. B is cut into the given blocks of parameters.
+    both are zero this is |(B + lambda I) p + g| / |g|. B is block-diagonal with these blocks of parameters.
     """
     targets = batch.targets
-    if targets is not None and not targets.is_floating_point():  # torch's losses are strict about the type
+    if targets is not None and not targets.is_floating_point():  # torch's losses accept one type only
         targets = targets.to(outputs.dtype) if targets.shape == outputs.shape else targets.long()
     with torch.enable_grad():
         value = loss_of(loss, outputs, targets)
@@ -155,8 +155,8 @@ def relative_residual(
     for block in blocks:
         part = _vector.restrict(vector, block)
         with torch.enable_grad():
-            chosen = outputs[: batch.curvature]
-        product = curvature_product(chosen, loss, parameters, targets, part, at_outputs)
+            curvature_outputs = outputs[: batch.curvature]
+        product = curvature_product(curvature_outputs, loss, parameters, targets, part, at_outputs)
         image |= {name: product[name] for name in block}
     rhs: Vector = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):

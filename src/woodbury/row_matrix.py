@@ -1,8 +1,7 @@
 """U, the matrix behind every method here: one row S_i^T J_i / sqrt(n) per sample and factor column.
 
 With U the damped curvature matrix is U^T U + lambda I and the Gram matrix is K = U U^T. Rows are
-sample-major (row = i k + a), stored layer by layer; neither U nor any n x n object is formed unless
-`dense` is called.
+sample-major (row = i k + a) and stored layer by layer; U itself is formed only by `dense`.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
-from woodbury._choice import FALLBACKS, chosen
+from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, RowForm, limit, windows
+from woodbury.layers.forms import OuterRows, RowForm, byte_limit, windows
 from woodbury.linalg import full_precision
-from woodbury.losses.rules import check_count, loss_rule
+from woodbury.losses.rules import check_term_count, loss_rule
 from woodbury.model.capture import call_model, capture
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan, plan_layers
 
-_PASSES = 200  # operations in the time a number of p takes on its way through memory: written, added, measured
+_PASSES = 200  # operations in the time that one number of p takes in memory: written, added, its norm taken
 
 
 class Slab(NamedTuple):
-    """Part of a parameter: parameter[window], so many numbers."""
+    """Part of a parameter: parameter[window], of `size` numbers."""
 
     name: str
     window: slice
@@ -40,18 +39,18 @@ class Slab(NamedTuple):
 
 
 def _inner_pays(form: OuterRows) -> bool:
-    """Whether v V^T of all samples, and its product with Hbar, cost less than the layer itself."""
+    """Whether v V^T of all samples and its product with Hbar cost less than the layer itself."""
     i, o = form.inputs.shape[1], form.grads.shape[1]
     return form.layout.samples * (i + o) < i * o
 
 
 @cache
 def forming_pays(shapes: tuple[tuple[int, int], ...], n: int, m: int, r: int, head: int) -> bool:
-    """Whether p itself, and the first rows of K alone, cost less than p in factors and all of K.
+    """Whether p formed, with the first `head` rows of K, costs less than p factored, with all of K.
 
-    For layers (i, o) of n samples and r rows, the first `head` of which belong to the first m samples. In factors,
-    one costs 2 n^2 i + 2 r^2 o for K and, after the first layer, 2 n^2 (i + o) in the trial pass; formed, it costs
-    several passes over its weights instead.
+    For layers (i, o), n samples and r rows, of which the first `head` belong to the first m samples. Factored, a
+    layer costs 2 n^2 i + 2 r^2 o for K and, after the first layer, 2 n^2 (i + o) in the trial pass; formed, it
+    costs several passes over its weights instead.
     """
     factored = formed = 0
     for index, (i, o) in enumerate(shapes):
@@ -63,12 +62,12 @@ def forming_pays(shapes: tuple[tuple[int, int], ...], n: int, m: int, r: int, he
 
 
 class Rows:
-    """The rows of U, layer by layer, times `scale`. See the module docstring for their order."""
+    """The matrix U: rows stored layer by layer, times `scale`. See the module docstring for their order."""
 
-    def __init__(self, plan: Plan, forms: Mapping[str, RowForm], count: int, scale: float = 1.0) -> None:
+    def __init__(self, plan: Plan, forms: Mapping[str, RowForm], row_count: int, scale: float = 1.0) -> None:
         self.plan = plan
         self.forms = forms
-        self.count = count
+        self.row_count = row_count
         self.scale = scale
         self._names = plan.owned
 
@@ -80,8 +79,8 @@ class Rows:
     ) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
 
-        scales gives D as one number per parameter name; dtype asks for accumulation in that type. With
-        other = the gradient rows this is the cross-Gram whose row sums give U g without forming g.
+        scales gives D as one number per parameter name; sums are accumulated in dtype. With the gradient rows as
+        other, the row sums give U g without forming g.
         """
         other = self if other is None else other
         total: Tensor | None = None
@@ -90,19 +89,19 @@ class Rows:
                 own = None if scales is None else self._scales_of(name, scales)
                 total = form.gram(other.forms[name], own, dtype, total)
         assert total is not None
-        factor = self.scale * other.scale
-        return total if factor == 1.0 else total.mul_(factor)
+        scale = self.scale * other.scale
+        return total if scale == 1.0 else total.mul_(scale)
 
-    def gram_head(self, count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The first `count` rows of the Gram matrix of each layer, (count, r), where all rows are outer products.
+    def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The first rows of the Gram matrix of each layer, (row_count, r), where all rows are outer products.
 
-        The products of the first layer's inputs are kept in full where the trial pass gains by them.
+        v V^T of the first layer is kept in full if that saves time in the trial pass.
         """
         grams = []
         with full_precision():
             for index, form in enumerate(self.forms.values()):
                 assert isinstance(form, OuterRows)
-                head = form.head(count)
+                head = form.head(row_count)
                 if index == 0 and _inner_pays(form):
                     form.inner = form.input_gram(form.inputs, dtype=dtype)
                     inner = form.inner[: head.layout.samples]
@@ -111,16 +110,16 @@ class Rows:
                 grams.append(head.outer_gram(form, dtype).mul_(head.layout.spread(inner, form.layout)))
         return grams
 
-    def forming_pays(self, count: int) -> bool:
-        """Whether `forming_pays` for all these layers; never where one is not affine."""
+    def forming_pays(self, head: int) -> bool:
+        """`forming_pays` for these layers; False if one of them is not affine."""
         shapes = []
         for form in self.forms.values():
             if not isinstance(form, OuterRows) or not form.affine or form.weight is None:
                 return False
             shapes.append((form.inputs.shape[1], form.grads.shape[1]))
             layout = form.layout
-        m = count if layout.is_plain else layout.pieces[0][0]
-        return forming_pays(tuple(shapes), layout.samples, m, self.count, count)
+        m = head if layout.is_plain else layout.pieces[0][0]
+        return forming_pays(tuple(shapes), layout.samples, m, self.row_count, head)
 
     def layer_grams(
         self,
@@ -130,20 +129,20 @@ class Rows:
     ) -> list[Tensor]:
         """The terms of `gram`, one per layer."""
         other = self if other is None else other
-        factor = self.scale * other.scale
+        scale = self.scale * other.scale
         with full_precision():
             grams = [
                 form.gram(other.forms[name], None if scales is None else self._scales_of(name, scales), dtype)
                 for name, form in self.forms.items()
             ]
-        return grams if factor == 1.0 else [gram.mul_(factor) for gram in grams]
+        return grams if scale == 1.0 else [gram.mul_(scale) for gram in grams]
 
     def _scales_of(self, block: str, scales: Mapping[str, Scale]) -> dict[str, Scale]:
         """The scales of a block's parameters, by their own names."""
         return {own: scales[full] for own, full in self._names[block].items()}
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        """U v, (r,), for a vector given by parameter name (the paper's J theta_1)."""
+        """U v, (r,), for a vector v by parameter name (the paper's J theta_1)."""
         return torch.stack(self.layer_matvec(vector)).sum(0)
 
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
@@ -170,24 +169,24 @@ class Rows:
         columns: Vector = {}
         for name, form in self.forms.items():
             for local, value in form.dense().items():
-                columns[self._names[name][local]] = value.reshape(self.count, -1) * self.scale
+                columns[self._names[name][local]] = value.reshape(self.row_count, -1) * self.scale
         return torch.cat(
             [
-                columns[name] if name in columns else parameter.new_zeros(self.count, parameter.numel())
+                columns[name] if name in columns else parameter.new_zeros(self.row_count, parameter.numel())
                 for name, parameter in self.plan.parameters.items()
             ],
             dim=1,
         ).detach()
 
     def curvature(
-        self, count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
+        self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """U^T U over the first `count` rows, (p, p) for the parameters of each block, in the order of its names.
+        """U^T U over the first rows, (p, p) for the parameters of each block, in the order of its names.
 
-        Cheaper than the Gram matrix where there are more rows than parameters. dtype asks for accumulation in
-        that type. Rows are written out for as many parameters at a time as `max_bytes` of the plan allow.
+        Cheaper than the Gram matrix where there are more rows than parameters. Sums are accumulated in dtype. Rows
+        are written out for as many parameters at a time as `max_bytes` of the plan allows.
         """
-        dtype = next(iter(self.plan.parameters.values())).dtype if dtype is None else dtype
+        dtype = self.plan.dtype if dtype is None else dtype
         matrices = []
         with full_precision():
             for block in blocks:
@@ -196,10 +195,10 @@ class Rows:
                 matrix = torch.empty(width, width, dtype=dtype, device=self.plan.device)
                 row = 0
                 for index, strip in enumerate(strips):
-                    left = self._written(strip, count, dtype)
+                    left = self._write_rows(strip, row_count, dtype)
                     column, rows = row, slice(row, row + left.shape[1])
                     for other in strips[index:]:
-                        right = left if other is strip else self._written(other, count, dtype)
+                        right = left if other is strip else self._write_rows(other, row_count, dtype)
                         columns = slice(column, column + right.shape[1])
                         torch.mm(left.t(), right, out=matrix[rows, columns])
                         if other is not strip:
@@ -210,8 +209,8 @@ class Rows:
         return matrices
 
     def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
-        """The parameters of a block in pieces whose rows take no more than half of what temporaries may."""
-        budget = limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.count)
+        """The parameters of a block in strips; the rows of each take at most half of `max_bytes`."""
+        budget = byte_limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.row_count)
         strips: list[list[Slab]] = [[]]
         room = budget
         for name in block:
@@ -226,22 +225,22 @@ class Rows:
                 room -= size
         return strips
 
-    def _written(self, strip: Sequence[Slab], count: int, dtype: torch.dtype) -> Tensor:
-        """The first `count` rows for some parameters, (count, p)."""
+    def _write_rows(self, strip: Sequence[Slab], row_count: int, dtype: torch.dtype) -> Tensor:
+        """The first rows for the parameters of a strip, (row_count, p)."""
         columns = []
         for name, window, size in strip:
             module, own = self.plan.block_of[name]
             if module in self.forms:
-                columns.append(self.forms[module].slab(own, window, dtype)[:count].reshape(count, size))
+                columns.append(self.forms[module].slab(own, window, dtype)[:row_count].reshape(row_count, size))
             else:
-                columns.append(torch.zeros(count, size, dtype=dtype, device=self.plan.device))
+                columns.append(torch.zeros(row_count, size, dtype=dtype, device=self.plan.device))
         written = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
         return written if self.scale == 1.0 else written * self.scale
 
     @property
     def shape(self) -> tuple[int, int]:
         """(r, p)."""
-        return self.count, sum(parameter.numel() for parameter in self.plan.parameters.values())
+        return self.row_count, self.plan.size
 
 
 def rows(
@@ -264,11 +263,11 @@ def rows(
             sample, U^T U = (1/n) sum of outer products of per-sample gradients). Where the loss is a mean over
             tokens, see `woodbury.curvature`.
         forward: f(model, inputs) in place of model(inputs).
-        fallback: "autograd" computes rows no layer rule covers with torch.func, or by plain autograd.
-        max_bytes: what temporaries of the Gram matrix may take, beside the rows and the matrix itself.
+        fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd.
+        max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
-    kind, rule = chosen("curvature", curvature, CURVATURES), loss_rule(loss)
-    has_fallback = chosen("fallback", fallback, FALLBACKS)
+    kind, rule = part_named("curvature", curvature, CURVATURES), loss_rule(loss)
+    has_fallback = part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
     check_samples_apart(captured)
@@ -276,5 +275,5 @@ def rows(
     prepared = rule.prepare(loss, captured.raw, targets)
     columns = kind.factor(rule, loss, outputs, prepared).columns()
     n, k, _ = columns.shape
-    divisor = kind.divisor(check_count(rule.count(loss, prepared)), n)
+    divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
     return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)

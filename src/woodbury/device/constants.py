@@ -1,4 +1,4 @@
-"""Small constant tensors, made once and never let go: writing one to a device costs as much as an operation."""
+"""Small constant tensors, made once and kept: writing one to a device costs as much as an operation."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Make = TypeVar("Make", bound=Callable[..., Tensor])
 
 
 def constant_tensor(make: Make) -> Make:
-    """Decorator: one tensor for each set of arguments; a recorded CUDA graph reads it where it is.
+    """Decorator: one tensor per set of arguments, at a fixed address, as a recorded CUDA graph needs it.
 
-    Made as an ordinary tensor, also where the first to ask does so in inference mode: autograd may need it later.
+    It is an ordinary tensor even if it is made in inference mode, as autograd may need it later.
     """
 
-    def ordinary(*arguments: object) -> Tensor:
+    def make_ordinary(*arguments: object) -> Tensor:
         with torch.inference_mode(False):
             return make(*arguments)
 
-    return cache(ordinary)  # type: ignore[return-value]
+    return cache(make_ordinary)  # type: ignore[return-value]
 
 
 @constant_tensor
-def ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector of ones."""
-    return torch.ones(count, dtype=dtype, device=device)
+    return torch.ones(size, dtype=dtype, device=device)
 
 
 @constant_tensor
-def indices(count: int, device: torch.device) -> Tensor:
-    """0, 1, ..., count - 1."""
-    return torch.arange(count, device=device)
+def indices(size: int, device: torch.device) -> Tensor:
+    """0, 1, ..., size - 1."""
+    return torch.arange(size, device=device)
 
 
 @constant_tensor

@@ -1,8 +1,8 @@
 """What a recorded step depends on beside its batch: modules, hooks, settings and functions, as a value to compare.
 
-Python is not run when a graph is replayed, so what it would have read must be the same: the modules themselves,
-their plain attributes, hooks and training flags, where parameters and buffers lie, and for functions of one's own
-what they close over and the plain globals they name. What those functions read beyond that is not seen.
+A replay of a CUDA graph runs no Python, so all that Python would read must be the same: the modules, their plain
+attributes, hooks and training flags, the addresses of parameters and buffers, and for functions of the user their
+closures and the plain globals they name. What those functions read beyond that does not show here.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 _PLAIN = frozenset((int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size))
-_OWN = frozenset(vars(nn.Module()))  # what every module has: looked at one by one
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module, which `_of_module` treats one by one
 _HOOKS = tuple(name for name in sorted(_OWN) if name.endswith("hooks"))
-_MOST = 32  # entries of a list or dictionary that are looked at
+_MAX_ENTRIES = 32  # larger lists and dictionaries count by which object they are
 
 
 class Same:
-    """Equal to what holds the very same object, which it keeps alive."""
+    """A key that is equal for the same object only, and keeps it alive."""
 
-    __slots__ = ("held",)
+    __slots__ = ("target",)
 
-    def __init__(self, held: object) -> None:
-        self.held = held
+    def __init__(self, target: object) -> None:
+        self.target = target
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.held is self.held
+        return isinstance(other, Same) and other.target is self.target
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.target)
 
 
 def of_model(model: nn.Module) -> Hashable:
@@ -51,7 +51,7 @@ def of_function(function: Any, depth: int = 1) -> Hashable:
     for cell in function.__closure__ or ():
         try:
             parts.append(of_value(cell.cell_contents, depth))
-        except ValueError:  # not filled in yet
+        except ValueError:  # an empty cell
             parts.append(None)
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
@@ -69,9 +69,9 @@ def of_value(value: Any, depth: int = 1) -> Hashable:
         return plain
     if isinstance(value, Tensor):
         return Same(value), value.data_ptr()
-    if isinstance(value, list | tuple) and len(value) <= _MOST:
+    if isinstance(value, list | tuple) and len(value) <= _MAX_ENTRIES:
         return tuple([of_value(entry, depth) for entry in value])
-    if isinstance(value, Mapping) and len(value) <= _MOST:
+    if isinstance(value, Mapping) and len(value) <= _MAX_ENTRIES:
         return tuple([(str(key), of_value(entry, depth)) for key, entry in value.items()])
     if depth > 0 and isinstance(value, FunctionType | MethodType):
         return of_function(value, depth - 1)
@@ -81,22 +81,23 @@ def of_value(value: Any, depth: int = 1) -> Hashable:
 
 
 def _of_module(module: nn.Module) -> Hashable:
-    held, kind = vars(module), type(module)
+    attributes, kind = vars(module), type(module)
     parts: list[Any] = [Same(module), kind, module.training]
-    for tensors in (held["_parameters"], held["_buffers"]):
+    for tensors in (attributes["_parameters"], attributes["_buffers"]):
         for tensor in tensors.values():
-            # where it lies, and as what: its numbers are read when a graph is replayed
+            # its address, type and shape: a replay reads the numbers
             parts.append(None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape))
     for name in _HOOKS:
-        if held[name]:
-            parts.append(tuple(map(Same, held[name].values())) if isinstance(held[name], dict) else name)
-    for name, value in held.items():
+        hooks = attributes[name]
+        if hooks:
+            parts.append(tuple(map(Same, hooks.values())) if isinstance(hooks, dict) else name)
+    for name, value in attributes.items():
         if name not in _OWN:
             parts.append((name, value if type(value) in _PLAIN else of_value(value)))
     if not kind.__module__.startswith("torch."):
         parts.append(of_function(kind.forward))
     elif kind.forward is not _FORWARDS.setdefault(kind, kind.forward):
-        parts.append(Same(kind.forward))  # exchanged for all modules of the class
+        parts.append(Same(kind.forward))  # replaced for the whole class
     return tuple(parts)
 
 

@@ -1,8 +1,7 @@
 """Steps recorded into CUDA graphs and replayed: one launch in place of hundreds of small ones.
 
 A recording is a step on buffers of its own: a batch is copied in, the graph replayed, the numbers copied out. It
-holds for batches of one shape and for all that was the same when it was made (its key), but for the learning
-rates, which it reads from memory.
+is valid for batches of one shape while everything in its key stays the same. It reads learning rates from memory.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from torch.utils import _pytree as pytree
 from woodbury._batch import has_samples
 
 WARM_UP = 2  # ordinary steps of a kind before one is recorded
-_MOST = 4  # recordings held at a time, for batches of so many shapes
-_MOST_KINDS = 64  # kinds of steps remembered
-_WORTH_RECORDING = 2**30  # bytes: a step that allocates more keeps the device busy by itself
+_MAX_RECORDINGS = 4  # at a time, one per shape of batches
+_MAX_KINDS = 64  # kinds of steps that are counted
+_WORTH_RECORDING = 2**30  # bytes: a step that allocates more keeps the device busy without a recording
 
 
 class Key(NamedTuple):
-    """What a recording holds for."""
+    """What must be the same for a recording to be valid."""
 
-    fixed: Hashable  # everything that changes the numbers, but the batch
+    fixed: Hashable  # everything but the batch that changes the numbers
     shape: Hashable  # of the batch
 
 
 @dataclass
 class Recording:
-    """A graph, the buffers it reads and the numbers it leaves."""
+    """A CUDA graph, the buffers it reads and the numbers it writes."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Any
@@ -41,10 +40,10 @@ class Recording:
     rates: list[Tensor]  # the learning rate of each parameter group
     state: dict[str, Any]  # part of the optimizer's state, as buffers
     numbers: Tensor
-    known_rates: list[float | None]  # what the rates hold, as far as it is known
+    known_rates: list[float | None]  # the values in `rates`, None where not known
 
     def replay(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> Tensor:
-        """Take the step on a batch, its samples in the given order; the numbers, in memory of their own."""
+        """Take the step on a batch, with its samples in this order, and return a copy of the numbers."""
         samples = 0 if order is None else order.shape[0]
         pairs = [(self.inputs, inputs)]
         if not isinstance(inputs, Tensor):
@@ -52,12 +51,12 @@ class Recording:
         if targets is not None:
             pairs.append((self.targets, targets))
         with torch.no_grad():
-            for buffer, given in pairs:
+            for buffer, value in pairs:
                 if isinstance(buffer, Tensor):
-                    if order is not None and has_samples(given, samples):
-                        torch.index_select(given.detach(), 0, order, out=buffer.detach())
+                    if order is not None and has_samples(value, samples):
+                        torch.index_select(value.detach(), 0, order, out=buffer.detach())
                     else:
-                        buffer.copy_(given, non_blocking=True)
+                        buffer.copy_(value, non_blocking=True)
         for index, rate in enumerate(rates):
             if isinstance(rate, Tensor):
                 self.rates[index].copy_(rate)
@@ -74,49 +73,49 @@ class Recordings:
 
     def __init__(self) -> None:
         self._recordings: dict[Key, Recording] = {}
-        self._seen: dict[Key, int] = {}  # ordinary steps of each kind
-        self._large: set[Key] = set()  # kinds that are not worth recording
+        self._step_counts: dict[Key, int] = {}  # ordinary steps of each kind
+        self._large_kinds: set[Key] = set()  # kinds that are not worth recording
         self._running: tuple[Key, int] | None = None  # an ordinary step, and the bytes allocated before it
         self._given_up = False
 
     def is_due(self, key: Key, device: torch.device) -> bool:
-        """Whether a step of this kind is replayed, or recorded now; else it is an ordinary one."""
+        """Whether to replay or record a step of this kind now; else it is an ordinary step."""
         if key in self._recordings:
             return True
-        if self._given_up or key in self._large:
+        if self._given_up or key in self._large_kinds:
             return False
-        if len(self._seen) >= _MOST_KINDS and key not in self._seen:
-            self._seen, self._large = {}, set()
-        self._seen[key] = count = self._seen.get(key, 0) + 1
-        if count <= WARM_UP:
-            self._running = key, _allocated_in_all(device)
+        if len(self._step_counts) >= _MAX_KINDS and key not in self._step_counts:
+            self._step_counts, self._large_kinds = {}, set()
+        self._step_counts[key] = step_count = self._step_counts.get(key, 0) + 1
+        if step_count <= WARM_UP:
+            self._running = key, _bytes_ever_allocated(device)
             return False
         alike = [old for old in self._recordings if old.fixed == key.fixed]
-        return len(alike) < _MOST
+        return len(alike) < _MAX_RECORDINGS
 
     def ordinary_step_ended(self, device: torch.device) -> None:
-        """See whether a step of this kind is too large to be worth recording."""
+        """Note whether a step of this kind is too large to be worth recording."""
         if self._running is not None:
             key, before = self._running
-            if _allocated_in_all(device) - before > _WORTH_RECORDING:
-                self._large.add(key)
+            if _bytes_ever_allocated(device) - before > _WORTH_RECORDING:
+                self._large_kinds.add(key)
             self._running = None
 
     def find(self, key: Key) -> Recording | None:
         return self._recordings.get(key)
 
     def add(self, key: Key, recording: Recording) -> None:
-        """Keep a recording; those made when something else was different are let go."""
+        """Keep a recording, and drop those whose fixed part of the key differs."""
         self._recordings = {old: own for old, own in self._recordings.items() if old.fixed == key.fixed}
         self._recordings[key] = recording
 
     def give_up(self) -> None:
-        """Take ordinary steps from now on."""
-        self._recordings, self._seen, self._running, self._given_up = {}, {}, None, True
+        """Record nothing from now on, and drop all recordings."""
+        self._recordings, self._step_counts, self._running, self._given_up = {}, {}, None, True
 
 
-def _allocated_in_all(device: torch.device) -> int:
-    """Bytes that torch has ever allocated on a device, freed ones too."""
+def _bytes_ever_allocated(device: torch.device) -> int:
+    """All bytes that torch has allocated on a device so far, freed ones included."""
     statistics = torch.cuda.memory_stats(device)
     return int(statistics.get("allocated_bytes.all.allocated", 0))
 
@@ -135,13 +134,13 @@ def shape_of(inputs: Any, targets: Tensor | None, device: torch.device) -> Hasha
         if not all(isinstance(value, bool | int | float | str | None) for value in values):
             return None
         plain = (str(structure), *values)
-    described = []
+    descriptions = []
     for tensor in tensors:
         if tensor is not None:
             if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != device:
                 return None
-            described.append((tensor.shape, tensor.dtype, tensor.requires_grad))
-    return tuple(described), plain
+            descriptions.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+    return tuple(descriptions), plain
 
 
 def _buffers_like(tree: Any) -> Any:
@@ -154,7 +153,7 @@ def _buffers_like(tree: Any) -> Any:
 
 
 def overwrite(buffers: Any, values: Any) -> None:
-    """Bring buffers up to date where the optimizer's state was replaced (by load_state_dict, say)."""
+    """Copy values into buffers wherever they are other tensors."""
     if buffers is values:
         return
     for buffer, value in zip(pytree.tree_leaves(buffers), pytree.tree_leaves(values), strict=True):
@@ -171,30 +170,29 @@ def record(
     dtype: torch.dtype,
     run: Callable[[Any, Tensor | None, list[Tensor], dict[str, Any]], tuple[Tensor, dict[str, Any]]],
 ) -> Recording:
-    """Record run(inputs, targets, rates, state) -> (numbers, new state) on buffers; nothing is computed yet.
+    """A recording of run(inputs, targets, rates, state) -> (numbers, new state) on buffers; computes nothing yet.
 
     state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is
     that of the rates.
     """
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
-    held = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]
+    rate_buffers = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]
     graph = torch.cuda.CUDAGraph()
     try:
         # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            numbers, new = run(inputs, targets, held, state)
-            for buffer, value in zip(pytree.tree_leaves(state), pytree.tree_leaves(new), strict=True):
-                buffer.copy_(value)
+            numbers, new = run(inputs, targets, rate_buffers, state)
+            overwrite(state, new)
     except BaseException:
         _clean_up(graph, device)
         raise
-    return Recording(graph, inputs, targets, held, state, numbers, [None] * len(held))
+    return Recording(graph, inputs, targets, rate_buffers, state, numbers, [None] * len(rate_buffers))
 
 
 def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    """Undo what a failed recording leaves behind: torch's allocator and random numbers still expect its end."""
+    """Clean up after a failed recording: torch's allocator and generator still wait for its end."""
     with suppress(Exception):
         torch._C._cuda_endAllocateToPool(device.index, graph.pool())
-    other = torch.cuda.CUDAGraph()  # one that does not fail ends it for the generator
+    other = torch.cuda.CUDAGraph()  # a recording that succeeds resets the generator
     with torch.cuda.graph(other, capture_error_mode="thread_local"):
         torch.zeros(1, device=device)

@@ -1,9 +1,9 @@
 """Single numbers that never make a step wait: floats on the CPU, `Number`s on any other device.
 
-Arithmetic and comparisons are written once with the ordinary operators; what they lack is here. On the CPU a float
-costs a fraction of a 0-dim tensor, and a small step consists of many such numbers. Elsewhere a `Number` stands for
-a 0-dim tensor and remembers what was asked of it: a step decides by some thirty operations on single numbers (rho,
-lambda, whether to move), each as dear to launch as a product of matrices, and `compute` does them by one kernel.
+Both kinds take the ordinary operators; what operators cannot do is here. On the CPU a float costs a fraction of a
+0-dim tensor, and a small step consists of many such numbers. Elsewhere a `Number` stands for a 0-dim tensor and
+stores the operations that lead to it: a step needs about thirty (rho, lambda, whether to move), each as costly to
+launch as a product of matrices, and `compute` does them all in one kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury.device.constants import zero
 
-# operation -> (in C++, on tensors); a truth is a number, not zero where it holds
+# operation -> (in C++, on tensors); a truth value is a number, 0 for false
 _OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "add": ("{} + {}", operator.add),
     "sub": ("{} - {}", operator.sub),
@@ -38,7 +38,7 @@ _ON_TENSORS_ONLY = ("and", "where")
 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Number, Any], Any]:
-    """An operator of `Number`; with a tensor that is no single number it is torch's own."""
+    """An operator method of `Number`; with a tensor of more than one number it is torch's operator."""
 
     def method(self: Number, other: Any) -> Any:
         if isinstance(other, Tensor):
@@ -52,9 +52,9 @@ def _operator(operation: str, swapped: bool = False) -> Callable[[Number, Any], 
 
 
 class Number:
-    """A number of a device: a 0-dim tensor, or arithmetic on such numbers that is not done yet.
+    """A number on a device: a 0-dim tensor, or an operation on such numbers that is not computed yet.
 
-    Where more than the operators below is asked of it, the tensor answers: methods, torch functions, float().
+    Methods, torch functions and float() act on the tensor.
     """
 
     __slots__ = ("operands", "operation", "value")
@@ -65,10 +65,10 @@ class Number:
         self.operands = operands  # numbers and floats
 
     def tensor(self) -> Tensor:
-        """The number in double precision, by torch's operations one after the other."""
+        """The number in double precision; computed by torch operations, one after the other."""
         if self.value is None:
-            for number in _pending([self]):
-                number.value = _carried_out(number)
+            for number in _uncomputed([self]):
+                number.value = _evaluate(number)
         assert self.value is not None
         if self.value.dtype not in (torch.float64, torch.bool):
             self.value = self.value.double()
@@ -112,7 +112,7 @@ class Number:
     def __bool__(self) -> bool:
         return bool(self.tensor())
 
-    def __getattr__(self, name: str) -> Any:  # what a tensor has and this has not
+    def __getattr__(self, name: str) -> Any:  # attributes of a tensor that this class lacks
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
@@ -127,8 +127,8 @@ class Number:
         return function(*args, **kwargs)
 
 
-def _pending(results: Sequence[Number]) -> list[Number]:
-    """These numbers and all that they depend on, as far as they are not computed, in an order to do it."""
+def _uncomputed(results: Sequence[Number]) -> list[Number]:
+    """These numbers and those they depend on that have no value yet, operands first."""
     order: dict[int, Number] = {}
     stack = list(reversed(results))
     while stack:
@@ -145,8 +145,8 @@ def _pending(results: Sequence[Number]) -> list[Number]:
     return list(order.values())
 
 
-def _carried_out(number: Number) -> Tensor:
-    """The value of a number whose operands have theirs."""
+def _evaluate(number: Number) -> Tensor:
+    """The value of a number whose operands have values."""
     values = [own.tensor() if isinstance(own, Number) else own for own in number.operands]
     if number.operation in _ON_TENSORS_ONLY:
         like = next(value for value in values if isinstance(value, Tensor))
@@ -157,31 +157,31 @@ def _carried_out(number: Number) -> Tensor:
 
 Scalar = float | Number
 Truth = bool | Number
-Scale = float | Tensor  # a computed number: what a tensor can be multiplied by in place
+Scale = float | Tensor  # a computed number, by which a tensor can be multiplied in place
 
 
 def scalar(value: Tensor) -> Scalar:
-    """A 0-dim tensor as a number of its device."""
+    """A 0-dim tensor as a number on its device."""
     return value.item() if value.device.type == "cpu" else Number(value)
 
 
 def truth(value: Tensor) -> Truth:
-    """A boolean tensor with one entry as a truth value of its device."""
+    """A boolean tensor with one entry as a truth value on its device."""
     return bool(value) if value.device.type == "cpu" else Number(value.reshape(()))
 
 
 def as_number(value: float | Tensor) -> Scalar:
-    """A number from the state of an optimizer, to compute with."""
+    """A number from the state of an optimizer, for arithmetic."""
     return Number(value) if isinstance(value, Tensor) else value
 
 
 def is_known(value: Scalar | Truth | Tensor) -> bool:
-    """Whether asking for the value would not wait."""
+    """Whether the value can be read without waiting for a device."""
     return not isinstance(value, Number | Tensor)
 
 
-def placed(value: float | Tensor | Number, device: torch.device) -> float | Tensor:
-    """A number for the state of an optimizer on a device, wherever it was before."""
+def to_device(value: float | Tensor | Number, device: torch.device) -> float | Tensor:
+    """A number for the state of an optimizer, on this device."""
     if device.type == "cpu":
         return float(value)
     if isinstance(value, Number):
@@ -192,14 +192,14 @@ def placed(value: float | Tensor | Number, device: torch.device) -> float | Tens
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b, without waiting."""
+    """a where the condition holds, else b; does not wait."""
     if isinstance(condition, Tensor):
         condition = Number(condition)
     return Number(None, "where", (condition, a, b)) if isinstance(condition, Number) else a if condition else b
 
 
 def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Any:
-    """a / b where the condition holds."""
+    """a / b where the condition holds, else `otherwise`."""
     if is_known(condition):
         return a / b if condition else otherwise
     return where(condition, a / b, otherwise)
@@ -211,7 +211,7 @@ def magnitude(value: Scalar) -> Scalar:
 
 
 def root(value: Scalar) -> Scalar:
-    """Square root; rounding may have left a square a little below zero."""
+    """The square root; of 0 for a negative value, as rounding may give one."""
     if isinstance(value, Number):
         return Number(None, "root", (value,))
     return max(value, 0.0) ** 0.5 if value == value else value
@@ -235,31 +235,31 @@ def as_truth(value: Truth | Tensor) -> Tensor:
     return value.clone().bool() if value.is_inference() else value.bool()
 
 
-# -- several numbers by one kernel --------------------------------------------------------------------------------
+# -- several numbers in one kernel --------------------------------------------------------------------------------
 
-_MOST = 8  # tensors that a kernel takes, and gives
+_MAX_TENSORS = 8  # inputs of a kernel, and outputs
 _kernels: dict[Hashable, Callable[..., Any]] = {}
-_works = True  # until a kernel could not be made
+_kernels_work = True  # False once a kernel cannot be compiled
 
 
 def compute(*values: Any) -> tuple[Any, ...]:
-    """The same numbers with every `Number` among them as its tensor, all by one kernel where that can be."""
+    """The same values with every `Number` as its tensor, all computed in one kernel where possible."""
     if Number not in map(type, values):  # on the CPU
         return values
-    pending = [value for value in values if isinstance(value, Number) and value.value is None]
-    if pending and torch.cuda.is_available():
-        _compute_by_kernel(pending)
+    uncomputed = [value for value in values if isinstance(value, Number) and value.value is None]
+    if uncomputed and torch.cuda.is_available():
+        _compute_by_kernel(uncomputed)
     return tuple(value.tensor() if isinstance(value, Number) else value for value in values)
 
 
 def _compute_by_kernel(results: Sequence[Number]) -> None:
-    """Give these numbers their values, if there is a kernel to do it."""
-    source, given, constants, operations = _program(results)
-    if operations < 2 or not given or not given[0].is_cuda or max(len(given), len(results)) > _MOST:
+    """Give these numbers their values by one kernel, where that is possible and pays."""
+    source, tensors, constants, operations = _program(results)
+    if operations < 2 or not tensors or not tensors[0].is_cuda or max(len(tensors), len(results)) > _MAX_TENSORS:
         return
-    if all(tensor.dtype != torch.float64 for tensor in given):  # the kernel would compute in their type
+    if all(tensor.dtype != torch.float64 for tensor in tensors):  # the kernel would compute in their type
         return
-    values = _launched(source, len(results), given, constants)
+    values = _launch(source, len(results), tensors, constants)
     if values is not None:
         for number, value in zip(results, values, strict=True):
             number.value = value
@@ -267,7 +267,7 @@ def _compute_by_kernel(results: Sequence[Number]) -> None:
 
 def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, float], int]:
     """A C++ function of these numbers, the tensors and constants it takes, and its number of operations."""
-    given: list[Tensor] = []  # a0, a1, ...
+    tensors: list[Tensor] = []  # a0, a1, ...
     constants: dict[str, float] = {}  # c0, c1, ...
     names: dict[int, str] = {}  # of numbers and tensors, by id
 
@@ -279,28 +279,29 @@ def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, fl
         if value.value is None:
             return names[id(value)]
         if id(value.value) not in names:
-            names[id(value.value)] = f"a{len(given)}"
-            given.append(value.value)
+            names[id(value.value)] = f"a{len(tensors)}"
+            tensors.append(value.value)
         return names[id(value.value)]
 
     lines = []
-    for index, number in enumerate(_pending(results)):
+    for index, number in enumerate(_uncomputed(results)):
         operands = [name_of(own) for own in number.operands]
         names[id(number)] = f"t{index}"
         lines.append(f"T t{index} = {_OPERATIONS[number.operation][0].format(*operands)};")
     outputs = [f"o{index} = {names[id(number)]};" for index, number in enumerate(results)]
-    signature = [f"T a{index}" for index in range(len(given))] + [f"T {name}" for name in constants]
+    signature = [f"T a{index}" for index in range(len(tensors))] + [f"T {name}" for name in constants]
     signature += [f"T& o{index}" for index in range(len(results))]
     body = " ".join([*lines, *outputs])
-    return f"template <typename T> void numbers({', '.join(signature)}) {{ {body} }}", given, constants, len(lines)
+    source = f"template <typename T> void numbers({', '.join(signature)}) {{ {body} }}"
+    return source, tensors, constants, len(lines)
 
 
-def _launched(source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]) -> Any:
-    """What a kernel of this source gives, compiled at its first use; None where none can be had."""
-    global _works
+def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dict[str, float]) -> Any:
+    """The outputs of a kernel of this source, compiled at its first use; None if it cannot be compiled."""
+    global _kernels_work
     key = source, *(tensor.dtype for tensor in tensors), tensors[0].device
     kernel = _kernels.get(key)
-    if not _works or (kernel is None and torch.cuda.is_current_stream_capturing()):  # nothing is compiled then
+    if not _kernels_work or (kernel is None and torch.cuda.is_current_stream_capturing()):  # cannot compile
         return None
     try:
         if kernel is None:
@@ -309,14 +310,14 @@ def _launched(source: str, outputs: int, tensors: Sequence[Tensor], constants: d
     except RuntimeError as error:
         if key in _kernels or isinstance(error, torch.OutOfMemoryError):
             raise
-        _works = False  # no compiler on this machine: torch's operations do it
+        _kernels_work = False  # no compiler on this machine: torch's operations do the same
         return None
     _kernels[key] = kernel
     return results
 
 
 def scaled_if(holds: Tensor, values: Tensor, rate: float | Tensor = 1.0) -> Tensor:
-    """rate times the values where a truth holds, else zeros, whatever the values are."""
+    """rate times the values if `holds` is true, else zeros (also for nan and inf)."""
     scaled = values if isinstance(rate, float) and rate == 1.0 else rate * values
     holds = holds if holds.dtype == torch.bool else holds.bool()
     return torch.where(holds, scaled, zero(values.dtype, values.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.layers.registry import register_layer
-from woodbury.layers.rules import OWN
+from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.layers.shared import Part, SharedRows
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
-@register_layer(nn.Conv1d, parameters=OWN)
-@register_layer(nn.Conv2d, parameters=OWN)
-@register_layer(nn.Conv3d, parameters=OWN)
+@register_layer(nn.Conv1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.Conv2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.Conv3d, parameters=WEIGHT_AND_BIAS)
 def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
     """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time."""
     assert isinstance(layer, Convolution)
@@ -33,50 +33,54 @@ def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedR
         dilation=layer.dilation,
         groups=layer.groups,
     )
-    part = Part(inputs, _columns(layer, inputs, grads), cut)
-    bias = None if layer.bias is None else "bias"
-    return SharedRows((part,), tuple(layer.weight.shape), bias=bias)
+    return _shared_rows(layer, inputs, grads, cut)
 
 
-@register_layer(nn.ConvTranspose1d, parameters=OWN)
-@register_layer(nn.ConvTranspose2d, parameters=OWN)
-@register_layer(nn.ConvTranspose3d, parameters=OWN)
+@register_layer(nn.ConvTranspose1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.ConvTranspose2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.ConvTranspose3d, parameters=WEIGHT_AND_BIAS)
 def transposed_convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
-    """The same for the input spread out by the stride, with zeros between, and the kernel turned round."""
+    """The same for the input with zeros in between (the stride), and the kernel reversed."""
     assert isinstance(layer, Transposed) and not isinstance(layer.padding, str)
     cut = partial(
         spread_patches,
         padding=layer.padding,
-        size=tuple(grads.shape[3:]),  # that of the output, whatever output_padding or output_size made of it
+        size=tuple(grads.shape[3:]),  # of the output, output_padding or output_size included
         kernel=layer.kernel_size,
         stride=layer.stride,
         dilation=layer.dilation,
         groups=layer.groups,
     )
-    part = Part(inputs, _columns(layer, inputs, grads), cut)
-    bias = None if layer.bias is None else "bias"
-    return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=True)
+    return _shared_rows(layer, inputs, grads, cut, swapped=True)
 
 
-def _columns(layer: Convolution | Transposed, inputs: Tensor, grads: Tensor) -> Tensor:
-    """(n, k, g o, *positions) -> (n, k, s, g, o), as a view."""
+def _shared_rows(
+    layer: Convolution | Transposed,
+    inputs: Tensor,
+    grads: Tensor,
+    cut: Callable[[Tensor], Tensor],
+    swapped: bool = False,
+) -> SharedRows:
     kind, axes = type(layer).__name__, len(layer.kernel_size)
     if inputs.dim() != axes + 2:
         raise ValueError(
             f"{kind} got an input of shape {tuple(inputs.shape)}; the rule covers (n, channels, "
             f"{axes} axes of positions), samples first"
         )
-    return grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
+    # (n, k, g o, *positions) -> (n, k, s, g, o), a view
+    columns = grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
+    bias = None if layer.bias is None else "bias"
+    return SharedRows((Part(inputs, columns, cut),), tuple(layer.weight.shape), bias=bias, swapped=swapped)
 
 
 def _padding(layer: Convolution) -> list[int]:
-    """Before and after, last axis first, as F.pad takes it."""
+    """The padding (before, after) of each axis, last axis first, as F.pad takes it."""
     if layer.padding_mode != "zeros":
         return list(layer._reversed_padding_repeated_twice)  # what its forward pass uses then
     if isinstance(layer.padding, str):
         if layer.padding == "valid":
             return [0] * (2 * len(layer.kernel_size))
-        # "same": the odd one goes behind
+        # "same": an odd one goes after
         total = [d * (size - 1) for d, size in zip(layer.dilation, layer.kernel_size, strict=True)]
         return [side for length in reversed(total) for side in (length // 2, length - length // 2)]
     return [side for length in reversed(layer.padding) for side in (length, length)]
@@ -116,7 +120,7 @@ def spread_patches(
         view = view.unfold(2 + axis, 1, step).squeeze(-1)
     view.copy_(inputs)
     # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
-    reach = [gap * (count - 1) for gap, count in zip(dilation, kernel, strict=True)]
+    reach = [gap * (width - 1) for gap, width in zip(dilation, kernel, strict=True)]
     before = [length - pad for length, pad in zip(reach, padding, strict=True)]
     after = [
         total + length - first - own
@@ -126,17 +130,16 @@ def spread_patches(
     spread = F.pad(spread, sides)  # a negative side cuts off
     for axis, (length, gap) in enumerate(zip(reach, dilation, strict=True)):
         spread = spread.unfold(2 + axis, length + 1, 1)[..., ::gap]
-    axes = len(kernel)
-    return _in_order(spread, axes, groups, turned=True)
+    return _in_order(spread, len(kernel), groups, reverse=True)
 
 
-def _in_order(cut: Tensor, axes: int, groups: int, turned: bool = False) -> Tensor:
-    """(n, g c, *positions, *kernel) -> (n, s, g, c kernel), the kernel turned round if asked."""
+def _in_order(cut: Tensor, axes: int, groups: int, reverse: bool = False) -> Tensor:
+    """(n, g c, *positions, *kernel) -> (n, s, g, c kernel), the kernel reversed or not."""
     cut = cut.unflatten(1, (groups, -1))
     positions, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
-    if turned:
+    if reverse:
         cut = torch.flip(cut, list(kernel))
     # Positions last in memory: the copy then runs along rows of the image.
-    count = math.prod(cut.shape[axis] for axis in positions)
-    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], groups, -1, count)
+    position_count = math.prod(cut.shape[axis] for axis in positions)
+    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], groups, -1, position_count)
     return ordered.permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""The form of an embedding: rows of z_s = W[x_s], without a one-hot row anywhere.
+"""The form of an embedding: rows of z_s = W[x_s], without one-hot vectors.
 
 The Gram matrix has the two routes of `shared`, with v_s the unit vector of index x_s.
 """
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import added, limit, windows
+from woodbury.layers.forms import add_onto, windows
 from woodbury.layers.shared import (
     ELEMENTWISE,
     Part,
+    PartRows,
     gram_by_gradients,
     gram_by_pairs,
     row_count,
@@ -25,25 +26,19 @@ from woodbury.layers.shared import (
 
 
 @dataclass
-class EmbeddingRows:
+class EmbeddingRows(PartRows):
     """Rows of z_s = W[x_s] for indices x: K_ij = sum over equal x_is = x_jt of h_is . h_jt.
 
-    No one-hot row is formed: by gradients, only the indices at hand are counted and only a block is written out.
+    Parts have inputs (n, s), the indices, and grads (n, k, s, 1, o); W has the shape (indices, o). By gradients,
+    only the indices that occur count, and only a block is written out.
     """
 
-    parts: tuple[Part, ...]  # inputs (n, s) indices, grads (n, k, s, 1, o)
-    shape: tuple[int, int]  # of W: (indices, o)
     padding: int | None = None  # an index that contributes nothing
     weight: str = "weight"
-    max_bytes: int | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,)
-
-    @property
-    def _limit(self) -> int:
-        return limit(self.max_bytes, self.parts[0].grads.device)
 
     def restrict(self, names: Collection[str]) -> EmbeddingRows:
         assert self.weight in names
@@ -60,7 +55,7 @@ class EmbeddingRows:
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
         gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
-        return added(gram if scales is None else gram.mul_(scales[self.weight]), onto)
+        return add_onto(gram if scales is None else gram.mul_(scales[self.weight]), onto)
 
     def gram_by_pairs(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
         """K from pairs of positions."""
@@ -69,31 +64,31 @@ class EmbeddingRows:
             equal = x[:, :, None, None] == y
             return equal if self.padding is None else equal & (y != self.padding)
 
-        return gram_by_pairs(self.parts, other.parts, inner, 1, dtype, self._limit)
+        return gram_by_pairs(self.parts, other.parts, inner, 1, dtype, self._byte_limit)
 
     def gram_by_gradients(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
-        """K from the gradients in the rows of W at hand."""
+        """K from the gradients in the rows of W that occur."""
         parts = self.parts if other.parts is self.parts else (*self.parts, *other.parts)
-        count, ranked = _ranks(parts, self.shape[0], self.padding)
+        index_count, ranked = _renumber(parts, self.shape[0], self.padding)
         own = ranked[: len(self.parts)]
         others = own if other.parts is self.parts else ranked[len(self.parts) :]
 
         def gradients(part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
-            """Write sum_s h_s [x_s = w] for some indices w and features into out (r, w, o)."""
+            """Write sum_s h_s [x_s = w] for a chunk of indices w and features into out (r, w, o)."""
             indices, features = chunk
-            each = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
-            for window in windows(part.samples, self._limit // dtype.itemsize // 8 // max(1, each)):
+            numbers = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
+            for window in windows(part.samples, self._byte_limit // dtype.itemsize // 8 // max(1, numbers)):
                 x, h = part.read(window, dtype)
-                sums = _by_index(x, h[:, :, :, 0, features], indices)
+                sums = _sums_by_index(x, h[:, :, :, 0, features], indices)
                 out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
 
-        sizes = (count, self.shape[1])
-        return gram_by_gradients(own, others, sizes, gradients, dtype, self._limit)
+        sizes = (index_count, self.shape[1])
+        return gram_by_gradients(own, others, sizes, gradients, dtype, self._byte_limit)
 
     def _blocks(self, part: Part) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Windows of samples, their indices (n, s), and h (n, k, s, o) silenced at the padding index."""
-        each = 3 * part.grads.element_size() * max(1, part.grads[0].numel())
-        for window in windows(part.samples, self._limit // each):
+        """Windows of samples, their indices (n, s), and h (n, k, s, o), zero at the padding index."""
+        bytes_per_sample = 3 * part.grads.element_size() * max(1, part.grads[0].numel())
+        for window in windows(part.samples, self._byte_limit // bytes_per_sample):
             indices, grads = part.inputs[window], part.grads[window, :, :, 0]
             if self.padding is not None:
                 grads = grads * (indices != self.padding)[:, None, :, None]
@@ -124,22 +119,15 @@ class EmbeddingRows:
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         rows = [
-            _by_index(x, h.to(dtype), window).flatten(0, 1)
+            _sums_by_index(x, h.to(dtype), window).flatten(0, 1)
             for part in self.parts
             for _, x, h in self._blocks(part)
         ]
         return torch.cat(rows)
 
-    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
-
-    @staticmethod
-    def concatenate(forms: Sequence[EmbeddingRows]) -> EmbeddingRows:
-        return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
-
     @staticmethod
     def join(forms: Sequence[EmbeddingRows]) -> EmbeddingRows:
-        """The sum of the rows: those of one embedding with the positions of all."""
+        """The sum of the rows of several forms: one form with the positions of all."""
         parts = []
         for own in zip(*(form.parts for form in forms), strict=True):
             indices = torch.cat([part.inputs[:] for part in own], dim=1)
@@ -147,18 +135,18 @@ class EmbeddingRows:
         return replace(forms[0], parts=tuple(parts))
 
 
-def _by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
+def _sums_by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
     """sum_s h_s [x_s = w] for the indices w of a window: x (n, s), h (n, k, s, o) -> (n, k, w, o)."""
     length = window.stop - window.start
     inside = (indices >= window.start) & (indices < window.stop)
-    place = torch.where(inside, indices - window.start, length)  # a last one for what lies outside
+    place = torch.where(inside, indices - window.start, length)  # one more place for indices outside
     sums = columns.new_zeros(*columns.shape[:2], length + 1, columns.shape[3])
     sums.scatter_add_(2, place[:, None, :, None].expand(columns.shape), columns)
     return sums[:, :, :length]
 
 
-def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], shape: tuple[int, int]) -> bool:
-    """Whether pairs of positions cost less than the gradients in the rows of W at hand."""
+def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Whether pairs of positions cost less than the gradients in the rows of W that occur."""
     pairs = sum(
         a.rows * a.positions * b.rows * b.positions * (shape[1] + ELEMENTWISE) for a in lefts for b in rights
     )
@@ -166,20 +154,21 @@ def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], 
     return pairs < row_count(lefts) * row_count(rights) * min(shape[0], positions) * shape[1]
 
 
-def _ranks(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
-    """The parts with indices renumbered 0, 1, ... over those at hand, padding as -1; and how many there are."""
-    given = [part.inputs[:] for part in parts]
-    flat = torch.cat([own.flatten() for own in given])
+def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
+    """How many indices occur, and the parts with these renumbered 0, 1, ..., padding as -1."""
+    old_indices = [part.inputs[:] for part in parts]
+    flat = torch.cat([own.flatten() for own in old_indices])
     ordered, order = flat.sort()
     steps = torch.zeros_like(ordered)
     steps[1:] = ordered[1:] != ordered[:-1]
     ranks = torch.empty_like(flat).index_copy_(0, order, steps.cumsum(0))
-    # On a device a bound must do: the number itself would have to be waited for.
-    count = int(ranks.max()) + 1 if flat.device.type == "cpu" else min(indices, flat.numel())
+    # On a device an upper bound: the number itself would make a step wait.
+    index_count = int(ranks.max()) + 1 if flat.device.type == "cpu" else min(indices, flat.numel())
     if padding is not None:
         ranks = torch.where(flat == padding, -1, ranks)
-    split = ranks.split([own.numel() for own in given])
+    split = ranks.split([own.numel() for own in old_indices])
     renumbered = [
-        replace(part, inputs=own.reshape(old.shape)) for part, own, old in zip(parts, split, given, strict=True)
+        replace(part, inputs=own.reshape(old.shape))
+        for part, own, old in zip(parts, split, old_indices, strict=True)
     ]
-    return count, tuple(renumbered)
+    return index_count, tuple(renumbered)

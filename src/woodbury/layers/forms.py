@@ -20,17 +20,17 @@ from woodbury.device.constants import constant_tensor, ones
 from woodbury.device.scalars import Scale
 
 
-def limit(max_bytes: int | None, device: torch.device) -> int:
-    """The bytes temporaries may take beside rows and K: as asked for, or a default for the device."""
+def byte_limit(max_bytes: int | None, device: torch.device) -> int:
+    """The bytes that temporaries may take beside rows and K: max_bytes, or a default for the device."""
     if max_bytes is not None:
         return max_bytes
-    return 2**28 if device.type == "cpu" else 2**30  # a GPU is kept busy by larger pieces only
+    return 2**28 if device.type == "cpu" else 2**30  # small pieces leave a GPU idle
 
 
-def windows(count: int, length: int) -> Iterator[slice]:
-    """0..count in pieces of `length`, at least 1."""
+def windows(size: int, length: int) -> Iterator[slice]:
+    """0..size in pieces of `length`, at least 1."""
     length = max(1, length)
-    return (slice(start, min(start + length, count)) for start in range(0, count, length))
+    return (slice(start, min(start + length, size)) for start in range(0, size, length))
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ class Layout:
         return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
 
     def multiply_(self, rows: Tensor, samples: Tensor) -> Tensor:
-        """Rows (r, o), each multiplied in place by the entry of its sample, of (n, o)."""
+        """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
         row = sample = 0
         for n, k in self.pieces:
-            own, factors = rows[row : row + n * k], samples[sample : sample + n]
+            own, multipliers = rows[row : row + n * k], samples[sample : sample + n]
             if k == 1:
-                own.mul_(factors)
+                own.mul_(multipliers)
             else:
-                own.view(n, k, -1).mul_(factors.unsqueeze(1))
+                own.view(n, k, -1).mul_(multipliers.unsqueeze(1))
             row, sample = row + n * k, sample + n
         return rows
 
     def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
-        """sum over the rows of each sample of c h, (n, o), for c (r,), or (r, 1) as it is wanted, and rows h."""
+        """sum over the rows of each sample of c h, (n, o), for c (r,) or (r, 1) and rows h (r, o)."""
         if self.is_plain:
             return (coefficients if coefficients.dim() == 2 else coefficients.unsqueeze(1)) * rows
         parts, row = [], 0
@@ -88,18 +88,18 @@ class Layout:
 
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
-        if not other.is_plain:  # columns first, while there are few rows to pick them from
+        if not other.is_plain:  # columns first, while there are few rows
             samples = samples.index_select(1, other.sample_of_row(samples.device))
         return self.of_rows(samples)
 
 
 @cache
 def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
-    """The layout of these pieces, made once."""
+    """The layout of these pieces, cached."""
     return Layout(pieces)
 
 
-@constant_tensor  # a few kilobytes for each batch size
+@constant_tensor  # a few kilobytes per batch size
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     columns = torch.tensor([k for n, k in pieces for _ in range(n)])
     return torch.repeat_interleave(columns).to(device)
@@ -121,7 +121,7 @@ class RowForm(Protocol):
         dtype: torch.dtype | None,
         onto: Tensor | None = None,
     ) -> Tensor:
-        """U diag(scales) U'^T, (r, r'), added in place to `onto` if given; a scale is one number per parameter."""
+        """U diag(scales) U'^T, (r, r'), added in place to `onto` if that is not None; one scale per parameter."""
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,)."""
@@ -133,10 +133,10 @@ class RowForm(Protocol):
         """The rows themselves: name -> (r, *parameter shape)."""
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
-        """The rows of parameter[window], written out: (r, length, *rest of the parameter's shape)."""
+        """The rows of parameter[window], written out: (r, length, *shape[1:]) for a parameter of this shape."""
 
     def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros (r, *sizes), of the type of the rows or of the one asked for."""
+        """Zeros (r, *sizes), of the type of the rows or of dtype."""
 
     @staticmethod
     def concatenate(forms: Sequence[Any]) -> RowForm:
@@ -147,7 +147,7 @@ class RowForm(Protocol):
 class OuterRows:
     """Rows of z = W v + b: row r is the outer product h_r v_n^T for W, and h_r for b.
 
-    Their Gram matrix needs no row:  K[r, r'] = (v_n . v_n' + 1) (h_r . h_r')   (paper, appendix A.6).
+    Their Gram matrix needs no row written out:  K[r, r'] = (v_n . v_n' + 1) (h_r . h_r')   (paper, appendix A.6).
     """
 
     inputs: Tensor  # v (n, i)
@@ -155,8 +155,8 @@ class OuterRows:
     layout: Layout
     weight: str | None = "weight"
     bias: str | None = "bias"
-    affine: bool = False  # whether the module's output is W v + b of its own input, nothing before or after
-    inner: Tensor | None = field(default=None, repr=False)  # v . v' + 1 (n, n), kept for the trial pass
+    affine: bool = False  # whether the module computes W v + b of its input and nothing else
+    inner: Tensor | None = field(default=None, repr=False)  # v . v' + 1 (n, n), for the trial pass
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -195,26 +195,26 @@ class OuterRows:
     def input_gram(
         self, inputs: Tensor, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """s_W v . v' + s_b, (n, n'), with the term of an absent or frozen parameter left out."""
+        """s_W v . v' + s_b, (n, n'), without the term of an absent or frozen parameter."""
         weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
         return _product(self.inputs, inputs, dtype) * weight + bias
 
-    def output_change(self, inputs: Tensor, contracted: Tensor, outputs: Tensor) -> Tensor:
-        """z(v) - (v V^T + 1) Hbar for inputs v, in place of z(v): the layer's outputs at theta - U^T c.
+    def outputs_after(self, inputs: Tensor, contracted: Tensor, outputs: Tensor) -> Tensor:
+        """z(v) - (v V^T + 1) Hbar, in place of outputs z(v): the outputs of the layer at theta - U^T c.
 
-        Hbar = `contract(c)`; exact for a layer that is W v + b and nothing else.
+        Hbar = `contract(c)`. Exact for a layer that computes W v + b and nothing else.
         """
         if self.weight is None:
             return outputs - contracted.sum(0)
         return outputs.addmm_(_shifted_product(inputs, self.inputs, self.bias is not None), contracted, alpha=-1)
 
-    def head(self, rows: int) -> OuterRows:
+    def head(self, row_count: int) -> OuterRows:
         """The first rows, of whole samples."""
         first = self.layout.pieces[0]
-        samples = rows if self.layout.is_plain else first[0]
-        layout = Layout(((rows, 1),) if self.layout.is_plain else (first,))
-        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:rows], layout=layout, inner=None)
+        samples = row_count if self.layout.is_plain else first[0]
+        layout = Layout(((row_count, 1),) if self.layout.is_plain else (first,))
+        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:row_count], layout=layout, inner=None)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         change = self.grads.new_zeros(self.layout.samples, self.grads.shape[1])  # of z, (n, o)
@@ -225,7 +225,7 @@ class OuterRows:
         return (self.grads * self.layout.of_rows(change)).sum(1)
 
     def contract(self, coefficients: Tensor) -> Tensor:
-        """sum over the columns of each sample of c h, (n, o): all that U^T c needs beside the inputs."""
+        """Hbar, the sum over the columns of each sample of c h, (n, o): U^T c is Hbar^T V for W."""
         if coefficients.dtype != self.grads.dtype:
             coefficients = coefficients.to(self.grads.dtype)
         return self.layout.contract(coefficients, self.grads)
@@ -271,7 +271,7 @@ class OuterRows:
 
 @dataclass
 class ExplicitRows:
-    """Rows written out, name -> (r, *parameter shape): for small parameters and for layers of one's own."""
+    """Rows written out, name -> (r, *parameter shape): for small parameters and layers of users."""
 
     rows: dict[str, Tensor]
 
@@ -294,7 +294,7 @@ class ExplicitRows:
             _product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])
             for name, rows in self.rows.items()
         ]
-        return added(torch.stack(products).sum(0), onto)
+        return add_onto(torch.stack(products).sum(0), onto)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         products = [_flat(rows) @ vector[name].flatten() for name, rows in self.rows.items()]
@@ -326,15 +326,15 @@ def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowF
     forms: dict[str, RowForm] = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece):
         own = [piece[name] for piece in pieces if name in piece]
-        # pieces may look different to a rule, or take another way through the model (layers left out at random)
+        # a rule may treat pieces differently, and a model may skip layers at random
         if len(own) < len(pieces) or len({(type(form), form.parameters) for form in own}) > 1:
-            own = _written_out(pieces, name)
+            own = _write_out(pieces, name)
         forms[name] = own[0].concatenate(own)
     return forms
 
 
-def _written_out(pieces: Sequence[Mapping[str, RowForm]], name: str) -> list[RowForm]:
-    """The rows of a layer in every piece as `ExplicitRows`: zeros where a piece did not use it, or a parameter."""
+def _write_out(pieces: Sequence[Mapping[str, RowForm]], name: str) -> list[RowForm]:
+    """The rows of a layer in every piece as `ExplicitRows`: zeros where a piece did not use a parameter."""
     written = [piece[name].dense() if name in piece else {} for piece in pieces]
     examples = {own: rows for piece in written for own, rows in piece.items()}
     result: list[RowForm] = []
@@ -350,8 +350,8 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.reshape(rows.shape[0], -1)
 
 
-def added(gram: Tensor, onto: Tensor | None) -> Tensor:
-    """A Gram matrix, added in place to the terms of other layers if there are any."""
+def add_onto(gram: Tensor, onto: Tensor | None) -> Tensor:
+    """onto + gram, in place; gram itself where onto is None."""
     return gram if onto is None else onto.add_(gram)
 
 
@@ -360,7 +360,7 @@ def _shifted_product(a: Tensor, b: Tensor, bias: bool) -> Tensor:
     return linear(a, b, ones(b.shape[0], b.dtype, b.device) if bias else None)
 
 
-_FUSED = 2**17  # numbers from which a GPU gains by adding b within the product; below it takes a slow kernel
+_FUSED = 2**17  # outputs from which a GPU is faster with b added within the product
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -371,7 +371,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """a b^T, accumulated in `dtype` if one is given."""
+    """a b^T, accumulated in `dtype` if that is not None."""
     if a is b:
         return own_product(a, dtype)
     if dtype is not None and dtype != a.dtype:
@@ -379,22 +379,22 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     return F.linear(a, b)
 
 
-_WORTH_HALVING = 192  # rows, and numbers in one, from which half of a symmetric product is worth leaving out
+_WORTH_HALVING = 192  # rows and columns from which it pays to leave out half of a symmetric product
 _STRIPS = 4
 
 
 def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """a a^T, accumulated in `dtype` if one is given.
+    """a a^T, accumulated in `dtype` if that is not None.
 
-    Where it pays, in strips of rows, each up to the diagonal: 5/8 of the work.
+    Large ones in strips of rows, each up to the diagonal: 5/8 of the work.
     """
     if dtype is not None and dtype != a.dtype:
         a = a.to(dtype)
     if a.device.type != "cpu" or min(a.shape) < _WORTH_HALVING:
         return F.linear(a, a)
-    count = a.shape[0]
-    product = a.new_empty(count, count)
-    for rows in windows(count, -(-count // _STRIPS)):
+    row_count = a.shape[0]
+    product = a.new_empty(row_count, row_count)
+    for rows in windows(row_count, -(-row_count // _STRIPS)):
         torch.mm(a[rows], a[: rows.stop].t(), out=product[rows, : rows.stop])
         product[: rows.start, rows] = product[rows, : rows.start].t()
     return product

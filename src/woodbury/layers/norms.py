@@ -5,46 +5,44 @@ The row of w is sum_s h_s xhat_s over the positions that share a weight, that of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from woodbury.layers.registry import register_layer
-from woodbury.layers.rules import OWN
+from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.layers.shared import summed_products
 
 
-@register_layer(nn.LayerNorm, parameters=OWN)
+@register_layer(nn.LayerNorm, parameters=WEIGHT_AND_BIAS)
 def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """Normalised over the last axes, which the weights span."""
+    """Normalised over the last axes, with one weight per entry of these."""
     assert isinstance(layer, nn.LayerNorm)
-    _check_samples_outside(layer, inputs)
-    xhat = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return _over_leading_axes(layer, xhat, grads)
+    return _over_leading_axes(layer, F.layer_norm, inputs, grads)
 
 
-@register_layer(nn.RMSNorm, parameters=OWN)
+@register_layer(nn.RMSNorm, parameters=WEIGHT_AND_BIAS)
 def rms_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """The same divided by the root mean square, without centring."""
+    """Divided by the root mean square over the last axes, without centring."""
     assert isinstance(layer, nn.RMSNorm)
-    _check_samples_outside(layer, inputs)
-    xhat = F.rms_norm(inputs, layer.normalized_shape, eps=layer.eps)
-    return _over_leading_axes(layer, xhat, grads)
+    return _over_leading_axes(layer, F.rms_norm, inputs, grads)
 
 
-@register_layer(nn.GroupNorm, parameters=OWN)
+@register_layer(nn.GroupNorm, parameters=WEIGHT_AND_BIAS)
 def group_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """Normalised over groups of channels, one weight a channel."""
+    """Normalised over groups of channels, with one weight per channel."""
     assert isinstance(layer, nn.GroupNorm)
     return _over_channels(layer, F.group_norm(inputs, layer.num_groups, eps=layer.eps), grads)
 
 
-@register_layer(nn.InstanceNorm1d, parameters=OWN)
-@register_layer(nn.InstanceNorm2d, parameters=OWN)
-@register_layer(nn.InstanceNorm3d, parameters=OWN)
+@register_layer(nn.InstanceNorm1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.InstanceNorm2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.InstanceNorm3d, parameters=WEIGHT_AND_BIAS)
 def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """Normalised over the positions of a channel; by running statistics in eval mode if it keeps them."""
+    """Normalised over the positions of each channel, or by running statistics in eval mode if it has some."""
     assert isinstance(layer, _InstanceNorm)
     axes = layer._get_no_batch_dim() + 1
     if inputs.dim() != axes:
@@ -58,25 +56,26 @@ def instance_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[
     return _over_channels(layer, xhat, grads)
 
 
-@register_layer(nn.BatchNorm1d, parameters=OWN)
-@register_layer(nn.BatchNorm2d, parameters=OWN)
-@register_layer(nn.BatchNorm3d, parameters=OWN)
+@register_layer(nn.BatchNorm1d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.BatchNorm2d, parameters=WEIGHT_AND_BIAS)
+@register_layer(nn.BatchNorm3d, parameters=WEIGHT_AND_BIAS)
 def batch_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """In eval mode, by the running statistics; the plan refuses training mode."""
+    """Normalised by the running statistics in eval mode; in training mode `plan_layers` raises."""
     assert isinstance(layer, _BatchNorm) and not layer.training and layer.running_mean is not None
     xhat = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
     return _over_channels(layer, xhat, grads)
 
 
-def _check_samples_outside(layer: nn.LayerNorm | nn.RMSNorm, inputs: Tensor) -> None:
+def _over_leading_axes(
+    layer: nn.LayerNorm | nn.RMSNorm, normalise: Callable[..., Tensor], inputs: Tensor, grads: Tensor
+) -> dict[str, Tensor]:
+    """Rows summed over the axes that `normalise` leaves alone."""
     if inputs.dim() <= len(layer.normalized_shape):
         raise ValueError(
             f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
             "the samples too: rows per sample do not exist"
         )
-
-
-def _over_leading_axes(layer: nn.LayerNorm | nn.RMSNorm, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
     n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
     features = xhat.shape[xhat.dim() - width :].numel()
     rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
@@ -84,7 +83,7 @@ def _over_leading_axes(layer: nn.LayerNorm | nn.RMSNorm, xhat: Tensor, grads: Te
 
 
 def _over_channels(layer: nn.Module, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """xhat (n, channels, ...) with one weight a channel."""
+    """Rows for xhat (n, channels, ...) with one weight per channel."""
     n, k, channels = grads.shape[:3]
     xhat, grads = xhat.reshape(n, channels, -1), grads.reshape(n, k, channels, -1)
     return _affine_rows(layer, xhat.transpose(1, 2), grads.transpose(2, 3))

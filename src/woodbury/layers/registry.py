@@ -30,8 +30,8 @@ def register_layer(kind: type[nn.Module], parameters: Collection[str] | None = N
     scalars in the layer's own parameters, as a dictionary name -> (n, k, *parameter shape), or as one of the
     forms in `woodbury.layers`.
 
-    parameters, if given, names all the rule knows about: it then does not apply to a layer that has others
-    (one made to compute its weight from parameters of its own, say).
+    With `parameters` the rule applies only to layers that have no other trainable parameters (as a layer has whose
+    weight is computed from parameters of its own).
 
     >>> @woodbury.register_layer(Scale)          # forward: self.gain * x
     ... def scale_rows(layer, inputs, grads):
@@ -48,18 +48,18 @@ def register_layer(kind: type[nn.Module], parameters: Collection[str] | None = N
 def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
     """The rule for this layer and these of its parameters, or None.
 
-    A subclass inherits a rule only if it inherits `forward` too, and what `forward` may call on itself.
+    A subclass inherits a rule only if it inherits `forward` and the private methods that `forward` may call.
     """
     for kind in type(layer).__mro__:
         if kind in _RULES:
             rule, known = _RULES[kind]
-            understood = known is None or known.issuperset(parameters)
-            return rule if understood and _computes_as(kind, layer) else None
+            covers_all = known is None or known.issuperset(parameters)
+            return rule if covers_all and _computes_as(kind, layer) else None
     return None
 
 
 def _computes_as(kind: type[nn.Module], layer: nn.Module) -> bool:
-    """Whether `forward` and the private methods that `kind` has of its own are still those of `kind`."""
+    """Whether the layer has not replaced `forward` or a private method of `kind`."""
     private = {name for name in dir(kind) if name.startswith("_") and not name.startswith("__")} - set(
         dir(nn.Module)
     )
@@ -69,7 +69,7 @@ def _computes_as(kind: type[nn.Module], layer: nn.Module) -> bool:
 
 
 def as_form(rows: RowForm | Mapping[str, Tensor]) -> RowForm:
-    """Rows as a rule returned them, brought to a form."""
+    """The form of the rows that a rule returned."""
     if isinstance(rows, Mapping):
         return ExplicitRows({name: value.flatten(0, 1) for name, value in rows.items()})
     return rows

@@ -8,18 +8,20 @@ from torch import Tensor, nn
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import Layout, OuterRows
 from woodbury.layers.registry import register_layer
-from woodbury.layers.shared import Part, SharedRows, summed_products
+from woodbury.layers.shared import Part, SharedRows, summed_products, unchanged
 
-OWN = ("weight", "bias")  # what torch's own layers call their parameters
+WEIGHT_AND_BIAS = ("weight", "bias")  # the parameters of torch's own layers
 
 
-@register_layer(nn.Linear, parameters=OWN)
+@register_layer(nn.Linear, parameters=WEIGHT_AND_BIAS)
 def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | SharedRows:
     """z = W v + b: the row of column a at sample n is h_na v_n^T for W and h_na for b, summed over positions."""
     bias = None if layer.bias is None else "bias"
     if inputs.dim() == 2:
         n, k, _ = grads.shape
-        return OuterRows(inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own(layer))
+        return OuterRows(
+            inputs, grads.flatten(0, 1), Layout(((n, k),)), bias=bias, affine=has_own_parameters(layer)
+        )
     if inputs.dim() < 2:
         raise ValueError(
             f"Linear got an input of shape {tuple(inputs.shape)}; the rule covers (n, ..., features), "
@@ -29,9 +31,9 @@ def linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> OuterRows | 
     return sequence_rows(inputs, grads, layer.weight.shape, "weight", bias)
 
 
-def has_own(layer: nn.Module) -> bool:
-    """Whether weight and bias are the layer's own parameters, not computed from others (a parametrization)."""
-    return all(name in layer._parameters for name in OWN)
+def has_own_parameters(layer: nn.Module) -> bool:
+    """Whether weight and bias are parameters of the layer, not computed from others (a parametrization)."""
+    return all(name in layer._parameters for name in WEIGHT_AND_BIAS)
 
 
 def sequence_rows(
@@ -47,7 +49,7 @@ def _positions(inputs: Tensor) -> Tensor:
     return inputs.flatten(1, -2).unsqueeze(2)
 
 
-@register_layer(nn.Bilinear, parameters=OWN)
+@register_layer(nn.Bilinear, parameters=WEIGHT_AND_BIAS)
 def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor) -> SharedRows:
     """z_o = x^T W_o y + b_o: a Linear layer on the products x_i y_j, formed for a block of samples at a time."""
     assert isinstance(layer, nn.Bilinear)
@@ -63,9 +65,9 @@ def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor
     return SharedRows((Part(pairs, columns, multiply),), tuple(layer.weight.shape), bias=bias)
 
 
-@register_layer(nn.Embedding, parameters=OWN)
+@register_layer(nn.Embedding, parameters=WEIGHT_AND_BIAS)
 def embedding_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> EmbeddingRows:
-    """z_s = W[x_s]: the rows of W at the indices x of a sample collect the columns h at their positions."""
+    """z_s = W[x_s]: the row of W[x] is the sum of h_s over the positions s with x_s = x."""
     assert isinstance(layer, nn.Embedding)
     for name, why in (
         ("max_norm", "renormalises its weight during the forward pass"),
@@ -80,16 +82,12 @@ def embedding_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Embedding
     indices = inputs.reshape(n, -1).long()
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
     shape = (layer.num_embeddings, layer.embedding_dim)
-    return EmbeddingRows((Part(indices, columns, _indices),), shape, layer.padding_idx)
+    return EmbeddingRows((Part(indices, columns, unchanged),), shape, layer.padding_idx)
 
 
-def _indices(inputs: Tensor) -> Tensor:
-    return inputs
-
-
-@register_layer(nn.PReLU, parameters=OWN)
+@register_layer(nn.PReLU, parameters=WEIGHT_AND_BIAS)
 def prelu_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """z = max(v, 0) + a min(v, 0): the row of a is sum_s h_s min(v_s, 0), one slope for all or one a channel."""
+    """z = max(v, 0) + a min(v, 0): the row of a is sum_s h_s min(v_s, 0), one slope for all or one per channel."""
     assert isinstance(layer.weight, Tensor)
     negative = inputs.clamp(max=0)
     n, k = grads.shape[:2]

@@ -1,16 +1,16 @@
 """Forms for layers that use the same parameters at several positions of a sample: convolutions, sequences.
 
-The row of a sample is the SUM over its positions s. For z_s = W v_s + b with back-propagated columns h,
+The row of a sample is the sum over its positions s. For z_s = W v_s + b with back-propagated columns h,
 
     row of W = sum_s h_s v_s^T,  row of b = sum_s h_s,  K_ij = sum_{s,t} (v_is . v_jt + 1) (h_is . h_jt)
 
-and an embedding is the same with v_s one-hot. K has two exact routes, of which a form takes the cheaper:
+and an embedding is the same with v_s one-hot. K has two exact routes; a form takes the cheaper one:
 
     pairs       the double sum as it stands, in blocks of sample pairs:  n^2 s^2 (i + o) work
     gradients   G_i = sum_s h_is v_is^T written out for a block of the layer's parameters, K += G G^T:
                 n s i o + n^2 i o work
 
-The product of the two summed Grams, (sum v . sum v')(sum h . sum h'), is something else. Letters: n sample,
+The product of two summed Gram matrices, (sum v . sum v')(sum h . sum h'), is not K. Letters: n sample,
 k column, r = n k row, s and t position, g group, i input feature, o output feature.
 """
 
@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, added, limit, windows
+from woodbury.layers.forms import OuterRows, RowForm, add_onto, byte_limit, windows
 
-ELEMENTWISE = 8  # a product of two numbers out of cache costs about as much as so many inside a matrix product
+ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 inside a matrix product
 
 
 class Sliced(Protocol):
-    """Anything that gives some samples of itself."""
+    """What can be cut to a window of samples."""
 
     def __getitem__(self, window: slice) -> Tensor: ...
 
@@ -62,11 +62,11 @@ class Part:
         return self.samples * self.columns
 
     def features(self, window: slice) -> Tensor:
-        """v of some samples, (n, s, g, i)."""
+        """v of a window of samples, (n, s, g, i)."""
         return self.unfold(self.inputs[window])
 
     def read(self, window: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """v and h of some samples; integers stay what they are."""
+        """v and h of a window of samples, in dtype; integers keep their type."""
         features = self.features(window)
         features = features.to(dtype) if features.is_floating_point() else features
         return features, self.grads[window].to(dtype)
@@ -74,7 +74,7 @@ class Part:
     @staticmethod
     def join(parts: Sequence[Part]) -> Part:
         """The same samples with the positions of all parts, one after the other."""
-        return Part(_Joined(parts), torch.cat([part.grads for part in parts], dim=2), _as_they_are)
+        return Part(_Joined(parts), torch.cat([part.grads for part in parts], dim=2), unchanged)
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,13 @@ class _Joined:
         return torch.cat([part.features(window) for part in self.parts], dim=1)
 
 
-def _as_they_are(inputs: Tensor) -> Tensor:
+def unchanged(inputs: Tensor) -> Tensor:
+    """The inputs themselves: the `unfold` of inputs that need none."""
     return inputs
 
 
 def spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
-    """Each part with its rows."""
+    """Each part with the window of its rows."""
     result, row = [], 0
     for part in parts:
         result.append((part, slice(row, row + part.rows)))
@@ -112,7 +113,7 @@ Inner = Callable[[Tensor, Tensor, int], Tensor]  # inputs (n, s, ...), (m, t, ..
 def gram_by_pairs(
     lefts: Sequence[Part], rights: Sequence[Part], inner: Inner, features: int, dtype: torch.dtype, max_bytes: int
 ) -> Tensor:
-    """K (r, r') as the double sum over positions, with inner(v_is, v_jt) given; features: numbers in one v."""
+    """K (r, r') as the double sum over positions, with inner for v_is . v_jt; features: numbers in one v."""
     gram = lefts[0].grads.new_empty(row_count(lefts), row_count(rights), dtype=dtype)
     budget = max_bytes // dtype.itemsize
     same = lefts is rights
@@ -128,20 +129,21 @@ def gram_by_pairs(
 def _fill_by_pairs(
     gram: Tensor, left: Part, right: Part, inner: Inner, features: int, dtype: torch.dtype, budget: int
 ) -> None:
-    """One pair of parts; budget in numbers."""
+    """Write the block of K for one pair of parts; budget in numbers."""
     same = left is right
-    # Half the budget for the products of position pairs, the rest for v and h of the two blocks.
+    # Half the budget for the products of position pairs, half for v and h of the two blocks.
     pair = right.positions * (2 * left.columns * right.columns + 2)  # one position on the left, one sample right
-    count = max(1, budget // 2 // pair)
-    held = max(1, budget // 4 // max(_held(left, features), _held(right, features)))
-    pairs = count // left.positions
+    pair_count = max(1, budget // 2 // pair)
+    largest = max(_numbers_per_sample(left, features), _numbers_per_sample(right, features))
+    sample_limit = max(1, budget // 4 // largest)
+    pairs = pair_count // left.positions
     if pairs:
-        left_step = min(left.samples, held, math.isqrt(pairs))
-        right_step = left_step if same else min(right.samples, held, max(1, pairs // left_step))
+        left_step = min(left.samples, sample_limit, math.isqrt(pairs))
+        right_step = left_step if same else min(right.samples, sample_limit, max(1, pairs // left_step))
         position_step = left.positions
     else:
         left_step = right_step = 1
-        position_step = count
+        position_step = pair_count
     for a in windows(left.samples, left_step):
         x, h = left.read(a, dtype)
         for b in windows(right.samples, right_step):
@@ -155,18 +157,17 @@ def _fill_by_pairs(
             for s in windows(left.positions, position_step):
                 for group in range(h.shape[3]):
                     outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
-                    factor = inner(x[:, s], y, group).to(
-                        dtype
-                    )  # before it is spread: of a mask that would be a copy
-                    outer.mul_(factor[:, None, :, :, None])  # (n, k, s, m, l, t)
+                    # cast before it is spread: of a mask that would be a copy
+                    products = inner(x[:, s], y, group).to(dtype)
+                    outer.mul_(products[:, None, :, :, None])  # (n, k, s, m, l, t)
                     term = outer.sum((2, 5))
                     total = term if total is None else total.add_(term)
             assert total is not None
             gram[row_window(left, a), row_window(right, b)] = total.flatten(2).flatten(0, 1)
 
 
-def _held(part: Part, features: int) -> int:
-    """Numbers of v and h of one sample."""
+def _numbers_per_sample(part: Part, features: int) -> int:
+    """How many numbers v and h of one sample have."""
     return part.positions * features + part.grads[0].numel()
 
 
@@ -181,23 +182,23 @@ def gram_by_gradients(
     dtype: torch.dtype,
     max_bytes: int,
 ) -> Tensor:
-    """K (r, r') from rows written out for one chunk of the parameters, shaped `sizes`, at a time.
+    """K (r, r') from rows written out for one chunk at a time of the parameters, of shape `sizes`.
 
-    A third of max_bytes is for the rows, a third for the copy of its right factor that a matrix product may make
-    (oneDNN on ARM does), the rest for what writing them out takes.
+    A third of max_bytes is for the rows, a third for the copy of its right side that a matrix product may make
+    (oneDNN on ARM does), a third for temporaries while rows are written.
     """
     same = lefts is rights
-    count = row_count(lefts) + (0 if same else row_count(rights))
+    rows_at_once = row_count(lefts) + (0 if same else row_count(rights))
     gram = lefts[0].grads.new_zeros(row_count(lefts), row_count(rights), dtype=dtype)
-    for chunk in chunks(sizes, max_bytes // dtype.itemsize // 3 // count):
-        a = _written_out(lefts, chunk, gradients, dtype)
-        b = a if same else _written_out(rights, chunk, gradients, dtype)
+    for chunk in chunks(sizes, max_bytes // dtype.itemsize // 3 // rows_at_once):
+        a = _write_rows(lefts, chunk, gradients, dtype)
+        b = a if same else _write_rows(rights, chunk, gradients, dtype)
         gram.addmm_(a, b.t())
         del a, b  # before the next chunk is made
     return gram
 
 
-def _written_out(
+def _write_rows(
     parts: Sequence[Part], chunk: tuple[slice, ...], gradients: Gradients, dtype: torch.dtype
 ) -> Tensor:
     sizes = [window.stop - window.start for window in chunk]
@@ -208,7 +209,7 @@ def _written_out(
 
 
 def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
-    """An array of these sizes cut into boxes of at most `limit` numbers (1 at least), last axes whole first."""
+    """Boxes of at most `limit` numbers (1 at least) that cover an array of these sizes; first axes cut first."""
     if not sizes:
         yield ()
         return
@@ -216,27 +217,48 @@ def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     length = max(1, limit // max(1, inside))
     inner = limit if limit < inside else inside
     for window in windows(sizes[0], length):
-        for rest in chunks(sizes[1:], inner):
-            yield (window, *rest)
+        for inner_windows in chunks(sizes[1:], inner):
+            yield (window, *inner_windows)
 
 
 def summed_products(grads: Tensor, inputs: Tensor, max_bytes: int | None = None) -> Tensor:
     """sum_s h_s v_s feature by feature: h (n, k, s, f) and v (n, s, f) -> (n, k, f)."""
-    step = limit(max_bytes, grads.device) // grads.element_size() // max(1, grads[0].numel())
+    step = byte_limit(max_bytes, grads.device) // grads.element_size() // max(1, grads[0].numel())
     parts = [(grads[w] * inputs[w].unsqueeze(1)).sum(2) for w in windows(grads.shape[0], step)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass
-class SharedRows:
-    """Rows of z_s = W v_s + b over positions s, W perhaps in groups. See the module docstring."""
+class PartRows:
+    """Rows stored as parts: what `SharedRows` and `EmbeddingRows` have in common."""
 
     parts: tuple[Part, ...]
-    shape: tuple[int, ...]  # of W: (g o, i...), or with swapped (g c, o, ...) where i = (c, ...)
+    shape: tuple[int, ...]  # of W
+    max_bytes: int | None = field(default=None, kw_only=True)
+
+    @property
+    def _byte_limit(self) -> int:
+        return byte_limit(self.max_bytes, self.parts[0].grads.device)
+
+    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
+
+    @staticmethod
+    def concatenate(forms: Sequence[Any]) -> RowForm:
+        joined: RowForm = replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
+        return joined
+
+
+@dataclass
+class SharedRows(PartRows):
+    """Rows of z_s = W v_s + b over positions s, W perhaps in groups. See the module docstring.
+
+    W has the shape (g o, i...), or with `swapped` (g c, o, ...) where i = (c, ...).
+    """
+
     weight: str | None = "weight"
     bias: str | None = "bias"
     swapped: bool = False  # as ConvTranspose stores W
-    max_bytes: int | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -247,10 +269,6 @@ class SharedRows:
         """(g, o, i)."""
         groups, width = self.parts[0].grads.shape[3:]
         return groups, width, math.prod(self.shape) // (groups * width)
-
-    @property
-    def _limit(self) -> int:
-        return limit(self.max_bytes, self.parts[0].grads.device)
 
     def restrict(self, names: Collection[str]) -> SharedRows:
         weight = self.weight if self.weight in names else None
@@ -272,16 +290,16 @@ class SharedRows:
             if scales is not None:
                 gram = gram.mul_(scales[self.weight])
         if self.bias is not None:
-            left = self._summed(dtype)
-            term = F.linear(left, left if other is self else other._summed(dtype))
+            left = self._bias_rows(dtype)
+            term = F.linear(left, left if other is self else other._bias_rows(dtype))
             if scales is not None:
                 term = term.mul_(scales[self.bias])
             gram = term if gram is None else gram.add_(term)
         assert gram is not None
-        return added(gram, onto)
+        return add_onto(gram, onto)
 
-    def _summed(self, dtype: torch.dtype) -> Tensor:
-        """sum_s h_s, (r, g o): the rows of b."""
+    def _bias_rows(self, dtype: torch.dtype) -> Tensor:
+        """The rows of b, sum_s h_s, (r, g o)."""
         return torch.cat([part.grads.sum(2, dtype=dtype).flatten(2).flatten(0, 1) for part in self.parts])
 
     def gram_by_pairs(self, other: SharedRows, dtype: torch.dtype) -> Tensor:
@@ -291,14 +309,14 @@ class SharedRows:
         def inner(x: Tensor, y: Tensor, group: int) -> Tensor:
             return torch.tensordot(x[:, :, group], y[:, :, group], dims=([2], [2]))
 
-        return gram_by_pairs(self.parts, other.parts, inner, groups * width, dtype, self._limit)
+        return gram_by_pairs(self.parts, other.parts, inner, groups * width, dtype, self._byte_limit)
 
     def gram_by_gradients(self, other: SharedRows, dtype: torch.dtype) -> Tensor:
         """The term of W, from per-sample gradients."""
-        return gram_by_gradients(self.parts, other.parts, self.sizes, self._gradients, dtype, self._limit)
+        return gram_by_gradients(self.parts, other.parts, self.sizes, self._gradients, dtype, self._byte_limit)
 
     def _gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
-        """Write G = sum_s h_s v_s^T for some groups, outputs and inputs into out (r, g, o, i)."""
+        """Write G = sum_s h_s v_s^T for a chunk of groups, outputs and inputs into out (r, g, o, i)."""
         groups, outputs, inputs = chunk
         for window in self._sample_windows(part, out.dtype):
             v, h = part.read(window, out.dtype)
@@ -310,8 +328,8 @@ class SharedRows:
         columns = part.columns
         # v twice (padded, unfolded), h and its copy, a change of z, a block of G
         numbers = part.positions * groups * (2 * features + (2 * columns + 1) * width)
-        numbers += columns * min(groups * width * features, self._limit // dtype.itemsize // 8)
-        return windows(part.samples, self._limit // dtype.itemsize // 2 // max(1, numbers))
+        numbers += columns * min(groups * width * features, self._byte_limit // dtype.itemsize // 8)
+        return windows(part.samples, self._byte_limit // dtype.itemsize // 2 // max(1, numbers))
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         weight = None if self.weight is None else self._from_weight(vector[self.weight])
@@ -355,15 +373,15 @@ class SharedRows:
         if self.weight is not None:
             dtype = self.parts[0].grads.dtype
             whole = tuple(slice(0, size) for size in self.sizes)
-            written = _written_out(self.parts, whole, self._gradients, dtype)
+            written = _write_rows(self.parts, whole, self._gradients, dtype)
             rows[self.weight] = self._to_weight(written.unflatten(1, self.sizes))
         if self.bias is not None:
-            rows[self.bias] = self._summed(self.parts[0].grads.dtype)
+            rows[self.bias] = self._bias_rows(self.parts[0].grads.dtype)
         return rows
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         if name == self.bias:
-            return self._summed(dtype)[:, window]
+            return self._bias_rows(dtype)[:, window]
         groups, width, features = self.sizes
         if self.swapped:  # the first axis is (g, c), and i = (c, *kernel)
             own, kernel = self.shape[0] // groups, math.prod(self.shape[2:])
@@ -379,7 +397,7 @@ class SharedRows:
         written = []
         for group, outputs, inputs in boxes:
             chunk = (slice(group, group + 1), outputs, inputs)
-            rows = _written_out(self.parts, chunk, self._gradients, dtype)
+            rows = _write_rows(self.parts, chunk, self._gradients, dtype)
             rows = rows.unflatten(1, (outputs.stop - outputs.start, inputs.stop - inputs.start))
             if self.swapped:
                 rows = rows.unflatten(2, (-1, kernel)).transpose(1, 2)
@@ -403,37 +421,30 @@ class SharedRows:
             weight = weight.reshape(groups, -1, width, *self.shape[2:]).transpose(1, 2)
         return weight.reshape(self.sizes)
 
-    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
-
-    @staticmethod
-    def concatenate(forms: Sequence[SharedRows]) -> SharedRows:
-        return replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
-
     @staticmethod
     def join(forms: Sequence[SharedRows]) -> SharedRows:
-        """The sum of the rows: those of one layer with the positions of all."""
+        """The sum of the rows of several forms: one form with the positions of all."""
         parts = zip(*(form.parts for form in forms), strict=True)
         return replace(forms[0], parts=tuple(Part.join(own) for own in parts))
 
 
 def as_shared(form: OuterRows) -> SharedRows:
-    """Rows h v^T as those of a layer with a single position, freshly made by a rule."""
+    """Rows h v^T, as a rule returns them, in the form of a layer with one position."""
     ((n, k),) = form.layout.pieces
-    part = Part(form.inputs[:, None, None], form.grads.unflatten(0, (n, k))[:, :, None, None], _as_they_are)
+    part = Part(form.inputs[:, None, None], form.grads.unflatten(0, (n, k))[:, :, None, None], unchanged)
     shape = (form.grads.shape[1], form.inputs.shape[1])
     return SharedRows((part,), shape, weight=form.weight, bias=form.bias)
 
 
 def _within_groups(window: slice, size: int) -> Iterator[tuple[int, int, int]]:
-    """A window of an axis (g, size), flattened, as (group, start, stop) within each group."""
+    """A window of the flattened axes (g, size), as (group, start, stop) within each group."""
     for group in range(window.start // size, (window.stop - 1) // size + 1):
         first = group * size
         yield group, max(window.start - first, 0), min(window.stop - first, size)
 
 
 def pairs_are_cheaper(lefts: Sequence[Part], rights: Sequence[Part], sizes: tuple[int, int, int]) -> bool:
-    """Whether pairs of positions cost less than per-sample gradients, counted in multiplications."""
+    """Whether pairs of positions need fewer multiplications than per-sample gradients."""
     groups, width, features = sizes
     pairs = groups * sum(
         a.samples * a.positions * b.samples * b.positions

@@ -1,7 +1,7 @@
 """Sums of forms: parameters that a model uses several times, in one layer or in several.
 
-The row of such a parameter is the sum of the rows of its uses, so K has terms for every pair of uses. Uses of one
-kind become one form with the positions of all (`shared`); others, or uses of parts of a parameter, stay a
+The row of such a parameter is the sum of the rows of its uses, so K has a term for every pair of uses. Uses of one
+kind become one form with the positions of all (`shared`); other uses, or those of parts of a parameter, become a
 `SumRows`.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from woodbury.device.scalars import Scale
 from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, added, limit, windows
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_onto, byte_limit, windows
 from woodbury.layers.shared import SharedRows, as_shared
 
 
@@ -34,13 +34,13 @@ class Place(NamedTuple):
         return slice(self.start, self.start + self.length)
 
 
-def whole(name: str, shape: Sequence[int] | None) -> Place:
+def whole_parameter(name: str, shape: Sequence[int] | None) -> Place:
     """All of a parameter."""
     return Place(name, 0, shape[0] if shape else 1)
 
 
 class Use(NamedTuple):
-    """Rows of one use of parameters: the form's own names -> where they belong."""
+    """Rows of one use of parameters, and for each of the form's own names the place where they belong."""
 
     form: RowForm
     places: dict[str, Place]
@@ -48,14 +48,14 @@ class Use(NamedTuple):
 
 def sum_uses(uses: Sequence[Use], shapes: Mapping[str, torch.Size], max_bytes: int | None) -> RowForm:
     """The rows of a module's parameters, of these shapes, from all their uses."""
-    merged = _merged(uses)
+    merged = _merge(uses)
     form, places = merged[0]
-    if len(merged) == 1 and all(place == whole(own, shapes.get(own)) for own, place in places.items()):
+    if len(merged) == 1 and all(place == whole_parameter(own, shapes.get(own)) for own, place in places.items()):
         return form
     return SumRows(tuple(merged), dict(shapes), max_bytes)
 
 
-def _merged(uses: Sequence[Use]) -> list[Use]:
+def _merge(uses: Sequence[Use]) -> list[Use]:
     """Uses of the same kind at the same places, joined into one."""
     if len(uses) == 1:
         return list(uses)
@@ -79,7 +79,7 @@ def _kind(form: RowForm) -> object:
 
 
 def _signature(use: Use) -> object:
-    """What must agree for the same use in several pieces of a batch to be one form."""
+    """What must agree for a use to be one form over several pieces of a batch."""
     kind = _kind(use.form) if isinstance(use.form, SharedRows | EmbeddingRows) else None
     return type(use.form), use.form.parameters, tuple(use.places.items()), kind
 
@@ -98,7 +98,7 @@ def _join(forms: Sequence[Any]) -> RowForm:
 
 @dataclass
 class SumRows:
-    """Rows that are sums over uses, each of (part of) the parameters."""
+    """Rows that are sums over uses, each of all or part of the parameters."""
 
     uses: tuple[Use, ...]
     shapes: dict[str, torch.Size]
@@ -111,9 +111,9 @@ class SumRows:
     def restrict(self, names: Collection[str]) -> SumRows:
         uses = []
         for form, places in self.uses:
-            kept = {own: place for own, place in places.items() if place.name in names}
-            if kept:
-                uses.append(Use(form.restrict(kept), kept))
+            inside = {own: place for own, place in places.items() if place.name in names}
+            if inside:
+                uses.append(Use(form.restrict(inside), inside))
         return replace(self, uses=tuple(uses), shapes={n: shape for n, shape in self.shapes.items() if n in names})
 
     def gram(
@@ -123,10 +123,10 @@ class SumRows:
         dtype: torch.dtype | None,
         onto: Tensor | None = None,
     ) -> Tensor:
-        """Use by use where they do not overlap, else from rows written out for a block of the parameters."""
+        """K use by use where they do not overlap, else from rows written out for a block of the parameters."""
         assert isinstance(other, SumRows)
         total = onto
-        if self._apart:
+        if self._is_disjoint:
             for (form, places), (theirs, _) in zip(self.uses, other.uses, strict=True):
                 own = None if scales is None else {name: scales[place.name] for name, place in places.items()}
                 total = form.gram(theirs, own, dtype, total)
@@ -134,12 +134,12 @@ class SumRows:
             return total
         for name, shape in self.shapes.items():
             term = self._gram_of(other, name, shape, dtype)
-            total = added(term if scales is None else term.mul_(scales[name]), total)
+            total = add_onto(term if scales is None else term.mul_(scales[name]), total)
         assert total is not None
         return total
 
     @property
-    def _apart(self) -> bool:
+    def _is_disjoint(self) -> bool:
         """Whether no two uses touch the same part of a parameter."""
         places = sorted(place for use in self.uses for place in use.places.values())
         return all(a.name != b.name or a.start + a.length <= b.start for a, b in pairwise(places))
@@ -148,10 +148,10 @@ class SumRows:
         """The term of one parameter: sum over blocks of it of G G'^T, G its rows written out."""
         left, right = self.new_rows(0, dtype=dtype), other.new_rows(0)
         gram = left.new_zeros(len(left), len(right))
-        count = len(left) + (0 if other is self else len(right))
-        each = count * math.prod(shape[1:]) * left.element_size()
-        # a third for the rows, a third for a copy of them: of one use, or by the matrix product (as in `shared`)
-        for window in windows(shape[0], limit(self.max_bytes, left.device) // 3 // max(1, each)):
+        rows_at_once = len(left) + (0 if other is self else len(right))
+        bytes_per_entry = rows_at_once * math.prod(shape[1:]) * left.element_size()
+        # a third for the rows, a third for a copy by the matrix product, or rows of one use (as in `shared`)
+        for window in windows(shape[0], byte_limit(self.max_bytes, left.device) // 3 // max(1, bytes_per_entry)):
             a = self.slab(name, window, left.dtype).flatten(1)
             b = a if other is self else other.slab(name, window, left.dtype).flatten(1)
             gram.addmm_(a, b.t())
@@ -191,7 +191,7 @@ class SumRows:
 
     @staticmethod
     def concatenate(forms: Sequence[SumRows]) -> RowForm:
-        if len({tuple(_signature(use) for use in form.uses) for form in forms}) > 1:  # used in other ways
+        if len({tuple(_signature(use) for use in form.uses) for form in forms}) > 1:  # pieces differ in their uses
             return ExplicitRows.concatenate([ExplicitRows(form.dense()) for form in forms])
         uses = [
             Use(own[0].form.concatenate([use.form for use in own]), own[0].places)

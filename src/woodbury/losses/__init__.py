@@ -1,4 +1,4 @@
-"""Loss rules: what a loss says about its curvature at the outputs."""
+"""Loss rules: the values, residuals and curvature of a loss at the outputs."""
 
 from woodbury.losses import elementwise as _elementwise  # noqa: F401  (these two fill the registry)
 from woodbury.losses import softmax as _softmax  # noqa: F401

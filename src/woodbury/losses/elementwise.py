@@ -1,4 +1,4 @@
-"""Losses that look at each output by itself: squared error and logistic."""
+"""Losses that are sums over single outputs: squared error and logistic."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ class Logistic(StructuredRule):
         return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = self._positive(loss, outputs)
+        weight = self._pos_weight(loss, outputs)
         if weight is None:
             return (F.softplus(outputs) - targets * outputs).mean(1)
         targets = targets.to(outputs.dtype)
         return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none").mean(1)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self._positive(loss, outputs) is not None:
+        if self._pos_weight(loss, outputs) is not None:
             return super().total(loss, outputs, targets)
         total = torch.addcmul(F.softplus(outputs), targets, outputs, value=-1).sum()
         return total if outputs.shape[1] == 1 else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = self._positive(loss, outputs)
+        weight = self._pos_weight(loss, outputs)
         if weight is None:
             return (outputs.sigmoid() - targets) / outputs.shape[1]
         return ((1 + (weight - 1) * targets) * outputs.sigmoid() - weight * targets) / outputs.shape[1]
@@ -76,20 +76,20 @@ class Logistic(StructuredRule):
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
         variance = outputs.sigmoid() * outputs.neg().sigmoid() / outputs.shape[1]
-        weight = self._positive(loss, outputs)
+        weight = self._pos_weight(loss, outputs)
         if weight is not None:
             variance = variance * (1 + (weight - 1) * targets)
         root = variance.clamp_min(smallest_probability(outputs.dtype)).sqrt()
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
     @staticmethod
-    def _positive(loss: nn.Module, outputs: Tensor) -> Tensor | None:
+    def _pos_weight(loss: nn.Module, outputs: Tensor) -> Tensor | None:
         weight: Tensor | None = getattr(loss, "pos_weight")  # noqa: B009  (typed as any module attribute)
         if weight is None:
             return None
         if weight.numel() not in (1, outputs.shape[1]):
             raise ValueError(
                 f"BCEWithLogitsLoss(pos_weight=...) of shape {tuple(weight.shape)} is not supported for "
-                f"{outputs.shape[1]} outputs a sample: give one number, or one per output"
+                f"{outputs.shape[1]} outputs per sample: give one number, or one per output"
             )
         return weight.to(outputs.dtype).flatten().expand(outputs.shape[1])

@@ -1,9 +1,8 @@
-"""S, a square root of the loss Hessian at each sample, held as compactly as its structure allows.
+"""S, a square root of the loss Hessian at each sample, stored as compactly as its structure allows.
 
-H_i = S_i S_i^T. A factor shows the columns of S where rows are wanted, and multiplies by S and S^T where they
-would not fit. The C outputs at each of T positions of a sample (tokens, pixels) are laid out as torch lays
-out (n, C, T), flattened to (n, C T); columns are position-major: column t k + a of a sample is the a-th of
-position t.
+H_i = S_i S_i^T. A factor gives the columns of S for rows, and products with S and S^T where rows would not fit.
+The C outputs at each of T positions of a sample (tokens, pixels) are ordered as torch orders (n, C, T), flattened
+to (n, C T). Columns are position-major: column t k + a of a sample is the a-th of position t.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Factor(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """k, the number of columns a sample."""
+        """k, the number of columns per sample."""
 
     @abstractmethod
     def columns(self) -> Tensor:
@@ -32,11 +31,11 @@ class Factor(ABC):
 
     @abstractmethod
     def matvec(self, coefficients: Tensor) -> Tensor:
-        """S_i c_i for coefficients (n, k), (n, m)."""
+        """S_i c_i, (n, m), for coefficients (n, k)."""
 
     @abstractmethod
     def rmatvec(self, outputs: Tensor) -> Tensor:
-        """S_i^T y_i for outputs (n, m), (n, k)."""
+        """S_i^T y_i, (n, k), for outputs (n, m)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class DenseFactor(Factor):
 
 @dataclass(frozen=True)
 class DiagonalFactor(Factor):
-    """S = diag(root), for losses that look at each output by itself."""
+    """S = diag(root), for losses that are sums over single outputs."""
 
     root: Tensor  # (n, m)
 
@@ -81,7 +80,7 @@ class DiagonalFactor(Factor):
 
 @dataclass(frozen=True)
 class SoftmaxFactor(Factor):
-    """At each position S = (E + common 1^T) diag(root), the columns of E unit vectors of all classes but one."""
+    """At each position S = (E + common 1^T) diag(root), E the unit vectors of all classes but one as columns."""
 
     root: Tensor  # (n T, C - 1)
     others: Tensor  # (n T, C - 1): the class of each column
@@ -123,7 +122,7 @@ def by_sample(outputs: Tensor, positions: int) -> Tensor:
 
 
 def _block_diagonal(blocks: Tensor, positions: int) -> Tensor:
-    """Columns (n, T k, C T) that are zero away from their own position, from those of each, (n T, k, C)."""
+    """Columns (n, T k, C T), zero outside their own position, from those of each position, (n T, k, C)."""
     if positions == 1:
         return blocks
     blocks = blocks.unflatten(0, (-1, positions))  # (n, T, k, C)

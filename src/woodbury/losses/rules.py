@@ -1,11 +1,11 @@
-"""Loss rules: what a loss says about its curvature at the outputs.
+"""Loss rules: the values, residuals and curvature of a loss at the outputs.
 
-A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian
-H_i = d2l/dy_i2 = S_i S_i^T. A rule gives the values l, the residuals r, the factor S and the count M: the number
-of samples, or of tokens where l sums over those of a sample. Where r lies in the range of S it also gives e with
-S e = r, which keeps small damping accurate (see `woodbury.optim.sample_space`).
+A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian H_i = d2l/dy_i2 =
+S_i S_i^T. A rule gives the values l, the residuals r, the factor S and M, what the mean divides by: the number of
+samples, or of tokens where l is a sum over the tokens of a sample. Where r lies in the range of S it also gives e
+with S e = r, which keeps small damping accurate (see `woodbury.optim.sample_space`).
 
-Outputs and targets reach a rule with one row per sample: outputs (n, C), all of a sample's in one row.
+Outputs and targets reach a rule with one row per sample: outputs (n, C), C numbers per sample.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _RULES: dict[type[nn.Module], LossRule] = {}
 
 
 class LossRule(ABC):
-    """One kind of loss. `values` is all a rule must define; the rest follows from it by autograd.
+    """One kind of loss. A rule must define `values` only; autograd gives the other methods.
 
-    The derived `factor` takes the Hessian of each sample's value and its positive semi-definite square
-    root by an eigendecomposition (C x C per sample), so a hand-written one pays for many outputs.
+    `factor` is then a square root of the Hessian of each sample by an eigendecomposition (C x C per sample): write
+    one by hand where C is large.
 
-    `by_hand` says that a rule neither draws random numbers nor needs autograd, and that its factor always comes
-    with e: a step along a plain chain of layers then runs without a graph.
+    `by_hand` says that a rule draws no random numbers, needs no autograd, and always gives e with its factor: a
+    step along a plain chain of layers then runs without a graph.
     """
 
     by_hand: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        cls.by_hand = bool(vars(cls).get("by_hand", False))  # not inherited: a changed rule must say it again
+        cls.by_hand = bool(vars(cls).get("by_hand", False))  # not inherited: a subclass must set it again
 
     def check(self, loss: nn.Module) -> None:
-        """Raise if an option of this loss is not supported, naming the option."""
+        """Raise an error that names the option if an option of this loss is not supported."""
         reduction = getattr(loss, "reduction", "mean")
         if reduction != "mean":
             raise ValueError(
@@ -53,7 +53,7 @@ class LossRule(ABC):
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         """Targets checked against the outputs and brought to the form the other methods take.
 
-        outputs are in the model's own shape, (n, ...); here the targets must have that very shape.
+        outputs are in the model's own shape, (n, ...); here the targets must have the same shape.
         """
         if targets is None:
             return torch.zeros_like(outputs).reshape(outputs.shape[0], -1)
@@ -77,7 +77,7 @@ class LossRule(ABC):
         """l(y_i, t_i) for each sample, (n,)."""
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        """sum_i l(y_i, t_i), where nobody asks for the terms."""
+        """sum_i l(y_i, t_i), for callers that do not need the terms."""
         return self.values(loss, outputs, targets).sum()
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class LossRule(ABC):
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT, None
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        """S and e held in as little memory as the loss allows; here what `factor` gives."""
+        """S and e in as little memory as the loss allows; here what `factor` gives."""
         columns, e = self.factor(loss, outputs, targets)
         return DenseFactor(e, columns)
 
@@ -108,7 +108,7 @@ class LossRule(ABC):
 
 
 class StructuredRule(LossRule):
-    """A loss whose S has a structure: `compact_factor` is written by hand and `factor` shows it."""
+    """A loss whose S has a structure: `compact_factor` is written by hand, and `factor` writes it out."""
 
     @abstractmethod
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor: ...
@@ -135,7 +135,7 @@ def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
 
 
 def loss_rule(loss: nn.Module) -> LossRule:
-    """The rule for this loss, its options checked."""
+    """The rule for this loss; raises if there is none, or if an option is not supported."""
     rule = _RULES.get(type(loss))
     if rule is None:
         known = ", ".join(sorted(kind.__name__ for kind in _RULES))
@@ -146,14 +146,14 @@ def loss_rule(loss: nn.Module) -> LossRule:
     return rule
 
 
-def check_count(count: Scalar, what: str = "the batch") -> Scalar:
-    """The count of a mean loss; raises if it is zero, where asking does not wait."""
-    if is_known(count) and count == 0:
+def check_term_count(term_count: Scalar, what: str = "the batch") -> Scalar:
+    """M of a mean loss; raises if it is known to be zero."""
+    if is_known(term_count) and term_count == 0:
         raise ValueError(
             f"every target of {what} is ignored (ignore_index of the loss), and a mean over none is not a number: "
             "leave out samples without a target"
         )
-    return count
+    return term_count
 
 
 def refuse(loss: nn.Module, option: str, advice: str) -> None:
@@ -162,5 +162,5 @@ def refuse(loss: nn.Module, option: str, advice: str) -> None:
 
 
 def smallest_probability(dtype: torch.dtype) -> float:
-    """Where a probability is cut off in S: a change of H far below rounding that keeps e = r / S finite."""
+    """The least probability in S: it keeps e = r / S finite and changes H by far less than rounding."""
     return torch.finfo(dtype).eps ** 1.5

@@ -21,7 +21,7 @@ class Softmax(StructuredRule):
 
     Outputs (n, C) or (n, C, d1, ...), one distribution for each of T = d1 d2 ... positions; targets are class
     indices (n, d1, ...) or probabilities of the outputs' shape. f is the mean over all positions whose target is
-    not `ignore_index`, as torch takes it: an ignored one has neither residual nor curvature.
+    not `ignore_index`, as in torch: an ignored one has neither residual nor curvature.
 
     r = p - t and H = diag(p) - p p^T where t sums to 1; otherwise p and H are multiplied by sum(t), as torch
     does. H = S S^T with S = diag(sqrt p) - p sqrt(p)^T. As S sqrt(p) = 0, the Householder reflection mapping
@@ -30,11 +30,11 @@ class Softmax(StructuredRule):
         column i != j:  sqrt(p_i) (e_i - t e_j - (1 - t) p),      t = sqrt(p_j) / (1 + sqrt(p_j))
         e_i = r_i / sqrt(p_i) - sqrt(p_i) r_j / (sqrt(p_j) (1 + sqrt(p_j)))
 
-    Choosing j so keeps sqrt(p_j) away from zero, and with it the digits of e.
+    This j keeps sqrt(p_j) away from zero, and so e accurate.
 
-    Prepared targets are class indices (n,) where every one counts, or (n, T) with -1 for the ignored, or
-    probabilities (n, C) or (n, C, T). To look for ignored ones among targets (n,) would make a GPU wait, and to
-    allow for them costs time: there they count only if `ignore_index` is given another value than torch's -100.
+    Prepared targets are class indices, (n,) if none is ignored, else (n, T) with -1 for the ignored; or
+    probabilities (n, C) or (n, C, T). On a GPU a search for ignored targets (n,) would make a step wait: there
+    targets (n,) can be ignored only if `ignore_index` is not torch's default -100.
     """
 
     by_hand = True
@@ -102,13 +102,13 @@ class Softmax(StructuredRule):
             lowest, highest = (int(value) for value in torch.aminmax(targets))
             if lowest >= 0 and highest < classes and not lowest <= ignored <= highest:
                 return targets
-            counted = targets[targets != ignored]
-            wrong = counted[(counted < 0) | (counted >= classes)]
+            labels = targets[targets != ignored]
+            wrong = labels[(labels < 0) | (labels >= classes)]
             if len(wrong):
                 raise ValueError(
                     f"CrossEntropyLoss: class indices must lie in 0..{classes - 1}, got {int(wrong[0])}"
                 )
-            if len(counted) == targets.numel():
+            if len(labels) == targets.numel():
                 return targets
         return targets.masked_fill(targets == ignored, -1).reshape(n, -1)
 
@@ -127,7 +127,7 @@ class Softmax(StructuredRule):
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions = _positions(targets)
-        if targets.dim() == 1 and not _smoothing(loss):  # every one counts
+        if targets.dim() == 1 and not _smoothing(loss):  # none is ignored
             return F.cross_entropy(outputs, targets, reduction="none", ignore_index=_UNUSED)
         logarithms = by_position(outputs, positions).log_softmax(1)
         if targets.is_floating_point():
@@ -174,9 +174,9 @@ class Softmax(StructuredRule):
         others = indices(outputs.shape[1] - 1, p.device)
         others = others + (others >= top)  # (n T, C - 1): every class but j
         root = roots.gather(1, others)
-        rest = (-1 - top_root).reciprocal_()  # -(1 - t)
-        common = (p * rest).scatter_add_(1, top, top_root * rest)  # -(1 - t) p - t e_j
-        shift = residual.gather(1, top) * rest / top_root
+        t_minus_1 = (-1 - top_root).reciprocal_()  # = -1 / (1 + sqrt(p_j))
+        common = (p * t_minus_1).scatter_add_(1, top, top_root * t_minus_1)  # -(1 - t) p - t e_j
+        shift = residual.gather(1, top) * t_minus_1 / top_root
         e = torch.addcmul(residual.gather(1, others) / root, root, shift)
         if targets.is_floating_point():  # H = sum(t) (diag(p) - p p^T)
             mass = by_position(targets.flatten(1), positions).sum(1, keepdim=True).sqrt()
@@ -189,7 +189,7 @@ class Softmax(StructuredRule):
         return SoftmaxFactor(e if positions == 1 else e.view(samples, -1), root, others, common, positions)
 
 
-_UNUSED = -100  # ignore_index of a CrossEntropyLoss that was given none
+_UNUSED = -100  # the default ignore_index of CrossEntropyLoss
 
 
 def _smoothing(loss: nn.Module) -> float:
@@ -203,7 +203,7 @@ def _positions(targets: Tensor) -> int:
 
 
 def _labels(targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Prepared class indices as (n T, 1), any class for the ignored, and which those are; None for none."""
+    """Prepared class indices as (n T, 1), and which are ignored (class 0 there), None for none."""
     if targets.dim() == 1:
         return targets.unsqueeze(1), None
     labels = targets.reshape(-1, 1)

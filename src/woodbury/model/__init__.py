@@ -1,1 +1,1 @@
-"""What a model is, and how it is run: its layers, its passes, and rows past every layer rule."""
+"""What a model is, and how it is run: its layers, its passes, and rows that no layer rule gives."""

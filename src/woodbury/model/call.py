@@ -1,4 +1,4 @@
-"""One use of parameters during a pass: what a layer saw, what it gave, and its rows."""
+"""One use of parameters during a pass: the inputs and outputs of a layer, and its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from woodbury import _batch
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.registry import as_form
 from woodbury.layers.rules import sequence_rows
-from woodbury.layers.sums import Place, whole
+from woodbury.layers.sums import Place, whole_parameter
 from woodbury.model.plan import Layer, Plan
 
 
@@ -21,20 +21,22 @@ class Call:
     """One use of parameters during a captured forward pass: a call of a layer, or of a linear map inside one."""
 
     layer: Layer
-    given: tuple[Tensor, ...]  # the tensors it was called with, attached to the graph
+    arguments: tuple[Tensor, ...]  # the tensors it was called with, attached to the graph
     outputs: Tensor
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
     versions: tuple[int, ...]  # of the inputs and the output at the time of the call
-    maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map caught inside a layer
+    maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map inside a layer
 
     def __post_init__(self) -> None:
-        self.inputs = self.given[0].detach()  # the first of them
+        self.inputs = self.arguments[0].detach()  # of the first argument
 
     @property
     def inputs_intact(self) -> bool:
-        if len(self.given) == 1:
-            return self.given[0]._version == self.versions[0]
-        return all(tensor._version == version for tensor, version in zip(self.given, self.versions, strict=False))
+        if len(self.arguments) == 1:
+            return self.arguments[0]._version == self.versions[0]
+        return all(
+            tensor._version == version for tensor, version in zip(self.arguments, self.versions, strict=False)
+        )
 
     @property
     def outputs_intact(self) -> bool:
@@ -47,16 +49,16 @@ class Call:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of what it uses."""
+        """The names of the parameters it uses."""
         if self.maps is None:
             return list(self.layer.parameters.values())
         return [place.name for place in self.maps if place is not None]
 
     def form(self, window: slice | None, grads: Tensor, dtype: torch.dtype) -> RowForm:
-        """The rows for gradients (n, k, ...) in the outputs, of some samples, in the type of the parameters."""
-        inputs = [tensor.detach() for tensor in self.given]
+        """The rows of a window of samples, for gradients (n, k, ...) in the outputs; of the parameters' dtype."""
+        inputs = [tensor.detach() for tensor in self.arguments]
         cast = grads.dtype != dtype
-        if cast:  # the pass ran under autocast: rows are wanted in the parameters' own precision
+        if cast:  # the pass ran under autocast; rows have the type of the parameters
             grads = grads.to(dtype)
             inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
         if window is not None:
@@ -79,11 +81,13 @@ class Call:
                 f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
             )
         if cast and isinstance(form, OuterRows):
-            form = replace(form, affine=False)  # not to those digits
+            form = replace(form, affine=False)  # W v + b of a low-precision pass has fewer digits
         return form.restrict(layer.parameters)
 
     def places(self, plan: Plan) -> dict[str, Place]:
-        """The form's own names -> where in which parameter (by its name in the model) the rows belong."""
+        """The form's own names -> the place in a parameter (by its name in the model) where the rows belong."""
         if self.maps is not None:
             return {own: place for own, place in zip(("weight", "bias"), self.maps, strict=True) if place}
-        return {own: whole(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()}
+        return {
+            own: whole_parameter(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()
+        }

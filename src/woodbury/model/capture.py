@@ -1,6 +1,6 @@
-"""What a pass through the model leaves behind: layer inputs, and where to send columns back.
+"""What a pass through the model leaves: the inputs of layers, and the graph through which columns go back.
 
-Nothing is hung on tensors or modules: `capture` returns a value, and its keys are names.
+Nothing stays on tensors or modules: `capture` returns a value, and its keys are names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_
 from woodbury.layers.shared import SharedRows
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.call import Call
-from woodbury.model.chain import Back, MovedForward, Seen, rows_along
+from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
 from woodbury.model.graph import chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
@@ -35,7 +35,7 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 
 
 class Capture(Protocol):
-    """What a pass over a batch leaves behind, whether autograd followed it or a chain was run by hand."""
+    """What a pass over a batch leaves, whether autograd followed it or a chain was run by hand."""
 
     @property
     def plan(self) -> Plan: ...
@@ -51,30 +51,30 @@ class Capture(Protocol):
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
 
-        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on.
-        Row (i, a) is the derivative of columns[i, a] . outputs[i] in the module's parameters. The last thing to
-        ask of a capture: a graph is freed on the way back.
+        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on. Row
+        (i, a) is the derivative of columns[i, a] . outputs[i] in the module's parameters. Call it last: it frees
+        the graph.
         """
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
 
-    def seen_by(self, layer: str) -> Call | Seen | None:
-        """What a layer was given and gave, if it was called once."""
+    def call_of(self, layer: str) -> Call | ChainCall | None:
+        """The inputs and outputs of a layer, if it was called once."""
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        """The outputs of the same batch with parameters changed by so much, by parameter name.
+        """The outputs of the same batch with `changes` added to the parameters, by parameter name.
 
-        Layers named in `forwards` are computed by these. Parameters are bit-identical afterwards.
+        Layers in `forwards` are computed by these functions. Parameters are bit-identical afterwards.
         """
 
     def check_inputs(self) -> None:
-        """Raise if a layer's input is no longer what the layer saw."""
+        """Raise if the input of a layer was changed in place after the layer used it."""
 
 
 @dataclass
 class GraphCapture:
-    """A forward pass that autograd followed, with what it left behind at each layer."""
+    """A forward pass that autograd followed, with the calls of every layer."""
 
     plan: Plan
     model: nn.Module
@@ -89,16 +89,16 @@ class GraphCapture:
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
         return chain_of(self.plan, self.outputs, self.calls)
 
-    def seen_by(self, layer: str) -> Call | None:
+    def call_of(self, layer: str) -> Call | None:
         calls = [call for call in self.calls if call.layer.name == layer]
         return calls[0] if len(calls) == 1 else None
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
         self.check_inputs()
         if self.chain is not None:
-            layers, given, backs = self.chain
+            layers, layer_inputs, backs = self.chain
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
-            return rows_along(layers, weights, given, backs, segments)
+            return chain_rows(layers, weights, layer_inputs, backs, segments)
         unseen = unseen_parameters(self.plan, self.outputs, self.calls)
         if unseen and not self.plan.has_fallback:
             name, layer = next(iter(unseen.items()))
@@ -126,7 +126,7 @@ class GraphCapture:
     def _rows_by_autograd(
         self, columns: Tensor, start: int, unseen: Collection[str], last: bool
     ) -> dict[str, RowForm]:
-        """Rows for any model: one backward pass, batched over the columns; written out where no rule sees all."""
+        """Rows of any model, by one backward pass batched over the columns; written out where no rule applies."""
         plan = self.plan
         window, own_columns = None, columns
         if len(columns) < len(self.outputs):
@@ -134,17 +134,17 @@ class GraphCapture:
             padded = columns.new_zeros(len(self.outputs), *columns.shape[1:])
             padded[window] = columns
             columns = padded
-        written = {plan.block_of[name][0] for name in (*plan.rest, *unseen)}
+        written = {plan.block_of[name][0] for name in (*plan.uncovered, *unseen)}
         forms: dict[str, RowForm] = {}
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if names:
             parameters = {name: plan.parameters[name] for name in names}
-            made = Pass(self.model, self.forward, self.inputs, self.outputs)
+            forward_pass = Pass(self.model, self.forward, self.inputs, self.outputs)
             modes = tuple(module.training for module in self.model.modules())
             if modes != plan.findings.modes:
-                plan.findings.way, plan.findings.modes = None, modes
-            rows, plan.findings.way = written_rows(
-                made, parameters, own_columns, start, plan.findings.way, plan.max_bytes
+                plan.findings.fallback_method, plan.findings.modes = None, modes
+            rows, plan.findings.fallback_method = written_rows(
+                forward_pass, parameters, own_columns, start, plan.findings.fallback_method, plan.max_bytes
             )
             for block in written:
                 own = {local: rows[full].flatten(0, 1) for local, full in plan.owned[block].items()}
@@ -153,7 +153,7 @@ class GraphCapture:
             call for call in self.calls if any(plan.block_of[name][0] not in written for name in call.parameters)
         ]
         uses: dict[str, list[Use]] = {}
-        grads = self._grads([call.edge for call in calls], columns, keep=not last)
+        grads = self._grads([call.edge for call in calls], columns, keep_graph=not last)
         for call, grad in zip(calls, grads, strict=True):
             if grad is not None:
                 for block, use in self._by_block(call, call.form(window, grad, plan.dtype)).items():
@@ -173,13 +173,13 @@ class GraphCapture:
             block, local = self.plan.block_of[place.name]
             uses.setdefault(block, {})[own] = place._replace(name=local)
         if isinstance(form, OuterRows) and set(uses) != {call.layer.name}:
-            form = replace(form, affine=False)  # its module moves by more, or other, parameters than its own
+            form = replace(form, affine=False)  # the module also depends on parameters of others
         if len(uses) == 1:
             return {block: Use(form, places) for block, places in uses.items()}
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        # without gradients, unless the model may want them for itself
+        # gradients stay on where the model itself may take some
         by_autograd = self.forward is not call_model or self.plan.has_fallback
         with (
             moved_model(self.plan, changes, forwards),
@@ -195,12 +195,14 @@ class GraphCapture:
         )
         return dict(zip(parameters, grads, strict=True))
 
-    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep: bool) -> Sequence[Tensor | None]:
-        """Gradients in the layer outputs, (n, k, *output shape) each; None where no output depends on one."""
+    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
+        """Gradients in the outputs of layers, (n, k, *output shape) each, or None where they have no effect."""
         if not edges:
             return []
         if columns.shape[1] == 1:
-            grads = torch.autograd.grad(self.outputs, edges, columns[:, 0], retain_graph=keep, allow_unused=True)
+            grads = torch.autograd.grad(
+                self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
+            )
             return [None if grad is None else grad.unsqueeze(1) for grad in grads]
         many = grads_of_many(self.outputs, edges, columns.transpose(0, 1))
         return [None if grad is None else grad.transpose(0, 1) for grad in many]
@@ -208,10 +210,10 @@ class GraphCapture:
 
 @contextmanager
 def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
-    """Inside, each module computes the given function in place of its `forward`; its hooks still run."""
+    """Inside, each module runs its function here in place of `forward`; its hooks still run."""
     try:
         for module, forward in forwards.items():
-            vars(module)["forward"] = forward  # past Module.__setattr__, which looks for parameters
+            vars(module)["forward"] = forward  # not by Module.__setattr__, which looks for parameters
         yield
     finally:
         for module in forwards:
@@ -219,15 +221,15 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Ite
 
 
 def casting(autocast: torch.dtype | None, plan: Plan) -> AbstractContextManager[Any]:
-    """The precision of passes through the model."""
+    """A context: the precision of passes through the model."""
     return nullcontext() if autocast is None else torch.autocast(plan.device.type, dtype=autocast)
 
 
 @contextmanager
 def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Iterator[None]:
-    """Inside, the model computes with parameters changed by so much; they are bit-identical afterwards.
+    """Inside, `changes` are added to the parameters, and layers in `forwards` are computed by these functions.
 
-    Layers named in `forwards` are computed by these.
+    The parameters are bit-identical afterwards.
     """
     before: list[tuple[nn.Parameter, Tensor]] = []
     functions = {}
@@ -246,14 +248,14 @@ def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str
             parameter.data = data
 
 
-def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | None:
-    """Why a call cannot be captured: it must see one sample per entry of its first axis, in plain autograd."""
+def _obstacle(name: str, inputs: Tensor, outputs: Tensor, samples: int) -> str | None:
+    """Why a call cannot be captured, or None: the first axis must be the sample axis, in plain autograd."""
     if torch._C._functorch.is_functorch_wrapped_tensor(outputs):
         return (
             f"layer {name!r} is called inside a torch.func transform, where its rows cannot be captured: "
             "use torch.autograd.grad(..., create_graph=True) instead, or pass fallback='autograd'"
         )
-    for what, tensor in (("input", given), ("output", outputs)):
+    for what, tensor in (("input", inputs), ("output", outputs)):
         shape = tensor.shape
         if not shape or shape[0] != samples:
             return (
@@ -264,8 +266,8 @@ def _obstacle(name: str, given: Tensor, outputs: Tensor, samples: int) -> str | 
     return None
 
 
-def _substitute(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, cast: bool) -> str | None:
-    """Why a call cannot be captured: it must use the very parameters of the plan, as they are or all cast."""
+def _parameter_obstacle(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, cast: bool) -> str | None:
+    """Why a call cannot be captured, or None: it must use the parameters of the plan, as they are or cast."""
     same = True
     if maps is None:
         own = layer.module._parameters
@@ -303,43 +305,43 @@ def capture(
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
     obstacles: list[str] = []
 
-    def keep(layer: Layer, given: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
-        """Note a call; one that cannot be captured is left to the fallback, if there is one."""
+    def note_call(layer: Layer, arguments: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
+        """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
-        if constant or layer.name in plan.findings.unfit:  # constant: called under torch.no_grad()
+        if constant or layer.name in plan.findings.uncapturable:  # constant: called under torch.no_grad()
             return
-        obstacle = _obstacle(layer.name, given[0], outputs, samples) or _substitute(
+        obstacle = _obstacle(layer.name, arguments[0], outputs, samples) or _parameter_obstacle(
             plan, layer, outputs, maps, cast
         )
         if obstacle is None:
-            versions = (*(tensor._version for tensor in given), outputs._version)
-            calls.append(Call(layer, given, outputs, get_gradient_edge(outputs), versions, maps))
+            versions = (*(tensor._version for tensor in arguments), outputs._version)
+            calls.append(Call(layer, arguments, outputs, get_gradient_edge(outputs), versions, maps))
         elif not plan.has_fallback:
-            obstacles.append(obstacle)  # raised once the model is through: it may have things to put back
+            obstacles.append(obstacle)  # raised after the pass: the model may have things to put back
         else:
-            plan.findings.unfit.add(layer.name)
+            plan.findings.uncapturable.add(layer.name)
 
-    def recording(layer: Layer) -> Callable[..., Any]:
+    def noting_forward(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)
-            given = args
+            arguments = args
             if kwargs:
                 order = list(signature(plain).parameters)
                 names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
-                given = (*args, *(kwargs[name] for name in names))
-            keep(layer, tuple(tensor for tensor in given if isinstance(tensor, Tensor)), outputs)
+                arguments = (*args, *(kwargs[name] for name in names))
+            note_call(layer, tuple(tensor for tensor in arguments if isinstance(tensor, Tensor)), outputs)
             return outputs
 
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
             names = {id(parameter): name for name, parameter in plan.parameters.items()}
-            with linear_maps(samples, names, lambda given, outputs, maps: keep(layer, (given,), outputs, maps)):
+            with linear_maps(samples, names, lambda v, z, maps: note_call(layer, (v,), z, maps)):
                 return plain(layer.module, *args, **kwargs)
 
         return attention_forward if layer.rule is attention_rows else layer_forward
 
-    functions = {layer.module: recording(layer) for layer in plan.layers}
+    functions = {layer.module: noting_forward(layer) for layer in plan.layers}
     with replaced_forward(functions), torch.enable_grad(), casting(autocast, plan):
         outputs = forward(model, inputs)
     if obstacles:

@@ -2,11 +2,11 @@
 
     z_l = W_l v_l + b_l,   v_{l+1} = phi_l(z_l),   outputs = z_L
 
-A chain needs neither a graph nor calls to watch: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns
-back in one product a layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` in front,
-shows by its structure that it is one, whatever the data: `read_chain` says so, and a pass is a `ChainCapture`. Any
-other model, and one with frozen parameters, is run by `woodbury.model.capture`, which takes the same way back
-where the graph of a pass turns out to be a chain.
+A chain needs no autograd graph: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns back by one
+product per layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` in front, is a chain
+by its structure, whatever the data: `read_chain` returns it, and a pass is a `ChainCapture`. Any other model, and
+one with frozen parameters, is run by `woodbury.model.capture`, which uses `chain_rows` where the graph of a pass
+is a chain.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn import functional as F
 from torch.nn.modules import module as hooks
 
 from woodbury.layers.forms import Layout, OuterRows, RowForm, layout_of, linear
-from woodbury.layers.rules import has_own, linear_rows
+from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan
 
 aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """phi(z), and h phi'(z) from z, v = phi(z) and h; both read the settings of the module as they are."""
+    """The functions (module, z) -> phi(z) and (module, z, v = phi(z), h) -> h phi'(z)."""
 
     forward: Callable[[Any, Tensor], Tensor]
     backward: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -71,18 +71,18 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
 }
 
 
-Back = Callable[[Tensor], Tensor]  # from gradients in v = phi(z), (n, o), to those in z
+Back = Callable[[Tensor], Tensor]  # gradients in v = phi(z), (n, o) -> gradients in z
 # (the layer's own forward, its input) -> its output at other parameters
 MovedForward = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-def columns_back(
+def backpropagate(
     segments: Sequence[Tensor], weights: Sequence[Tensor], backs: Sequence[Back], samples: int
 ) -> tuple[Layout, list[Tensor]]:
-    """h (r, o) in the outputs of every layer, first layer first, for columns (m, k, C) of consecutive samples.
+    """Gradients h (r, o) in the outputs of every layer, first layer first, and the layout of their rows.
 
-    Or (m, C), for one a sample. weights are those of every layer; backs lead through the activations below all but
-    the first.
+    segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples. weights are those of
+    every layer; backs belong to the activations between them.
     """
     layout = layout_of(tuple((c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments))
     flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
@@ -98,17 +98,17 @@ def columns_back(
     return layout, grads[::-1]
 
 
-def rows_along(
+def chain_rows(
     layers: Sequence[Layer],
     weights: Sequence[Tensor],
-    given: Sequence[Tensor],
+    layer_inputs: Sequence[Tensor],
     backs: Sequence[Back],
     segments: Sequence[Tensor],
 ) -> dict[str, RowForm]:
-    """Rows of a chain for such columns, from the inputs v (n, i) of its layers."""
-    layout, grads = columns_back(segments, weights, backs, given[0].shape[0])
+    """Rows of a chain for columns as in `backpropagate`, from the inputs v (n, i) of its layers."""
+    layout, grads = backpropagate(segments, weights, backs, layer_inputs[0].shape[0])
     forms: dict[str, RowForm] = {}
-    for layer, inputs, own in zip(layers, given, grads, strict=True):
+    for layer, inputs, own in zip(layers, layer_inputs, grads, strict=True):
         bias = None if layer.module._parameters["bias"] is None else "bias"
         inputs = inputs if inputs.shape[0] == layout.samples else inputs[: layout.samples]
         form = OuterRows(inputs, own, layout, "weight", bias, affine=True)
@@ -122,13 +122,13 @@ class Chain:
     """A model that is a chain by its structure."""
 
     plan: Plan
-    containers: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]  # of modules, and what they hold
+    containers: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]  # `_modules` of each Sequential, and its values
     modules: tuple[nn.Module, ...]  # all of them
     layers: tuple[Layer, ...]
-    weights: tuple[nn.Parameter, ...]  # of each
+    weights: tuple[nn.Parameter, ...]  # one per layer
     biases: tuple[nn.Parameter | None, ...]
-    activations: tuple[nn.Module, ...]  # between them, one less
-    flatten: nn.Flatten | None  # before the first
+    activations: tuple[nn.Module, ...]  # between the layers
+    flatten: nn.Flatten | None  # before the first layer
 
     @cached_property
     def maps(self) -> list[Callable[[Tensor], Tensor]]:
@@ -137,9 +137,9 @@ class Chain:
         return [partial(linear, weight=weight, bias=bias) for weight, bias in pairs]
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether a model still consists of these very modules and parameters, with nothing hung on any.
+        """Whether a model still consists of these same modules and parameters, without hooks.
 
-        Then its plan is what it was, too.
+        Then its plan has not changed either.
         """
         if model is not self.plan.model or model.training != self.plan.training or hooks._has_any_global_hook():
             return False
@@ -151,12 +151,12 @@ class Chain:
                 return False
         if self.flatten is not None and (self.flatten.start_dim, self.flatten.end_dim) != (1, -1):
             return False
-        return all(tuple(held.values()) == kept for held, kept in self.containers) and all(
+        return all(tuple(modules.values()) == before for modules, before in self.containers) and all(
             _is_bare(module) for module in self.modules
         )
 
     def takes(self, inputs: Any) -> bool:
-        """Whether a batch is what the chain is made for: vectors of the parameters' own type, once flattened."""
+        """Whether a batch, flattened, holds vectors of the right size, and of the parameters' type and device."""
         weight = self.weights[0]
         return (
             type(inputs) is Tensor
@@ -168,23 +168,23 @@ class Chain:
         )
 
     def run(self, inputs: Tensor) -> ChainCapture:
-        """One pass over a batch (n, i), or what flattens to it; to be called under torch.no_grad()."""
-        given, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
+        """A pass over a batch (n, i), or one that flattens to it. Call it under torch.no_grad()."""
+        layer_inputs, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
         for index, apply in enumerate(self.maps):
-            z = apply(given[-1])
+            z = apply(layer_inputs[-1])
             sums.append(z)
             if index < len(self.activations):
-                given.append(self.activate(index, z))
-        return ChainCapture(self, given, sums)
+                layer_inputs.append(self.activate(index, z))
+        return ChainCapture(self, layer_inputs, sums)
 
     def activate(self, index: int, z: Tensor) -> Tensor:
-        """v of the layer after the one of this index, from z."""
+        """The input of layer index + 1, from z of layer index."""
         module = self.activations[index]
         return ACTIVATIONS[type(module)].forward(module, z)
 
 
-class Seen(NamedTuple):
-    """What a layer was given and gave in a pass along a chain: nothing can change it."""
+class ChainCall(NamedTuple):
+    """The inputs and outputs of a layer in a pass along a chain: nothing can change them."""
 
     inputs: Tensor
     outputs: Tensor
@@ -193,10 +193,10 @@ class Seen(NamedTuple):
 
 @dataclass
 class ChainCapture:
-    """A pass along a chain: the inputs v_l (n, i) of its layers and the sums z_l (n, o) they gave."""
+    """A pass along a chain: the inputs v_l (n, i) and outputs z_l (n, o) of its layers."""
 
     chain: Chain
-    given: list[Tensor]
+    layer_inputs: list[Tensor]
     sums: list[Tensor]
 
     @property
@@ -212,7 +212,7 @@ class ChainCapture:
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
         """Rows of every layer for columns (m, k, C), or (m, C), of consecutive samples."""
-        return rows_along(self.chain.layers, self.chain.weights, self.given, self._backs(), segments)
+        return chain_rows(self.chain.layers, self.chain.weights, self.layer_inputs, self._backs(), segments)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
@@ -225,21 +225,25 @@ class ChainCapture:
                 gradient[layer.parameters[form.bias]] = form.grads.sum(0)
         return {name: gradient[name] for name in self.plan.parameters}
 
-    def seen_by(self, layer: str) -> Seen | None:
-        """What the first layer was given, and gave: in a trial pass only that one is given the same again."""
+    def call_of(self, layer: str) -> ChainCall | None:
+        """The call of the first layer; in a trial pass no other gets the same inputs again."""
         first = self.chain.layers[0].name
-        return Seen(self.given[0], self.sums[0]) if layer == first else None
+        return ChainCall(self.layer_inputs[0], self.sums[0]) if layer == first else None
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        """The outputs with parameters changed by so much, layers named in `forwards` computed by these."""
-        chain, v = self.chain, self.given[0]
+        """The outputs with `changes` added to the parameters; `forwards` compute the layers they name."""
+        chain, v = self.chain, self.layer_inputs[0]
         for index, layer in enumerate(chain.layers):
             moved = forwards.get(layer.name)
             if moved is not None:
                 z = moved(chain.maps[index], v)
             else:
                 weight, bias = chain.weights[index], chain.biases[index]
-                z = linear(v, _changed(weight, layer, "weight", changes), _changed(bias, layer, "bias", changes))
+                z = linear(
+                    v,
+                    _moved_parameter(weight, layer, "weight", changes),
+                    _moved_parameter(bias, layer, "bias", changes),
+                )
             if index < len(chain.activations):
                 v = chain.activate(index, z)
         return z
@@ -250,26 +254,30 @@ class ChainCapture:
     def _backs(self) -> list[Back]:
         return [
             partial(ACTIVATIONS[type(module)].backward, module, z, v)
-            for module, z, v in zip(self.chain.activations, self.sums, self.given[1:], strict=False)
+            for module, z, v in zip(self.chain.activations, self.sums, self.layer_inputs[1:], strict=False)
         ]
 
 
-def _changed(parameter: Any, layer: Layer, local: str, changes: Mapping[str, Tensor]) -> Any:
-    """A parameter of a layer (None where it has none) changed by so much."""
+def _moved_parameter(parameter: Any, layer: Layer, local: str, changes: Mapping[str, Tensor]) -> Any:
+    """A parameter of a layer (None where it has none), plus its change if there is one."""
     change = changes.get(layer.parameters.get(local, ""))
     return parameter if change is None else parameter + change
 
 
 def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
-    """The chain an `nn.Sequential` (also of others) is, if its layers and activations are all known here."""
-    if plan.rest or plan.tied or type(model) is not nn.Sequential:
+    """The chain that an `nn.Sequential`, nested or not, is; None if a layer or activation is not known here."""
+    if plan.uncovered or plan.tied or type(model) is not nn.Sequential:
         return None
-    modules = list(_called(model))
+    modules = list(_modules_in_order(model))
     layers = {id(layer.module): layer for layer in plan.layers if layer.rule is linear_rows}
     leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
     flatten = leaves.pop(0) if leaves and isinstance(leaves[0], nn.Flatten) else None
     linear, between = leaves[::2], leaves[1::2]
-    own = [module for module in linear if type(module) is nn.Linear and id(module) in layers and has_own(module)]
+    own = [
+        module
+        for module in linear
+        if type(module) is nn.Linear and id(module) in layers and has_own_parameters(module)
+    ]
     if (
         len(leaves) % 2 == 0
         or len(linear) != len(plan.layers)
@@ -293,13 +301,13 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     return chain if chain.is_current(model) else None
 
 
-def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """A Sequential and everything in it, in the order of the calls."""
+def _modules_in_order(model: nn.Module) -> Iterator[nn.Module]:
+    """A Sequential and all modules in it, in the order of the calls."""
     yield model
     if type(model) is nn.Sequential:
         for module in model._modules.values():
             assert module is not None
-            yield from _called(module)
+            yield from _modules_in_order(module)
 
 
 _KNOWN: tuple[type[nn.Module], ...] = (nn.Sequential, nn.Identity, nn.Flatten, nn.Linear, *ACTIVATIONS)
@@ -307,12 +315,12 @@ _FORWARDS = {kind: kind.forward for kind in _KNOWN}
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether calling a module computes what its class says, and nothing else."""
+    """Whether a call of the module runs the forward of its class and nothing else."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in vars(module)
-        or type(module).forward is not _FORWARDS.get(type(module))  # exchanged for all modules of the class
+        or type(module).forward is not _FORWARDS.get(type(module))  # replaced for the whole class
     )

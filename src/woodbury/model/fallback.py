@@ -1,14 +1,14 @@
-"""Rows past every layer rule: derivatives of each sample's outputs in chosen parameters, written out.
+"""Rows that no layer rule gives: derivatives of each sample's outputs in some parameters, written out.
 
-Three exact ways, from fast to slow, for a model that was run on a batch of n samples:
+Three exact methods, from fast to slow, for a model that was run on a batch of n samples:
 
     func     torch.func: one sample's pass, differentiated and mapped over the samples in chunks
     chunks   ordinary autograd on a few samples at a time, with a backward pass batched over them
     graph    ordinary autograd on the graph of the batch itself, sample after sample
 
-`func` needs a model that torch.func can transform, and both `func` and `chunks` one that computes for some samples
-what it computes for all (no dropout, say). Which works is found out by comparing outputs, at every batch: a model
-may change its mind (`model.train()`).
+`func` needs a model that torch.func can transform. Both `func` and `chunks` need one whose outputs for some
+samples are those it gives for the whole batch (so no dropout). The outputs are compared at every batch, as a model
+may change (`model.train()`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,11 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._vector import Vector
-from woodbury.layers.forms import limit, windows
+from woodbury.layers.forms import byte_limit, windows
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
-_AT_A_TIME = 32  # samples in a chunk of plain autograd: its work grows with the square, its overhead falls
+_CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
 
 
 @dataclass(frozen=True)
@@ -56,47 +56,48 @@ class _Bound(nn.Module):
 
 
 def written_rows(
-    made: Pass,
+    forward_pass: Pass,
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
     start: int,
-    way: str | None,
+    method: str | None,
     max_bytes: int | None,
 ) -> tuple[Vector, str]:
-    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on.
+    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on, and the method.
 
-    way is what was found to work for this model before, if anything, and is tried first; the one that did comes
-    back.
+    `method` is the one that worked for this model before, if any; faster ones are not tried then.
     """
+    model, forward, outputs_of_all = forward_pass.model, forward_pass.forward, forward_pass.outputs
     window = slice(start, start + len(columns))
-    inputs = _batch.part(made.inputs, window, len(made.outputs))
-    ways: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
-        "func": lambda: rows_by_func(made.model, made.forward, inputs, parameters, columns, max_bytes),
-        "chunks": lambda: rows_by_chunks(made.model, made.forward, inputs, parameters, columns),
+    inputs = _batch.part(forward_pass.inputs, window, len(outputs_of_all))
+    methods: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
+        "func": lambda: rows_by_func(model, forward, inputs, parameters, columns, max_bytes),
+        "chunks": lambda: rows_by_chunks(model, forward, inputs, parameters, columns),
     }
-    for name, compute in ways.items():
-        if way not in (None, name):
+    for name, compute in methods.items():
+        if method not in (None, name):
             continue
-        # To compare would make a device wait: there what was found holds until the model changes its mode.
-        known = way is not None and columns.device.type != "cpu"
+        # A comparison would make a device wait: there a method that worked is trusted until the model's mode
+        # changes.
+        known = method is not None and columns.device.type != "cpu"
         random = None if known else _random.snapshot(columns.device)
         try:
             outputs, rows = compute()
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
-            way = None
+            method = None
         else:
-            if random is None or agree(outputs, made.outputs[window]):
+            if random is None or outputs_agree(outputs, outputs_of_all[window]):
                 return rows, name
-            way = None
+            method = None
         if random is not None:
             _random.restore(random)
-    return rows_on_graph(made.outputs, parameters, columns, start), "graph"
+    return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
 
 
-def agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
-    """Whether two passes gave the same up to rounding, in this share of the digits."""
+def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
+    """Whether the outputs of two passes outputs_agree in this share of their digits."""
     if a.shape != b.shape:
         return False
     tolerance, size = torch.finfo(a.dtype).eps ** digits, float(b.detach().abs().max())
@@ -118,7 +119,7 @@ def rows_by_func(
     leaves, structure = pytree.tree_flatten(inputs)
     mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
 
-    def one(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Vector]:
+    def rows_of_sample(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Vector]:
         own = list(leaves)
         for index, leaf in zip(mapped, sample, strict=True):
             own[index] = leaf.unsqueeze(0)
@@ -128,29 +129,29 @@ def rows_by_func(
             result: Tensor = torch.func.functional_call(bound, values, (batch,))
             return result.reshape(-1)
 
-        made: Any = torch.func.vjp(outputs, point)
-        raw, back = made
+        raw, back = cast(Any, torch.func.vjp(outputs, point))
         return raw, torch.func.vmap(lambda seed: back(seed)[0])(seeds)
 
-    each = per_sample * sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    bytes_per_sample = per_sample * sum(
+        parameter.numel() * parameter.element_size() for parameter in parameters.values()
+    )
     results = []
     with warnings.catch_warnings(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the others do not batch
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        for window in windows(samples, limit(max_bytes, columns.device) // max(1, each)):
-            chosen = [leaves[index][window] for index in mapped]
-            results.append(torch.func.vmap(one)(chosen, columns[window]))
-    outputs = [own for own, _ in results]
-    rows = [own for _, own in results]
+        for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
+            own = [leaves[index][window] for index in mapped]
+            results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
+    outputs, rows = zip(*results, strict=True)
     return _cat(outputs), {name: _cat([row[f"model.{name}"] for row in rows]) for name in parameters}
 
 
 def rows_by_chunks(
     model: nn.Module, forward: Forward, inputs: Any, parameters: Mapping[str, nn.Parameter], columns: Tensor
 ) -> tuple[Tensor, Vector]:
-    """The same by plain autograd on a few samples at a time."""
+    """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
     samples = len(columns)
     outputs, pieces = [], []
-    for window in windows(samples, _AT_A_TIME):
+    for window in windows(samples, _CHUNK):
         with torch.enable_grad():
             raw = forward(model, _batch.part(inputs, window, samples))
             flat = raw.reshape(window.stop - window.start, -1)
@@ -168,21 +169,21 @@ def rows_on_graph(
 ) -> Vector:
     """Rows (m, k, *shape) of samples from `start` on, for outputs (n, C) attached to the graph of any model.
 
-    One backward pass a sample, batched over its columns; or one for all samples together.
+    One backward pass per sample, batched over its columns; or one for all samples together.
     """
     m, k, width = columns.shape
     rows = []
     for window in windows(m, m if together else 1):
-        count = window.stop - window.start
-        seeds = columns.new_zeros(count, k, len(outputs), width)
-        own = torch.arange(count, device=columns.device)
+        sample_count = window.stop - window.start
+        seeds = columns.new_zeros(sample_count, k, len(outputs), width)
+        own = torch.arange(sample_count, device=columns.device)
         seeds[own, :, own + window.start + start] = columns[window]
         grads = grads_of_many(outputs, list(parameters.values()), seeds.flatten(0, 1))
         rows.append(
             [
-                parameter.new_zeros(count, k, *parameter.shape)
+                parameter.new_zeros(sample_count, k, *parameter.shape)
                 if grad is None
-                else grad.detach().unflatten(0, (count, k))
+                else grad.detach().unflatten(0, (sample_count, k))
                 for parameter, grad in zip(parameters.values(), grads, strict=True)
             ]
         )

@@ -1,4 +1,4 @@
-"""What the autograd graph of a pass tells: whether it is a chain, and which parameters act past captured calls."""
+"""What the autograd graph of a pass shows: whether it is a chain, and parameters used outside captured calls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury.layers.rules import has_own, linear_rows
+from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.call import Call
 from woodbury.model.chain import ACTIVATIONS, Back
 from woodbury.model.plan import Layer, Plan
 
-# Nodes of the autograd graph that act on each number by itself.
+# Elementwise nodes of the autograd graph.
 _ELEMENTWISE = frozenset(
     f"{name}Backward0"
     for name in (
@@ -24,7 +24,7 @@ _ELEMENTWISE = frozenset(
         *("Mul", "Div", "Add", "Sub"),  # with a constant: they have one parent then
     )
 )
-# Those whose derivative is one operation in v = phi(z) alone; autograd gives the others.
+# Those whose derivative needs v = phi(z) alone, by one operation; autograd gives the others.
 _BY_OUTPUT: dict[str, type[nn.Module]] = {
     "SigmoidBackward0": nn.Sigmoid,
     "TanhBackward0": nn.Tanh,
@@ -33,54 +33,53 @@ _BY_OUTPUT: dict[str, type[nn.Module]] = {
 
 
 def chain_of(
-    plan: Plan, outputs: Tensor, made: Sequence[Call]
+    plan: Plan, outputs: Tensor, calls: Sequence[Call]
 ) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
-    """Layers, their inputs and the ways back between them if outputs = z_L and every v_{l+1} = phi(z_l).
+    """Layers, their inputs and the `Back`s between them if the model is a chain, else None.
 
-    phi may be any function of each number by itself.
-
-    Read off the autograd graph of this very pass: the walk from the outputs must meet nothing but the
-    plan's Linear layers and one-input elementwise nodes. None for any other model.
+    A chain has outputs = z_L and every v_{l+1} = phi(z_l); phi may be any elementwise function. The walk through
+    the autograd graph of this pass, from the outputs, must meet nothing but the plan's Linear layers and
+    elementwise nodes with one input.
     """
-    if plan.rest or plan.tied:
+    if plan.uncovered or plan.tied:
         return None
-    owners = {call.edge.node: call for call in made}
-    calls: list[Call] = []  # last first
+    owners = {call.edge.node: call for call in calls}
+    chain: list[Call] = []  # last first
     nodes: list[list[str]] = []  # names of those below each layer
     node, shape = outputs.grad_fn, outputs.shape
     while node is not None:
         call = owners.get(node)
         if call is None:
             parents = [parent for parent, _ in node.next_functions if parent is not None]
-            if not calls or len(parents) != 1 or node.name() not in _ELEMENTWISE:
+            if not chain or len(parents) != 1 or node.name() not in _ELEMENTWISE:
                 return None
             nodes[-1].append(node.name())
             node = parents[0]
             continue
-        given = call.given[0]
-        # an elementwise node may still broadcast, which the shape gives away
-        if call.layer.rule is not linear_rows or given.dim() != 2 or call.outputs.shape != shape:
+        inputs = call.arguments[0]
+        # an elementwise node may broadcast, which shows in the shape
+        if call.layer.rule is not linear_rows or inputs.dim() != 2 or call.outputs.shape != shape:
             return None
-        if not has_own(call.layer.module) or given._backward_hooks or call.outputs._backward_hooks:
+        if not has_own_parameters(call.layer.module) or inputs._backward_hooks or call.outputs._backward_hooks:
             return None  # what autograd sees there is more than W v + b
-        calls.append(call)
+        chain.append(call)
         nodes.append([])
-        node, shape = given.grad_fn, given.shape
-        if node is None and given.requires_grad:
+        node, shape = inputs.grad_fn, inputs.shape
+        if node is None and inputs.requires_grad:
             return None
-    if not len({call.layer.name for call in calls}) == len(calls) == len(made):
+    if not len({call.layer.name for call in chain}) == len(chain) == len(calls):
         return None
-    backs = [_back(call, below, names) for call, below, names in zip(calls, calls[1:], nodes, strict=False)]
-    calls = calls[::-1]
-    return [call.layer for call in calls], [call.inputs for call in calls], backs[::-1]
+    backs = [_back(call, below, names) for call, below, names in zip(chain, chain[1:], nodes, strict=False)]
+    chain = chain[::-1]
+    return [call.layer for call in chain], [call.inputs for call in chain], backs[::-1]
 
 
 def _back(call: Call, below: Call, nodes: Sequence[str]) -> Back:
-    """From gradients in the input of a layer to those in the output of the one below."""
+    """The function from gradients in the input of a layer to those in the output of the layer below."""
     kind = _BY_OUTPUT.get(nodes[0]) if len(nodes) == 1 else None
     if kind is not None:
         return partial(ACTIVATIONS[kind].backward, None, call.inputs, call.inputs)
-    return lambda grads: torch.autograd.grad(call.given[0], [below.edge], grads)[0]
+    return lambda grads: torch.autograd.grad(call.arguments[0], [below.edge], grads)[0]
 
 
 def graph_edges(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
@@ -104,12 +103,12 @@ def graph_edges(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
 
 
 def unseen_parameters(plan: Plan, outputs: Tensor, calls: Sequence[Call]) -> dict[str, str]:
-    """Parameter -> its module wherever one reaches the outputs other than through the calls that were captured.
+    """Parameter -> its module, for parameters that reach the outputs outside the captured calls too.
 
-    Walks the autograd graph: a parameter covered by rules must have as many uses as there are captured calls on
-    the way to the outputs that use it (`F.linear(x, layer.weight)` calls no module; of a layer perhaps only the
-    derivative is on the way). A view of a parameter counts by its own uses: the derivative of a network in its
-    inputs goes through the transposed weight a second time.
+    That is, where the autograd graph uses a parameter more often than the captured calls on the way to the outputs
+    do: `F.linear(x, layer.weight)` calls no module, and of a layer perhaps only its derivative reaches the
+    outputs. A view counts by its own uses: the derivative of a network in its inputs uses the transposed weight
+    once more.
     """
     consumers: dict[Any, list[Any]] = {}
     accumulators: dict[int, Any] = {}
@@ -129,12 +128,12 @@ def unseen_parameters(plan: Plan, outputs: Tensor, calls: Sequence[Call]) -> dic
         return total
 
     captured = Counter(name for call in calls if call.edge.node in seen for name in call.parameters)
-    found: dict[str, str] = {}
+    unseen: dict[str, str] = {}
     for name, parameter in plan.parameters.items():
         node = accumulators.get(id(parameter))
-        if name not in plan.rest and node is not None and uses(node) > captured[name]:
-            found[name] = plan.block_of[name][0]
-    return found
+        if name not in plan.uncovered and node is not None and uses(node) > captured[name]:
+            unseen[name] = plan.block_of[name][0]
+    return unseen
 
 
 _VIEWS = frozenset(

@@ -23,14 +23,18 @@ class Layer:
     parameters: dict[str, str]  # the module's own name -> name in the model
 
 
+# one step from a model towards a layer: the submodules of a module, the name of one, and that submodule
+PathStep = tuple[Mapping[str, "nn.Module | None"], str, nn.Module]
+
+
 @dataclass
 class Findings:
-    """What running a model has told about it."""
+    """What passes through a model have shown about it."""
 
-    unfit: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
-    way: str | None = None  # to rows past the rules, as `functional` names them
-    modes: tuple[bool, ...] = ()  # training or not, of every module, when that was found
-    passes: int = 0  # over more than one sample
+    uncapturable: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
+    fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
+    modes: tuple[bool, ...] = ()  # module.training of every module at that time
+    passes: int = 0  # how many, over more than one sample
 
 
 def _mixes_samples(norm: nn.Module) -> bool:
@@ -39,26 +43,24 @@ def _mixes_samples(norm: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The trainable part of a model, split into layers; `rest` is what no rule covers.
+    """The trainable part of a model, split into layers and the parameters that no rule covers.
 
-    Each parameter belongs to one module, the first that holds it: the blocks of the block-diagonal methods. A
-    layer may use parameters of other modules too (tied weights).
+    Each parameter belongs to the first module that holds it; these modules are the blocks of the block-diagonal
+    methods. A layer may use parameters of other modules too (tied weights).
     """
 
     model: nn.Module
     layers: tuple[Layer, ...]
     owned: dict[str, dict[str, str]]  # module -> its own name of each parameter -> name in the model
-    rest: frozenset[str]
+    uncovered: frozenset[str]  # parameters that no layer rule covers
     parameters: dict[str, nn.Parameter]
-    has_fallback: bool  # whether rows past the rules are computed by autograd instead of refused
+    has_fallback: bool  # whether autograd computes the rows that no rule gives; else they raise an error
     max_bytes: int | None  # for temporaries of the rows; None: a default
     frozen: tuple[nn.Parameter, ...]
-    norms: tuple[nn.Module, ...]  # those that must stay in eval mode
+    norms: tuple[nn.Module, ...]  # batch norms, which must stay in eval mode
     tied: bool  # whether some parameter is used by several layers
-    training: bool  # the model's mode, which decides what running it tells
-    way: tuple[
-        tuple[Mapping[str, nn.Module | None], str, nn.Module], ...
-    ]  # to each layer: what holds it, and as what
+    training: bool  # model.training: what a pass shows holds for one mode
+    module_paths: tuple[PathStep, ...]  # from the model to each layer
     findings: Findings = field(default_factory=Findings, compare=False)
 
     @cached_property
@@ -93,14 +95,14 @@ class Plan:
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
-        """Parameter names block by block, as the block-diagonal methods take them."""
+        """The parameter names of each block of the block-diagonal methods."""
         return [tuple(names.values()) for names in self.owned.values()]
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether planning again would give the same, as far as can be told without walking the model."""
+        """Whether a new plan would be the same, as far as this shows without a walk over all modules."""
         if model is not self.model or model.training != self.training:
             return False
-        for modules, key, module in self.way:
+        for modules, key, module in self.module_paths:
             if modules.get(key) is not module:
                 return False
         for layer in self.layers:
@@ -110,7 +112,7 @@ class Plan:
                     return False
             if "forward" in vars(layer.module):
                 return False
-        for name in self.rest:
+        for name in self.uncovered:
             block, local = self.block_of[name]
             own = model.get_submodule(block)._parameters
             if local not in own or own[local] is not self.parameters[name]:  # a scripted module has no `get`
@@ -122,7 +124,7 @@ class Plan:
         )
 
 
-def _uncovered(own: Mapping[str, str]) -> str:
+def _first_uncovered(own: Mapping[str, str]) -> str:
     return next((full for local, full in own.items() if local not in ("weight", "bias")), next(iter(own.values())))
 
 
@@ -133,9 +135,10 @@ def plan_layers(
     by_layers: bool = True,
     max_bytes: int | None = None,
 ) -> Plan:
-    """Assign every trainable parameter to a layer rule, or refuse by name what none covers.
+    """The plan of a model: a layer rule for every trainable parameter.
 
-    by_layers=False is for methods that need no rows: then no parameter belongs to a layer.
+    Without a fallback a parameter that no rule covers raises an error that names it. by_layers=False is for
+    methods that need no rows: no parameter gets a rule.
     """
     parameters = {name: parameter for name, parameter in trainable.items() if parameter.requires_grad}
     if not parameters:
@@ -154,9 +157,9 @@ def plan_layers(
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
     owned: dict[str, dict[str, str]] = {}
-    rest: set[str] = set()
+    uncovered: set[str] = set()
     norms: list[nn.Module] = []
-    met: set[str] = set()
+    owned_names: set[str] = set()
     tied = False
     for path, module in model.named_modules():
         if isinstance(module, _BatchNorm):
@@ -174,19 +177,19 @@ def plan_layers(
         }
         if not used:
             continue
-        own = {local: full for local, full in used.items() if full not in met}
+        own = {local: full for local, full in used.items() if full not in owned_names}
         if own:
             owned[path] = own
         tied = tied or len(own) < len(used)
-        met.update(own.values())
+        owned_names.update(own.values())
         rule = layer_rule(module, used) if by_layers else None
         if rule is not None:
             layers.append(Layer(path, module, rule, used))
         elif has_fallback or not by_layers:
-            rest.update(used.values())
+            uncovered.update(used.values())
         else:
             raise ValueError(
-                f"no layer rule covers parameter {_uncovered(used)!r} of {type(module).__name__} "
+                f"no layer rule covers parameter {_first_uncovered(used)!r} of {type(module).__name__} "
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
                 "fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
             )
@@ -195,7 +198,7 @@ def plan_layers(
         model,
         tuple(layers),
         owned,
-        frozenset(rest),
+        frozenset(uncovered),
         parameters,
         has_fallback,
         max_bytes,
@@ -203,20 +206,18 @@ def plan_layers(
         tuple(norms),
         tied,
         model.training,
-        tuple(_way(model, layers)),
+        tuple(_module_paths(model, layers)),
     )
 
 
-def _way(
-    model: nn.Module, layers: Sequence[Layer]
-) -> Iterator[tuple[Mapping[str, nn.Module | None], str, nn.Module]]:
-    """Every step on the way from the model to its layers, as (modules of a module, name, module there)."""
-    taken: set[str] = set()
+def _module_paths(model: nn.Module, layers: Sequence[Layer]) -> Iterator[PathStep]:
+    """Every step on the paths from the model to its layers, each once."""
+    visited: set[str] = set()
     for layer in layers:
         module, path = model, ""
         for name in layer.name.split(".") if layer.name else ():
             holder, path = module._modules, f"{path}.{name}"
             module = model.get_submodule(path[1:])
-            if path not in taken:
-                taken.add(path)
+            if path not in visited:
+                visited.add(path)
                 yield holder, name, module

@@ -1,4 +1,4 @@
-"""What a model is made of, read once and again whenever something about it has changed."""
+"""The layers of a model, read once and again whenever the model has changed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Structure:
         self.has_fallback = has_fallback
         self.by_layers = by_layers
         self.max_bytes = max_bytes
-        self.chain: Chain | None = None  # what the model is by its structure, if that
+        self.chain: Chain | None = None  # the model as a chain, if its structure is one
         self.names: list[list[str]] = []  # of the parameters in each group
         self._plan: Plan | None = None
         self.groups: tuple[tuple[int, ...], ...] = ()  # the ids of the parameters in each group
-        self._shows_chain: bool | None = None  # None until seen
+        self._shows_chain: bool | None = None  # None until tried
 
-    def unread(self) -> Structure:
-        """The same before any model was read: what a copy of the optimizer starts with."""
+    def fresh_copy(self) -> Structure:
+        """The same settings before any model was read: for a copy of the optimizer."""
         return Structure(self.has_fallback, self.by_layers, self.max_bytes)
 
     def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
-        """The plan of a model as it is now, for parameter groups as torch.optim keeps them."""
+        """The plan of the model as it is now, for the parameter groups of an optimizer."""
         ids = tuple([tuple(map(id, group["params"])) for group in groups])
         if self._plan is not None and self.groups == ids:
             if self.chain is not None and self.chain.is_current(model):
@@ -48,9 +48,9 @@ class Structure:
                 return self._plan
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
-        chosen = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
-        if len(chosen) < len(named):
-            named = {name: parameter for name, parameter in named.items() if name in chosen}
+        trained = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
+        if len(trained) < len(named):
+            named = {name: parameter for name, parameter in named.items() if name in trained}
         self._plan = plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
         self.groups, self.names = ids, names_by_group(groups, plan.parameters)
         self.chain = read_chain(plan, model) if self.by_layers else None
@@ -58,14 +58,14 @@ class Structure:
         return plan
 
     def shows_chain(self, plan: Plan, forward: Forward, inputs: Any, samples: int) -> bool:
-        """Whether passes through the model show a chain of Linear layers: seen once per plan, on one sample."""
+        """Whether a pass through the model shows a chain of Linear layers; tried once per plan, on one sample."""
         if self._shows_chain is None:
             random = _random.snapshot(plan.device)
             try:
                 one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
                 self._shows_chain = capture(plan, plan.model, forward, one, 1).chain is not None
             except (ValueError, TypeError, RuntimeError, IndexError):
-                self._shows_chain = False  # the batch itself will tell, in its own words
+                self._shows_chain = False  # the pass over the batch will raise its own error
             finally:
                 _random.restore(random)
         return self._shows_chain

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
-from woodbury._choice import FALLBACKS, chosen
+from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
@@ -36,9 +36,9 @@ from woodbury.device.scalars import (
     as_truth,
     compute,
     magnitude,
-    placed,
     ratio_where,
     scalar,
+    to_device,
 )
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
@@ -100,8 +100,8 @@ class SecondOrder(torch.optim.Optimizer):
         seed: int | None = None,
         params: Iterable[Any] | None = None,
     ) -> None:
-        self._blocks = chosen("blocks", blocks, BLOCKS)
-        has_fallback = chosen("fallback", fallback, FALLBACKS)
+        self._blocks = part_named("blocks", blocks, BLOCKS)
+        has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
         check_model_and_loss(model, loss)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
@@ -128,7 +128,7 @@ class SecondOrder(torch.optim.Optimizer):
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
-        self.state["damping"] = placed(self.damping.initial, self._device())
+        self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
 
@@ -189,7 +189,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     @blocks.setter
     def blocks(self, name: str) -> None:
-        self._blocks = chosen("blocks", name, BLOCKS)
+        self._blocks = part_named("blocks", name, BLOCKS)
 
     def direction(
         self,
@@ -237,7 +237,7 @@ class SecondOrder(torch.optim.Optimizer):
                 damping=proposal.damping,
                 decay=problem.hyper.weight_decay,
                 previous=proposal.center,
-                blocks=self._blocks.of(problem.plan),
+                blocks=self._blocks.parameter_names(problem.plan),
                 at_outputs=self.curvature.at_outputs,
             )
         finally:
@@ -357,7 +357,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _moving_state(self, device: torch.device) -> dict[str, Any]:
         """The state that every step replaces, as tensors on the device."""
-        moving: dict[str, Any] = {"damping": placed(self.state["damping"], device)}
+        moving: dict[str, Any] = {"damping": to_device(self.state["damping"], device)}
         if "momentum" in self.state:
             moving["momentum"] = {name: value.to(device) for name, value in self.state["momentum"].items()}
         return moving
@@ -387,7 +387,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._whole = _batch.whole_leaves(inputs, samples, self._whole)
         plan = self._plan()
         batch = self._choose(inputs, targets, samples, subset)
-        self.state["damping"] = placed(self.state["damping"], self._device())
+        self.state["damping"] = to_device(self.state["damping"], self._device())
         return self._problem(plan, batch, full)
 
     def _problem(
@@ -429,7 +429,7 @@ class SecondOrder(torch.optim.Optimizer):
         else:
             order, count = _batch.subset_first(subset, samples)
             order = order.to(self._device())
-        return _batch.ordered(inputs, targets, samples, order, count)
+        return _batch.ordered_batch(inputs, targets, samples, order, count)
 
     def _curvature_count(self, samples: int) -> int:
         """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
@@ -510,7 +510,7 @@ class SecondOrder(torch.optim.Optimizer):
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
         own = {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
         return own | {
-            "_structure": self._structure.unread(),
+            "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
             "_recordings": None if self._recordings is None else Recordings(),
         }

@@ -16,7 +16,7 @@ from woodbury import _vector
 from woodbury.curvature import CURVATURES
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
-from woodbury.losses.rules import check_count
+from woodbury.losses.rules import check_term_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.passes import Piece
 from woodbury.optim.settings import Common, check_number, check_whole_number
@@ -103,7 +103,7 @@ class HessianFree(SecondOrder):
         """x -> B x on flat vectors."""
         parameters = problem.plan.parameters
         factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
-        count = check_count(piece.count, "the curvature samples")
+        count = check_term_count(piece.count, "the curvature samples")
         rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 
         def product(x: Tensor) -> Tensor:

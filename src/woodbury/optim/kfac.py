@@ -27,7 +27,7 @@ from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
-from woodbury.losses.rules import check_count
+from woodbury.losses.rules import check_term_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import Common, check_whole_number
 from woodbury.optim.step import Problem, Proposal
@@ -86,7 +86,7 @@ class KFAC(SecondOrder):
         piece, outputs = objective.pieces[0], objective.outputs
         factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
         forms = piece.capture.rows([factor.columns()])
-        count = check_count(piece.count, "the curvature samples")
+        count = check_term_count(piece.count, "the curvature samples")
         with full_precision():
             fresh = {name: kronecker_factors(self._outer(name, form), count) for name, form in forms.items()}
             memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))

@@ -13,7 +13,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
-from woodbury.losses.rules import check_count
+from woodbury.losses.rules import check_term_count
 from woodbury.optim.passes import Piece, total_count
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
@@ -125,4 +125,4 @@ def _in_pieces(
 
 
 def _divisor(curvature: Curvature, count: Scalar, samples: int) -> Scalar:
-    return curvature.divisor(check_count(count, "the curvature samples"), samples)
+    return curvature.divisor(check_term_count(count, "the curvature samples"), samples)

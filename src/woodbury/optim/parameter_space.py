@@ -33,13 +33,14 @@ def answer_in_parameter_space(
     damping: Scalar,
 ) -> Answer:
     """p for this damping; q = mu p_prev, W the weight decay."""
-    names, parameters, decays = blocks.of(problem.plan), problem.plan.parameters, problem.hyper.weight_decay
+    names = blocks.parameter_names(problem.plan)
+    parameters, decays = problem.plan.parameters, problem.hyper.weight_decay
     if line.matrices is None:  # a raised damping comes back with the same B
         (divisor,) = compute(line.divisor)
         line.matrices = [matrix.div_(divisor) for matrix in rows.curvature(line.curvature_rows, names, gram_dtype)]
     like = next(iter(parameters.values())).detach()
     inside = line.factor_weights(like)
-    weights = torch.cat([inside, inside.new_ones(rows.count - line.curvature_rows)]) / line.count
+    weights = torch.cat([inside, inside.new_ones(rows.row_count - line.curvature_rows)]) / line.count
     force: Vector = {}
     for name, value in rows.rmatvec(weights).items():
         force[name] = -value if line.gradient is None else -value - line.gradient[name]

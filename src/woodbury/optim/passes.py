@@ -16,7 +16,7 @@ from woodbury._batch import Batch
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
-from woodbury.losses.rules import LossRule, check_count
+from woodbury.losses.rules import LossRule, check_term_count
 from woodbury.model.capture import Capture, call_model, capture, casting
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
@@ -49,7 +49,7 @@ def mean_of(losses: Sequence[Tensor], count: Scalar) -> Scalar:
 
 def total_count(pieces: Sequence[Piece]) -> Scalar:
     """What the mean over all pieces divides by."""
-    return check_count(pieces[0].count if len(pieces) == 1 else sum(piece.count for piece in pieces))
+    return check_term_count(pieces[0].count if len(pieces) == 1 else sum(piece.count for piece in pieces))
 
 
 def check_loss(loss: Scalar) -> None:
@@ -175,7 +175,7 @@ class Passes:
             count = count + self.rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
-        count = check_count(count, "full=")
+        count = check_term_count(count, "full=")
         before = total
 
         def evaluate(displacement: Displacement) -> Scalar:

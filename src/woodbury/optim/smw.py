@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from woodbury._choice import chosen
+from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
 from woodbury.curvature import CURVATURES
 from woodbury.device.recording import Recordings
@@ -64,7 +64,7 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast must be torch.bfloat16 or None, got {autocast}")
-        self._solver = chosen("solver", solver, SOLVERS)
+        self._solver = part_named("solver", solver, SOLVERS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
@@ -80,7 +80,7 @@ class _SampleSpace(SecondOrder):
 
     @solver.setter
     def solver(self, name: str) -> None:
-        self._solver = chosen("solver", name, SOLVERS)
+        self._solver = part_named("solver", name, SOLVERS)
         self._structure = Structure(self._structure.has_fallback, self._by_layers, self.max_bytes)
         # the others look at numbers as they go, which no graph can record
         self._recordings = Recordings() if self.capture and self._solver.exact else None
@@ -129,7 +129,7 @@ class _SampleSpace(SecondOrder):
         )
 
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
-        products_by = None if self._solver.forms_rows else system.blocks.of(problem.plan)
+        products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
         return linearize(problem, self.curvature, products_by, check_memory)
 
@@ -141,14 +141,14 @@ class _SampleSpace(SecondOrder):
         height = row_count + batch.samples - batch.curvature
         outputs = raw.numel() // raw.shape[0]
         # in parameter space a block has fewer parameters than there are rows: this bounds both cases below
-        if not plan.rest and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
+        if not plan.uncovered and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
             return
         size = self._solver.size(problem, system, row_count)
         columns = row_count * outputs * number
         wide = number if self.gram_dtype is None else self.gram_dtype.itemsize
         written_out = row_count * plan.size if size < height else 0  # in parameter space
-        if plan.rest:
-            written_out += height * sum(plan.parameters[name].numel() for name in plan.rest)
+        if plan.uncovered:
+            written_out += height * sum(plan.parameters[name].numel() for name in plan.uncovered)
         # written out and collected; the matrix, with damping, and its factor
         needed = (2 * written_out + 3 * len(system.blocks.sizes(plan)) * size**2) * wide
         if columns + needed < _WORTH_ASKING:
