@@ -304,13 +304,13 @@ class SecondOrder(torch.optim.Optimizer):
         if not recordings.is_due(key, device):
             return None
         drawn_before = self._draws()
-        count = self._curvature_count(samples)
+        curvature_samples = self._curvature_count(samples)
         order = None
-        if count < samples:
+        if curvature_samples < samples:
             order, self.state["generator"] = self._orders.draw(samples, self.state["generator"], device)
         rates = [group["lr"] for group in self.param_groups]
-        held = recordings.find(key)
-        if held is None:
+        replayable = recordings.find(key)
+        if replayable is None:
             if any(parameter.device != device for parameter in self.model.parameters()):
                 recordings.give_up()
                 return None
@@ -319,24 +319,24 @@ class SecondOrder(torch.optim.Optimizer):
                 inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
             ) -> tuple[Tensor, dict[str, Any]]:
                 self.state.update(state)
-                batch = Batch(inputs, targets, samples, count)
+                batch = Batch(inputs, targets, samples, curvature_samples)
                 numbers = self._take(self._problem(plan, batch, None, rates), None)
                 return torch.stack([as_double(value) for value in numbers]), {n: self.state[n] for n in state}
 
             wide = torch.promote_types(plan.dtype, torch.float32)
             try:
-                held = recording.record(inputs, targets, rates, moving, device, wide, run)
+                replayable = recording.record(inputs, targets, rates, moving, device, wide, run)
             except RuntimeError:  # what a graph cannot hold: a wait for the device, say
                 self.state.update(drawn_before)
                 recordings.give_up()
                 return None
             finally:  # recording computes nothing: what it left behind holds no numbers
                 self.state.update(moving)
-            recordings.add(key, held)
+            recordings.add(key, replayable)
         for name, value in moving.items():
-            recording.overwrite(held.state[name], value)
-        self.state.update(held.state)
-        return held.replay(inputs, targets, order, rates)
+            recording.overwrite(replayable.state[name], value)
+        self.state.update(replayable.state)
+        return replayable.replay(inputs, targets, order, rates)
 
     def _fingerprint(self, plan: Plan, moving: Mapping[str, Any]) -> Hashable:
         """All that the numbers of a step depend on beside its batch, the learning rates and the moving state."""

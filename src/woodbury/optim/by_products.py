@@ -27,7 +27,7 @@ class Products(Solver):
         scales = metric_scales(problem, damping)
         base = base_point(problem, line, scales, damping)
         like = next(iter(problem.plan.parameters.values())).detach()
-        e = line.factor_weights(like) * (line.divisor / line.count)
+        e = line.factor_weights(like) * (line.divisor / line.term_count)
         shift = line.divisor * damping
 
         def transposed(x: Tensor) -> Vector:

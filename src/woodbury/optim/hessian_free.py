@@ -78,17 +78,17 @@ class HessianFree(SecondOrder):
         )
         curvature = self._curvature_product(problem, objective.pieces[0], objective.outputs)
         start = torch.zeros_like(linear) if problem.previous is None else _vector.flatten(problem.previous)
-        found = minimize_quadratic(
+        minimum = minimize_quadratic(
             lambda x: _add_scaled(curvature(x), x, damping, decays, parameters),
             linear,
             start,
             progress=self.progress,
             max_iterations=self.max_iterations,
         )
-        squared = float(found.x @ found.x)
+        squared = float(minimum.x @ minimum.x)
         return Proposal(
-            displacement=Displacement(parameters, base=_vector.unflatten(found.x, parameters)),
-            predicted=0.5 * problem.damping * squared - found.value,  # the model without its damping term
+            displacement=Displacement(parameters, base=_vector.unflatten(minimum.x, parameters)),
+            predicted=0.5 * problem.damping * squared - minimum.value,  # the model without its damping term
             squared_norm=squared,
             damping=problem.damping,
             usable=True,
@@ -96,18 +96,18 @@ class HessianFree(SecondOrder):
             parts=[piece.inputs for piece in objective.pieces],
             center=None,
             evaluate=objective.evaluate,
-            memory={"iterations": found.iterations},
+            memory={"iterations": minimum.iterations},
         )
 
     def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
         parameters = problem.plan.parameters
         factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
-        count = check_term_count(piece.count, "the curvature samples")
+        term_count = check_term_count(piece.term_count, "the curvature samples")
         rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 
         def product(x: Tensor) -> Tensor:
-            image = rows.matvec(_vector.unflatten(x, parameters)) / count  # S^T J x / M2
+            image = rows.matvec(_vector.unflatten(x, parameters)) / term_count  # S^T J x / M2
             return _vector.flatten(rows.rmatvec(image))
 
         return product

@@ -86,9 +86,9 @@ class KFAC(SecondOrder):
         piece, outputs = objective.pieces[0], objective.outputs
         factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
         forms = piece.capture.rows([factor.columns()])
-        count = check_term_count(piece.count, "the curvature samples")
+        term_count = check_term_count(piece.term_count, "the curvature samples")
         with full_precision():
-            fresh = {name: kronecker_factors(self._outer(name, form), count) for name, form in forms.items()}
+            fresh = {name: kronecker_factors(self._outer(name, form), term_count) for name, form in forms.items()}
             memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(
@@ -119,7 +119,7 @@ class KFAC(SecondOrder):
         step = self.state.get("factor_steps", 0) + (1 if known is not False else 0)
         weight = min(1 - 1 / max(step, 1), self.decay)
         averages: dict[str, dict[str, Tensor]] = dict(self.state.get("averages", {}))
-        kept: dict[str, Inverses] = dict(self.state.get("inverses", {}))
+        stored: dict[str, Inverses] = dict(self.state.get("inverses", {}))
         due = step <= _FIRST_STEPS or step % self.refresh == 0
         used: dict[str, Inverses] = {}
         usable = good
@@ -127,19 +127,19 @@ class KFAC(SecondOrder):
             old = averages.get(name, {})
             if old and not _same_shapes(old, new):  # a parameter was frozen or thawed since
                 old = {}
-                kept.pop(name, None)
+                stored.pop(name, None)
             factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in new._asdict().items()))
             averages[name] = factors._asdict()
-            if name in kept and not due:
-                used[name] = kept[name] = {key: value.to(new.inputs) for key, value in kept[name].items()}
+            if name in stored and not due:
+                used[name] = stored[name] = {key: value.to(new.inputs) for key, value in stored[name].items()}
                 continue
             used[name], ok = damped_inverses(factors, problem.damping + _decay_of(problem, name))
             usable = usable & ok
             if truth(ok) is False:
-                kept.pop(name, None)
+                stored.pop(name, None)
             else:
-                kept[name] = used[name]
-        memory = {"factor_steps": step, "averages": averages, "inverses": kept}
+                stored[name] = used[name]
+        memory = {"factor_steps": step, "averages": averages, "inverses": stored}
         return memory if known is not False else {}, used, usable
 
     def _solve(
@@ -193,16 +193,16 @@ def _place(form: RowForm) -> str:
     return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
-def kronecker_factors(form: OuterRows, count: Scalar) -> Factors:
+def kronecker_factors(form: OuterRows, term_count: Scalar) -> Factors:
     """A = (1/n) sum a_i a_i^T and G = (1/M) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
 
-    M is the count of the mean loss: n, or fewer where targets are ignored, whose h are zero.
+    M is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
     samples = form.layout.samples
     sides = [] if form.weight is None else [form.inputs]
     sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
     inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / count)
+    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / term_count)
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:

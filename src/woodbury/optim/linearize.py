@@ -14,7 +14,7 @@ from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
 from woodbury.losses.rules import check_term_count
-from woodbury.optim.passes import Piece, total_count
+from woodbury.optim.passes import Piece, total_term_count
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
 from woodbury.row_matrix import Rows
@@ -27,7 +27,7 @@ class Linearization:
     rows: Rows | FactorProducts  # Z, unscaled
     curvature_rows: int  # the first so many rows of Z, over sqrt(D), are U
     divisor: Scalar  # D
-    count: Scalar  # M, what the mean loss of the batch divides by
+    term_count: Scalar  # M, what the mean loss of the batch divides by
     e: Tensor | None  # (curvature rows,), S e = r, None for ones; zero where g is given by `gradient` alone
     gradient: Vector | None  # the part of g that is not in Z
     matrices: list[Tensor] | None = None  # B by block, once formed
@@ -36,7 +36,7 @@ class Linearization:
         """g . p for a vector p with the image Z p, (rows,)."""
         inside = self.factor_weights(image)
         weights = torch.cat([inside, inside.new_ones(len(image) - self.curvature_rows)])
-        slope = scalar(torch.dot(weights, image)) / self.count
+        slope = scalar(torch.dot(weights, image)) / self.term_count
         return slope if self.gradient is None else slope + scalar(_vector.dot(self.gradient, vector))
 
     def factor_weights(self, like: Tensor) -> Tensor:
@@ -70,19 +70,19 @@ def _at_once(
     passes, batch, m = problem.passes, problem.batch, problem.batch.curvature
     piece, outputs = passes.evaluate(batch.inputs, batch.targets, batch.samples)
     targets, gradient = piece.targets, None
-    count = chosen = total_count([piece])
+    term_count = curvature_terms = total_term_count([piece])
     check_memory(piece.capture.raw)
     if m < batch.samples:
-        chosen = passes.rule.count_of_first(passes.loss, targets, m)
+        curvature_terms = passes.rule.count_of_first(passes.loss, targets, m)
     columns, e, hold_gradient = curvature.seeds(passes.rule, passes.loss, outputs, targets, m)
     shapes = [own.shape for own in columns]
     heights = [shape[0] * shape[1] if len(shape) == 3 else shape[0] for shape in shapes]
     width = m * shapes[0][1] if len(shapes[0]) == 3 else m
     if not hold_gradient:
-        gradient = piece.capture.gradient(passes.residual(outputs, targets) / count)
+        gradient = piece.capture.gradient(passes.residual(outputs, targets) / term_count)
         e = outputs.new_zeros(width)
     rows = Rows(problem.plan, piece.capture.rows(columns), sum(heights))
-    return Linearization(rows, width, _divisor(curvature, chosen, m), count, e, gradient), [piece]
+    return Linearization(rows, width, _divisor(curvature, curvature_terms, m), term_count, e, gradient), [piece]
 
 
 def _in_pieces(
@@ -93,11 +93,11 @@ def _in_pieces(
 ) -> tuple[Linearization, list[Piece]]:
     """The same with S2 and the samples outside it run through the model one after the other."""
     passes, batch = problem.passes, problem.batch
-    given = problem.full is not None  # g comes from the loader: S2 is all we need
-    evaluated = [passes.evaluate(*part) for part in batch.pieces()[: 1 if given else None]]
+    from_loader = problem.full is not None  # g comes from the loader: S2 is all we need
+    evaluated = [passes.evaluate(*part) for part in batch.pieces()[: 1 if from_loader else None]]
     pieces = [piece for piece, _ in evaluated]
-    divisor = _divisor(curvature, pieces[0].count, batch.curvature)
-    count = total_count(pieces)
+    divisor = _divisor(curvature, pieces[0].term_count, batch.curvature)
+    term_count = total_term_count(pieces)
     if products_by is None:
         check_memory(pieces[0].capture.raw)
     piece, outputs = evaluated[0]
@@ -106,10 +106,10 @@ def _in_pieces(
     # pieces whose gradient Z holds
     in_rows = 0 if factor.e is None else 1 if products_by is not None else len(pieces)
     gradient: Vector | None = None
-    for piece, outputs in evaluated[len(evaluated) if given else in_rows :]:
-        part = piece.capture.gradient(passes.residual(outputs, piece.targets) / count)
+    for piece, outputs in evaluated[len(evaluated) if from_loader else in_rows :]:
+        part = piece.capture.gradient(passes.residual(outputs, piece.targets) / term_count)
         gradient = part if gradient is None else _vector.combine(gradient, part)
-    e = outputs.new_zeros(width) if factor.e is None or given else factor.e.flatten()
+    e = outputs.new_zeros(width) if factor.e is None or from_loader else factor.e.flatten()
     if products_by is not None:
         rows: Rows | FactorProducts = FactorProducts(
             pieces[0].capture.outputs, problem.plan.parameters, factor, products_by
@@ -121,8 +121,8 @@ def _in_pieces(
         forms = [piece.capture.rows([own]) for piece, own in zip(pieces, columns, strict=False)]
         height = sum(own.shape[0] * own.shape[1] for own in columns)
         rows = Rows(problem.plan, concatenate_forms(forms), height)
-    return Linearization(rows, width, divisor, count, e, gradient), pieces
+    return Linearization(rows, width, divisor, term_count, e, gradient), pieces
 
 
-def _divisor(curvature: Curvature, count: Scalar, samples: int) -> Scalar:
-    return curvature.divisor(check_term_count(count, "the curvature samples"), samples)
+def _divisor(curvature: Curvature, term_count: Scalar, samples: int) -> Scalar:
+    return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)

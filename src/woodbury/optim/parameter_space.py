@@ -40,7 +40,7 @@ def answer_in_parameter_space(
         line.matrices = [matrix.div_(divisor) for matrix in rows.curvature(line.curvature_rows, names, gram_dtype)]
     like = next(iter(parameters.values())).detach()
     inside = line.factor_weights(like)
-    weights = torch.cat([inside, inside.new_ones(rows.row_count - line.curvature_rows)]) / line.count
+    weights = torch.cat([inside, inside.new_ones(rows.row_count - line.curvature_rows)]) / line.term_count
     force: Vector = {}
     for name, value in rows.rmatvec(weights).items():
         force[name] = -value if line.gradient is None else -value - line.gradient[name]

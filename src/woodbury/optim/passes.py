@@ -37,19 +37,21 @@ class Piece:
     inputs: Any
     targets: Tensor  # as the loss rule prepared them
     losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
-    count: Scalar  # what their mean divides by: f = sum of losses / count
+    term_count: Scalar  # M, what their mean divides by: f = sum of losses / M
     capture: Capture
 
 
-def mean_of(losses: Sequence[Tensor], count: Scalar) -> Scalar:
-    """sum of all losses / count."""
+def mean_of(losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
+    """Sum of all losses / M."""
     joined = losses[0] if len(losses) == 1 else torch.cat([own.reshape(-1) for own in losses])
-    return scalar(joined if joined.dim() == 0 else joined.sum()) / count
+    return scalar(joined if joined.dim() == 0 else joined.sum()) / term_count
 
 
-def total_count(pieces: Sequence[Piece]) -> Scalar:
+def total_term_count(pieces: Sequence[Piece]) -> Scalar:
     """What the mean over all pieces divides by."""
-    return check_term_count(pieces[0].count if len(pieces) == 1 else sum(piece.count for piece in pieces))
+    return check_term_count(
+        pieces[0].term_count if len(pieces) == 1 else sum(piece.term_count for piece in pieces)
+    )
 
 
 def check_loss(loss: Scalar) -> None:
@@ -90,10 +92,10 @@ class Passes:
         captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
         if samples > 1:
             findings = self.plan.findings
-            findings.passes = count = findings.passes + 1
+            findings.passes = passes = findings.passes + 1
             # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
-            if count == 1 or (count & (count - 1) == 0 and self.plan.device.type == "cpu"):
-                check_samples_apart(captured, first=count == 1)
+            if passes == 1 or (passes & (passes - 1) == 0 and self.plan.device.type == "cpu"):
+                check_samples_apart(captured, first=passes == 1)
         return captured
 
     def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
@@ -101,8 +103,8 @@ class Passes:
         captured = self.capture(inputs, samples)
         outputs = captured.outputs.detach()
         prepared = self.rule.prepare(self.loss, captured.raw, targets)
-        count = self.rule.count(self.loss, prepared)
-        return Piece(inputs, prepared, self.losses(outputs, prepared), count, captured), outputs
+        term_count = self.rule.count(self.loss, prepared)
+        return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
@@ -126,7 +128,7 @@ class Passes:
             if outputs.dim() != 2:
                 outputs = outputs.reshape(outputs.shape[0], -1)
             differences.append(piece.losses - self.losses(outputs, piece.targets))
-        return mean_of(differences, total_count(pieces))
+        return mean_of(differences, total_term_count(pieces))
 
     def objective(self, batch: Batch, full: Batches | None) -> Objective:
         """f, g and the trial evaluation on the batch, or over all of a loader."""
@@ -134,11 +136,11 @@ class Passes:
         if full is None:
             evaluated = [self.evaluate(*part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
-            count = total_count(pieces)
-            loss = mean_of([piece.losses for piece in pieces], count)
+            term_count = total_term_count(pieces)
+            loss = mean_of([piece.losses for piece in pieces], term_count)
             gradient: Vector | None = None
             for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
-                part = piece.capture.gradient(self.residual(outputs, piece.targets) / count)
+                part = piece.capture.gradient(self.residual(outputs, piece.targets) / term_count)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             assert gradient is not None
             evaluate: Callable[[Displacement], Scalar] = partial(self.decrease_on, pieces)
@@ -159,7 +161,7 @@ class Passes:
             )
         total: Tensor | None = None
         gradient: Vector = {}
-        count: Scalar = 0
+        term_count: Scalar = 0
         for entry in full:
             if not isinstance(entry, tuple | list) or len(entry) != 2:
                 raise TypeError(f"full= must hold batches (inputs, targets), got {type(entry).__name__}")
@@ -172,10 +174,10 @@ class Passes:
             gradient = part if total is None else _vector.combine(gradient, part)
             losses = self.losses(outputs, prepared).sum()
             total = losses if total is None else total + losses
-            count = count + self.rule.count(self.loss, prepared)
+            term_count = term_count + self.rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
-        count = check_term_count(count, "full=")
+        term_count = check_term_count(term_count, "full=")
         before = total
 
         def evaluate(displacement: Displacement) -> Scalar:
@@ -187,6 +189,6 @@ class Passes:
                         raw = self.forward(self.plan.model, inputs).detach()
                     prepared = self.rule.prepare(self.loss, raw, targets)
                     after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
-            return scalar(before - after) / count
+            return scalar(before - after) / term_count
 
-        return scalar(total) / count, {name: value / count for name, value in gradient.items()}, evaluate
+        return scalar(total) / term_count, {name: value / term_count for name, value in gradient.items()}, evaluate

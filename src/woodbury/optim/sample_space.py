@@ -136,28 +136,28 @@ def answer_in_sample_space(
     projected = None
     if base is not None:
         projected = system.blocks.join([own[: line.curvature_rows] for own in rows.layer_matvec(base)])
-    found = solve_in_sample_space(
+    step = solve_in_sample_space(
         gram,
         line.curvature_rows,
         line.divisor,
-        line.count,
+        line.term_count,
         line.e,
         projected,
         damping,
         solver.small_solver(system),
     )
-    displacement = Displacement(problem.plan.parameters, rows, found.coefficients, base, scales, form)
+    displacement = Displacement(problem.plan.parameters, rows, step.coefficients, base, scales, form)
     if not solver.exact:
         vector = displacement.dense()
         images = rows.layer_matvec(vector)
         slope = line.slope(vector, torch.stack(images).sum(0))
         curvature = sum_of_squares(system.blocks.join([own[: line.curvature_rows] for own in images]))
-        return answer_of_inexact(problem, displacement, slope, curvature / line.divisor, found.ok)
+        return answer_of_inexact(problem, displacement, slope, curvature / line.divisor, step.ok)
     if base is not None:
-        return answer_of_vector(problem, displacement, damping, found.curvature, found.ok)
+        return answer_of_vector(problem, displacement, damping, step.curvature, step.ok)
     # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other
-    squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, found.coefficients))
-    return Answer(displacement, damping * squared + 0.5 * found.curvature, squared, found.ok)
+    squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
+    return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok)
 
 
 def metric_scales(problem: Problem, damping: Scalar) -> dict[str, Scale] | None:

@@ -103,7 +103,7 @@ class _SampleSpace(SecondOrder):
         system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
         if problem.full is None:
             line, pieces = self._linearize(problem, system)
-            loss = mean_of([piece.losses for piece in pieces], line.count)
+            loss = mean_of([piece.losses for piece in pieces], line.term_count)
             evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
