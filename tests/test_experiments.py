@@ -156,7 +156,7 @@ def test_a_run_of_format_2_is_the_same_run(tmp_path: Path) -> None:
         ({"Constant": {"initial": -1.0}}, "damping must be positive, got -1.0"),
     ],
 )
-def test_a_damping_that_is_none_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_unknown_or_improper_damping_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:
     small_run("smw-gn").save(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     values["settings"]["damping"] = damping
@@ -178,14 +178,14 @@ def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
         ("{", "config.json is damaged"),
         (
             '{"dataset": "digits"}',
-            rf"written by another version of woodbury \(format 1, this one reads {FORMAT}\)",
+            rf"written by another version of woodbury \(format 1, this one reads 2 and {FORMAT}\)",
         ),
         ('{"format": 99}', "format 99"),
         ("[]", "another version"),
         (f'{{"format": {FORMAT}}}', "is damaged: its configuration lacks batch_size"),
     ],
 )
-def test_a_folder_that_is_no_run_of_this_version_is_refused_by_name(
+def test_a_folder_that_is_no_run_of_this_version_raises_an_error_that_names_it(
     content: str | None, message: str, tmp_path: Path
 ) -> None:
     if content is not None:

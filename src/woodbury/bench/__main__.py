@@ -20,7 +20,7 @@ from woodbury.bench.scale import bench_scale
 from woodbury.bench.step import bench_step
 from woodbury.bench.tables import peer_tables, scale_table, step_table
 from woodbury.experiments.errors import one_line
-from woodbury.experiments.storage import rounded
+from woodbury.experiments.storage import round_numbers
 
 _DESCRIPTION = """\
 What a step costs, measured with torch alone; figures from the measurements need matplotlib.
@@ -116,7 +116,7 @@ def _draw(chosen: argparse.Namespace) -> str:
 
 
 def _shown(result: dict[str, Any], as_table: Callable[[Any], str], as_json: bool) -> str:
-    result = rounded(result)
+    result = round_numbers(result)
     return json.dumps(result) if as_json else as_table(result)
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from woodbury._memory import available_bytes
 from woodbury.bench.peer_steps import GN, NG, PEERS, Peer, Task
 from woodbury.bench.timing import Step
+from woodbury.experiments.config import installed_versions, this_machine
 from woodbury.experiments.errors import one_line
-from woodbury.experiments.machine import installed_versions, this_machine
 from woodbury.experiments.models import mlp, network_name, parameter_count
 from woodbury.optim import OPTIMIZERS
 
