@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> No
     folder, output = tmp_path / "digits-1", process.stdout
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert f"interrupted: the same command with --resume goes on in {folder}" in output.replace("\n", " ")
+    assert f"interrupted: the same command with --resume continues in {folder}" in output.replace("\n", " ")
     assert is_complete(folder / "sgd-seed0") and not is_complete(folder / "smw-gn-seed0")
     assert (folder / "report.html").exists()
     finished = (folder / "sgd-seed0" / "records.jsonl").stat().st_mtime_ns
@@ -223,7 +223,7 @@ def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
         (["train", "digits", "--set", 'damping={"bost": 2}'], "smw-gn: LevenbergMarquardt has no field 'bost'"),
         (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
         (["train", "a9a", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
-        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: a setting is not a finite number"),
+        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: lr must be a finite number, got inf"),
         (["train", "digits", "--set", "momentum=Infinity"], "--set momentum=Infinity: not a finite number"),
         (["train", "digits", "--set", "accept=x"], "smw-gn: "),
         (["train", "digits", "--set", "seed=abc"], "smw-gn: "),

@@ -27,9 +27,9 @@ from woodbury.experiments.train import InterruptedRunError, evaluate, is_complet
 from woodbury.optim import OPTIMIZERS
 
 
-def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **changed: Any) -> RunConfig:
+def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **settings: Any) -> RunConfig:
     """A run on the digits with a network that trains in a moment."""
-    config = PRESETS["digits"].run("digits", optimizer, seed, epochs=epochs, changed=changed)
+    config = PRESETS["digits"].config("digits", optimizer, seed, epochs=epochs, settings=settings)
     return dataclasses.replace(config, widths=(64, 8, 10))
 
 
@@ -95,14 +95,14 @@ def test_paper_presets_are_those_of_section_7() -> None:
     }
     for name, (widths, batch, part, epochs, rates) in expected.items():
         for optimizer, rate in rates.items():
-            config = PAPER[name].run(name, optimizer, seed=0)
+            config = PAPER[name].config(name, optimizer, seed=0)
             assert (config.widths, config.batch_size, config.epochs) == (widths, batch, epochs)
             assert config.settings["lr"] == rate
             if optimizer != "sgd":
                 assert config.settings["curvature_samples"] == part
                 assert config.settings["damping"] == {"LevenbergMarquardt": rule}
-    assert PAPER["cifar10"].run("cifar10", "kfac", 0).settings["refresh"] == 20
-    assert PAPER["mnist"].run("mnist", "kfac", 0).settings["refresh"] == 1
+    assert PAPER["cifar10"].config("cifar10", "kfac", 0).settings["refresh"] == 20
+    assert PAPER["mnist"].config("mnist", "kfac", 0).settings["refresh"] == 1
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -260,7 +260,7 @@ def test_evaluation_in_parts_is_that_of_the_whole(outputs: int, monkeypatch: pyt
     else:
         targets, loss = torch.randint(outputs, (23,)), torch.nn.CrossEntropyLoss()
         wrong = (logits.argmax(1) != targets).float().mean()
-    monkeypatch.setattr(training, "_EVALUATED_AT_ONCE", 7)
+    monkeypatch.setattr(training, "_EVALUATION_SAMPLES", 7)
     value, error = evaluate(model, loss, inputs, targets)
     assert value == pytest.approx(loss(logits, targets).item(), rel=1e-6)
     assert error == pytest.approx(wrong.item())
@@ -420,7 +420,7 @@ def test_a_damaged_run_folder_is_named_and_not_trained_over(damage: str, tmp_pat
 
 def test_asking_to_stop_keeps_the_step_whole() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
-    with training.asked_to_stop() as stop:
+    with training.stop_on_signal() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()

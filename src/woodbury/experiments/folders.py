@@ -40,7 +40,7 @@ def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
         try:
             for run, config in begun.items():
                 check_same_run(config, run)
-        except RunFolderError as error:  # another experiment with the same optimizer; an older one may fit
+        except RunFolderError as error:  # another experiment with the same optimizer; try an older folder
             mismatch = mismatch or error
             continue
         if begun:
@@ -55,4 +55,7 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
     if not RunConfig.is_in(folder):
         return
     for name, (there, here) in RunConfig.load(folder).differences(config).items():
-        raise RunFolderError(f"cannot resume {folder}: it has {name} {there}, and {here} was asked for")
+        raise RunFolderError(
+            f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; "
+            "without --resume the run gets a new folder"
+        )
