@@ -117,7 +117,7 @@ def test_installed_peers_that_compute_the_same_p_agree(peer, key):
     if peers.describe(peer, problem)["status"] != "ok":
         pytest.skip(f"{peer.package} is not installed")
     entry = peers.measure(problem, peer, limit=30.0, warmup=problem)
-    if peer.computed(problem.loss()) in (peer_steps.GN, peer_steps.NG):
+    if peer.computes_for(problem.loss()) in (peer_steps.GN, peer_steps.NG):
         assert entry["difference"] <= 1e-4
     else:
         assert entry["difference"] is None
@@ -158,8 +158,8 @@ def test_a_peer_that_fails_is_reported(monkeypatch, error, status):
         raise error
 
     monkeypatch.setitem(peer_steps.PEERS, "broken", peer_steps.Peer("broken", make, "smw-gn", peer_steps.GN))
-    monkeypatch.setattr(peers, "_keep_within_memory", lambda: None)  # it would hold for the other tests too
-    assert peers.work("classes", "broken", 30.0, small=True) == {"status": status}
+    monkeypatch.setattr(peers, "_limit_memory", lambda: None)  # it would hold for the other tests too
+    assert peers.try_measure("classes", "broken", 30.0, small=True) == {"status": status}
 
 
 def test_a_peer_over_the_limit_is_reported():
@@ -186,16 +186,16 @@ def test_memory_of_a_step_is_its_peak():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak memory from /proc")
-def test_memory_is_not_told_where_an_allocator_keeps_what_is_freed(monkeypatch):
-    kept = []
+def test_memory_is_not_reported_if_the_allocator_holds_on_to_what_is_freed(monkeypatch):
+    tensors = []
     ones = torch.ones
 
-    def keep(*sizes):
-        kept.append(ones(*sizes))
-        return kept[-1]
+    def make_and_hold(*sizes):
+        tensors.append(ones(*sizes))
+        return tensors[-1]
 
-    monkeypatch.setattr(peers.torch, "ones", keep)
-    assert not peers._memory_is_seen()
+    monkeypatch.setattr(peers.torch, "ones", make_and_hold)
+    assert not peers._sees_memory()
 
 
 def test_peers_benchmark_prints_one_object():
@@ -216,7 +216,7 @@ def test_tables_are_aligned_plain_text():
     sweeps = {"N2": {"values": [16, 2048], "sgd": [0.1, 0.2], "smw-ng": {"exponent": 1.23, "predicted": 1.0}}}
     shown = {
         tables.step_table({"mnist": {"sgd": 1.0, "hf": 20.0}, "webspam": {"sgd": 1.0}}): """
-CPU time of a step / CPU time of a torch.optim.SGD step
+CPU time of a step divided by that of torch.optim.SGD
 
 optimizer  mnist  webspam
 ---------  -----  -------
@@ -224,7 +224,7 @@ sgd         1.00     1.00
 hf         20.00        -
 """,
         tables.scale_table(sweeps): """
-Exponent of the cost beyond SGD's step: measured (the paper's table)
+Exponent of the cost beyond SGD's step: measured (from the paper's cost table)
 
                     N2
 optimizer  16 to 2,048

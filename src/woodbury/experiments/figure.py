@@ -137,8 +137,8 @@ def _log_axis(panel: Axes, curves: Sequence[Curve], whole: bool = False) -> tupl
 
     Unless the `whole` of the curves is wanted, the axis ends where `_highest` says.
     """
-    drawn = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
-    positive = [value for value in drawn if 0 < value < math.inf]
+    values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
+    positive = [value for value in values if 0 < value < math.inf]
     if not positive:  # nothing but zeros
         panel.set_ylim(-0.05, 1)
         return 0, 1
@@ -149,7 +149,7 @@ def _log_axis(panel: Axes, curves: Sequence[Curve], whole: bool = False) -> tupl
     ticks = _log_ticks(low, high)
     labels = [_short(tick) for tick in ticks]
     zero = low
-    if min(drawn) < bottom:
+    if min(values) < bottom:
         gap = max((top / bottom) ** 0.12, 1.5)
         zero, low = bottom / gap, bottom / gap**1.3
         labels = ["0", *(label for tick, label in zip(ticks, labels, strict=True) if tick >= bottom)]

@@ -36,14 +36,14 @@ def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
         folder = out / f"{dataset}-{number}"
         runs = {run_folder(folder, config): config for config in configs}
-        begun = {run: config for run, config in runs.items() if RunConfig.is_in(run)}
+        present = {run: config for run, config in runs.items() if RunConfig.is_in(run)}
         try:
-            for run, config in begun.items():
+            for run, config in present.items():
                 check_same_run(config, run)
         except RunFolderError as error:  # another experiment with the same optimizer; try an older folder
             mismatch = mismatch or error
             continue
-        if begun:
+        if present:
             return folder
     if mismatch is not None:
         raise mismatch
