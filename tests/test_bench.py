@@ -94,7 +94,7 @@ PLAIN = [peer for peer in peer_steps.PEERS.values() if peer.package is None]
 @pytest.mark.parametrize("key", peers.SMALL)
 @pytest.mark.parametrize("peer", PLAIN, ids=lambda peer: peer.versus)
 def test_rows_by_torch_func_give_the_same_p(peer, key):
-    """The bar is 1e-4 in float32; networks this small leave little to rounding."""
+    """The goal is 1e-4 in float32; networks this small have smaller rounding errors."""
     entry = peers.measure(peers.SMALL[key], peer, limit=30.0, warmup=peers.SMALL[key])
     assert entry["difference"] <= 1e-5
     assert entry["seconds"] > 0 and entry["woodbury"] > 0 and entry["rounds"] >= 1
@@ -123,12 +123,12 @@ def test_installed_peers_that_compute_the_same_p_agree(peer, key):
         assert entry["difference"] is None
 
 
-def test_the_problem_of_the_bar_has_one_output_a_million_parameters_and_a_thousand_samples():
+def test_the_problem_million_has_one_output_a_million_parameters_and_a_thousand_samples():
     problem = peers.PROBLEMS["million"]
     assert problem.widths[-1] == 1 and problem.samples == 1000
-    count = parameter_count(problem.widths)
-    assert count == pytest.approx(1e6, rel=0.01)
-    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == count
+    parameters = parameter_count(problem.widths)
+    assert parameters == pytest.approx(1e6, rel=0.01)
+    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == parameters
 
 
 def test_a_missing_peer_is_reported_and_the_rest_measured(monkeypatch):
@@ -287,7 +287,7 @@ def test_draw_writes_a_figure_for_each_kind(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
-def test_draw_refuses_what_it_does_not_know(tmp_path):
+def test_draw_raises_an_error_for_other_json(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"a": 1}')
     with pytest.raises(ValueError, match="not the JSON of bench"):
