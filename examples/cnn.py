@@ -2,10 +2,10 @@
 
 Three convolutions with group normalisation and a linear layer, on MNIST if a folder with its files is named
 (--data-dir or WOODBURY_DATA), otherwise on the 8 x 8 digits that ship with scikit-learn. Every method gets the
-same steps, a learning rate that falls linearly to zero, and three settings; the setting with the smallest train
-loss on seed 0 is run again on seeds from 100 on, and those runs are drawn. The three rates of each method lie a
-factor 2 apart around the best of those tried before on seed 0 and a quarter of an MNIST epoch: 15 settings of
-the natural gradient (rates, starts of the damping, blocks), 6 of Gauss-Newton, 6 of SGD and 6 of Adam, after
+same number of steps, a learning rate that falls linearly to zero, and three settings; the setting with the
+smallest train loss on seed 0 is run again on seeds from 100 on, and those runs are drawn. The three rates of each
+method are a factor 2 apart, around the best of an earlier search on seed 0 with a quarter of an MNIST epoch: 15
+settings of the natural gradient (rates, initial damping, blocks) and 6 each of Gauss-Newton, SGD and Adam, after
 eight runs of a whole epoch.
 
     python examples/cnn.py --data-dir data          # MNIST, one epoch each: 9 minutes
@@ -48,7 +48,7 @@ def load(data_dir: Path | None) -> Images:
     side = round(data.features**0.5)
 
     def square(inputs: Tensor) -> Tensor:
-        # A pixel at the border that is almost always black is far out where it is not: it is cut off at 3 sigma.
+        # A border pixel is almost always black, so that other values are extreme: they are cut off at 3 sigma.
         return inputs.clamp(-3, 3).unflatten(1, (1, side, side))
 
     return Images(
@@ -66,7 +66,7 @@ def network(side: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side * side, 10))
 
 
-# The default start of the damping, 1, is too low here: the ratio is taken on the batch the step has fitted.
+# The default initial damping, 1, is too low here: the ratio is computed on the batch that the step has fitted.
 DAMPING = woodbury.LevenbergMarquardt(initial=10.0)
 natural_gradient = partial(woodbury.NaturalGradient, loss=LOSS, momentum=0.9, damping=DAMPING, blocks="layer")
 gauss_newton = partial(woodbury.GaussNewton, loss=LOSS, momentum=0.9, damping=DAMPING, curvature_samples=16)
@@ -90,7 +90,7 @@ def evaluate(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, 
 
 
 def run(build: Build, seed: int, data: Images, epochs: int) -> Run:
-    """Train a fresh network; the order of the images follows the seed as well."""
+    """Train a new network; the seed also decides the order of the images."""
     torch.manual_seed(seed)
     inputs, targets = data.train
     model = network(inputs.shape[-1])
@@ -120,18 +120,18 @@ def draw(best: dict[str, list[Run]], title: str, epochs: int, path: Path) -> Non
         left.set_title(title, loc="left", fontweight="bold")
 
 
-def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
+def main(argv: list[str] | None = None) -> dict[str, list[Run]]:
     parser = options(__doc__, "cnn.png", seeds=(2, "networks to draw"))
     parser.add_argument("--data-dir", type=Path, help="folder with mnist/ in it (default: WOODBURY_DATA)")
     parser.add_argument("--epochs", type=int, help="of each run (default 1, on the small digits 10)")
-    chosen = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    data = load(chosen.data_dir)
-    epochs = chosen.epochs or (1 if data.name == "mnist" else 10)
+    data = load(args.data_dir)
+    epochs = args.epochs or (1 if data.name == "mnist" else 10)
     print(f"{data.name}, {epochs} epoch(s) in batches of {BATCH}")
-    words = "train loss {loss:8.2g}   test error {score:5.2f} %   {seconds:6.1f} s"
-    best = compare(METHODS, partial(run, data=data, epochs=epochs), words, chosen.seeds)
-    draw(best, f"A small CNN on {TITLES[data.name]}", epochs, chosen.out)
+    line = "train loss {loss:8.2g}   test error {score:5.2f} %   {seconds:6.1f} s"
+    best = compare(METHODS, partial(run, data=data, epochs=epochs), line, args.seeds)
+    draw(best, f"A small CNN on {TITLES[data.name]}", epochs, args.out)
     return best
 
 

@@ -2,7 +2,7 @@
 
 Eighteen classical problems: curves of the NIST Statistical Reference Datasets, each from its two published
 starting points, with parameters certified to eleven digits (https://www.itl.nist.gov/div898/strd/), and test
-functions of Moré, Garbow and Hillstrom (1981), whose minima are known. The way to fit a curve:
+functions of Moré, Garbow and Hillstrom (1981), whose minima are known. To fit a curve:
 
     class Decay(nn.Module):
         def __init__(self):
@@ -23,7 +23,7 @@ A fit has more residuals than parameters: the steps are then solved in the space
 
 Both sides get the same residuals, the same exact Jacobians (autograd) and the same units: parameters in units of
 their starting values (1 where that is 0), residuals in units of their root mean square at the start. MINPACK
-scales the columns of the Jacobian as it goes, so units are nothing to it; the damping here is lambda times the
+scales the columns of the Jacobian as it goes, so units do not matter to it; the damping here is lambda times the
 identity. That costs most on Eckerle4 (1), where scipy without its scaling (x_scale=1) takes 210 Jacobians instead
 of 18. On Misra1a (1) and Lanczos3 (2) the scaling changes little (21 and 11 Jacobians without it): there MINPACK
 gains by its trust radius, which sets lambda afresh at every trial where ours moves by factors of 5 and 0.3.
@@ -39,10 +39,10 @@ loss is flat to its last digit; the columns "from certified" say how far each si
 parameters, and where the two disagree by a little more than 1e-8 ours is as often the closer one. From BoxBOD (1)
 scipy ends on a plateau, elsewhere.
 
-One setting serves all problems: of 36 looked at (initial 0.01, 0.1, 1; twelve pairs of boost and drop) the one
-that met both conditions most often, and then took the fewest steps, on the second starting points and the test
-functions without Lanczos3 and Brown-Dennis. The first starting points had no say. (The choice was made with steps
-solved in sample space: 14 of those 16 rows met both conditions then, the worst of the 36 settings 8; 12 do now.)
+One setting serves all problems: of 36 settings (initial 0.01, 0.1, 1; twelve pairs of boost and drop) the one that
+met both conditions most often, and then took the fewest steps, on the second starting points and the test
+functions without Lanczos3 and Brown-Dennis. The first starting points were not used. (The search solved its steps
+in sample space: 14 of those 16 rows met both conditions then, 8 with the worst of the 36 settings; 12 do now.)
 
     python examples/curve_fit.py                    # about half a minute; prints a table, writes curve_fit.png
     python examples/curve_fit.py --problems Misra1a,Rosenbrock,Rat43
@@ -112,7 +112,7 @@ def helical_valley(a: Tensor, b: Tensor, c: Tensor) -> list[Tensor]:
 
 
 def at(times: list[float], target: Callable[[float], float] = lambda t: 0.0) -> str:
-    """Data of a test function that is given by a formula."""
+    """Data "t y, t y, ..." of a test function whose targets follow a formula."""
     return ", ".join(f"{t!r} {target(t)!r}" for t in times)
 
 
@@ -278,7 +278,7 @@ class Model(nn.Module):
 
 @dataclass
 class Fit:
-    """Where a method ended, in units of the start, and the sum of squares on its way."""
+    """The parameters at the end, in units of the start, and the sum of squares at every step."""
 
     model: Model
     parameters: Tensor
@@ -329,7 +329,7 @@ def reference(problem: Problem, start: tuple[float, ...]) -> Fit:
         sums.append(residuals(b).square().sum().item() * model.scale**2)
         return torch.func.jacrev(residuals)(b).numpy()
 
-    found = least_squares(
+    result = least_squares(
         lambda b: residuals(torch.tensor(b)).numpy(),
         model.b.detach().numpy(),
         jac=jacobian,
@@ -340,14 +340,14 @@ def reference(problem: Problem, start: tuple[float, ...]) -> Fit:
         gtol=TOLERANCE,
         max_nfev=2000,
     )
-    total = 2 * found.cost * model.scale**2
-    return Fit(model, torch.tensor(found.x), [*sums, total], found.njev, found.nfev)
+    total = 2 * result.cost * model.scale**2
+    return Fit(model, torch.tensor(result.x), [*sums, total], result.njev, result.nfev)
 
 
-def distance(found: Tensor, reference: Tensor) -> float:
-    """Largest relative difference of a parameter."""
+def distance(parameters: Tensor, reference: Tensor) -> float:
+    """The largest relative difference of a parameter."""
     size = torch.maximum(reference.abs(), AGREEMENT * reference.abs().max())
-    return ((found - reference).abs() / size).max().item()
+    return ((parameters - reference).abs() / size).max().item()
 
 
 @dataclass
@@ -403,7 +403,7 @@ def compare(name: str, start: int) -> Row:
 def draw(rows: list[Row], path: Path) -> None:
     """Data, first guess and fits above; how far the sum of squares is from its minimum below."""
     blue, orange = "#0072b2", "#d55e00"
-    with figure(path, 2, len(rows), dpi=100, figsize=(3 * len(rows) + 0.6, 5.8)) as (drawn, axes):
+    with figure(path, 2, len(rows), dpi=100, figsize=(3 * len(rows) + 0.6, 5.8)) as (picture, axes):
         for row, above, below in zip(rows, *axes, strict=True):
             x, y = row.problem.inputs[:, 0], row.problem.targets[:, 0]
             grid = torch.linspace(x.min().item(), x.max().item(), 300, dtype=torch.float64).unsqueeze(1)
@@ -420,31 +420,31 @@ def draw(rows: list[Row], path: Path) -> None:
             lowest = min(row.ours.sums[-1], row.scipys.sums[-1])
             for side, colour, style in ((row.ours, blue, "o-"), (row.scipys, orange, "s--")):
                 gaps = [(value - lowest) / row.ours.sums[0] for value in side.sums]
-                kept = [(step, gap) for step, gap in enumerate(gaps) if gap > 0]
+                points = [(step, gap) for step, gap in enumerate(gaps) if gap > 0]
                 label = "woodbury: steps" if side is row.ours else "scipy lm: Jacobians"
-                below.plot(*zip(*kept, strict=True), style, color=colour, markersize=3, linewidth=1, label=label)
+                below.plot(*zip(*points, strict=True), style, color=colour, markersize=3, linewidth=1, label=label)
             below.set(yscale="log", xlabel="steps")
             above.grid(visible=False)
         axes[0, 0].legend(frameon=False, fontsize="small")
-        drawn.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+        picture.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
         axes[1, 0].set_ylabel("sum of squares above its minimum,\nrelative to the start")
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
+def main(argv: list[str] | None = None) -> list[Row]:
     parser = options(__doc__, "curve_fit.png")
-    parser.add_argument("--problems", default=",".join(PROBLEMS), help="names, with commas between (default: all)")
+    parser.add_argument("--problems", default=",".join(PROBLEMS), help="names, separated by commas (default: all)")
     parser.add_argument("--starts", type=int, choices=(1, 2), help="one starting point only (default: both)")
-    chosen = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    names = chosen.problems.split(",")
+    names = args.problems.split(",")
     for name in names:
         if name not in PROBLEMS:
             parser.error(f"no problem {name!r}; there are {', '.join(PROBLEMS)}")
     print(HEADER)
     rows = []
     for name in names:
-        count = len(PROBLEMS[name].starts)
-        for start in range(1, count + 1) if chosen.starts is None else [min(chosen.starts, count)]:
+        starts = len(PROBLEMS[name].starts)
+        for start in range(1, starts + 1) if args.starts is None else [min(args.starts, starts)]:
             rows.append(compare(name, start))
             print(rows[-1].line(), flush=True)
     print(FOOTER)
@@ -453,7 +453,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     first = {row.name: row for row in reversed(rows)}
     shown = [first[name] for name in IN_THE_FIGURE if name in first]
     if shown:
-        draw(shown, chosen.out)
+        draw(shown, args.out)
     return rows
 
 

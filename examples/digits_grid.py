@@ -34,7 +34,7 @@ def worst_loss(optimizer: str, lr: float, momentum: float, folder: Path, data: D
     losses = []
     for seed in SEEDS:
         run = folder / f"{optimizer}-{lr}-{momentum}-{seed}"
-        train(PRESETS["digits"].run("digits", optimizer, seed, changed=settings), run, data=data)
+        train(PRESETS["digits"].config("digits", optimizer, seed, settings=settings), run, data=data)
         losses.append(report.load([run])[0].epochs[-1]["train_loss"])
     # A loss that is not finite is recorded as null and ranks last.
     return max(float("inf") if loss is None else loss for loss in losses)

@@ -1,4 +1,4 @@
-"""What the examples share: their options, training by the clock, a choice among settings, and figures."""
+"""Parts of the examples: options, training by the clock, the choice of a setting, and figures."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from torch import Tensor, nn
 import woodbury
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
-Methods = dict[str, dict[str, Build]]  # method -> setting -> how to make it
-Curve = list[tuple[float, ...]]  # (where, ..., loss)
+Methods = dict[str, dict[str, Build]]  # method -> setting -> how to build the optimizer
+Curve = list[tuple[float, ...]]  # points (seconds or the like, ..., loss)
 
 
 @dataclass
 class Run:
-    """One network, trained."""
+    """A trained network and how its loss fell."""
 
     curve: Curve  # (fraction of the steps, CPU seconds inside them, train loss), from the start on
-    score: float  # on data not trained on
+    score: float  # on test data
     model: nn.Module
 
 
 def options(description: str | None, out: str, **more: tuple[Any, str]) -> argparse.ArgumentParser:
     """A parser with --out, --NAME for every NAME=(default, help), and the docstring as its help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (default, what) in more.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default {default})")
+    for name, (default, text) in more.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
     parser.add_argument("--out", type=Path, default=Path(out), help=f"where to write (default {out})")
     return parser
 
 
 def from_torch(kind: type[torch.optim.Optimizer], **settings: Any) -> Build:
-    """An optimizer of torch with these settings."""
+    """A function that builds an optimizer of torch with these settings."""
     return lambda model: kind(model.parameters(), **settings)
 
 
 def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, *batch: Tensor) -> Tensor:
-    """One step on (inputs, targets); the loss before it."""
+    """Take one step on (inputs, targets) and return the loss before it."""
     if isinstance(optimizer, woodbury.NaturalGradient | woodbury.GaussNewton):
         return optimizer.step(*batch).loss
 
@@ -68,31 +68,31 @@ def train(
     measure: Callable[[nn.Module], float],
     points: int,
 ) -> Curve:
-    """Train with a rate that falls linearly to zero, and measure at the start and at so many points."""
+    """Train with a rate that falls linearly to zero; measure at the start and at `points` more points."""
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     marks = {round(steps * point / points) for point in range(1, points + 1)}
     curve, seconds = [(0.0, 0.0, measure(model))], 0.0
-    for count in range(1, steps + 1):
+    for step in range(1, steps + 1):
         batch = next(batches)
         start = time.process_time()
         take_step(optimizer, model, loss, *batch)
         schedule.step()
         seconds += time.process_time() - start
-        if count in marks:
-            curve.append((count / steps, seconds, measure(model)))
+        if step in marks:
+            curve.append((step / steps, seconds, measure(model)))
     return curve
 
 
-def compare(methods: Methods, run: Callable[[Build, int], Run], words: str, seeds: int) -> dict[str, list[Run]]:
-    """Runs of each method with its best setting on seed 0, on seeds from 100 on; prints them all.
+def compare(methods: Methods, run: Callable[[Build, int], Run], line: str, seeds: int) -> dict[str, list[Run]]:
+    """Choose the best setting of each method on seed 0; return runs with it on seeds from 100 on. Prints all runs.
 
-    words has places for the median loss, score and seconds of runs: "loss {loss:.2g}, {seconds:.1f} s".
+    line: a format of the median loss, score and seconds, such as "loss {loss:.2g}, {seconds:.1f} s".
     """
 
-    def tell(*label: str, runs: Sequence[Run]) -> None:
-        loss, seconds = (median(run.curve[-1][place] for run in runs) for place in (2, 1))
-        ended = words.format(loss=loss, score=median(run.score for run in runs), seconds=seconds)
-        print("  " + " ".join(label), ended, flush=True)
+    def print_medians(*label: str, runs: Sequence[Run]) -> None:
+        loss, seconds = (median(run.curve[-1][column] for run in runs) for column in (2, 1))
+        numbers = line.format(loss=loss, score=median(run.score for run in runs), seconds=seconds)
+        print("  " + " ".join(label), numbers, flush=True)
 
     print("seed 0, to choose a setting:")
     chosen = {}
@@ -101,42 +101,42 @@ def compare(methods: Methods, run: Callable[[Build, int], Run], words: str, seed
         for setting, build in settings.items():
             trial = run(build, 0)
             losses[setting] = trial.curve[-1][2]
-            tell(f"{method:25}", f"{setting:12}", runs=[trial])
+            print_medians(f"{method:25}", f"{setting:12}", runs=[trial])
         chosen[method] = smallest(losses)
     print(f"the chosen settings, median over {seeds} other seed(s):")
     best = {}
     for method, setting in chosen.items():
         label = f"{method}, {setting}"
         best[label] = [run(methods[method][setting], seed) for seed in range(100, 100 + seeds)]
-        tell(f"{label:38}", runs=best[label])
+        print_medians(f"{label:38}", runs=best[label])
     return best
 
 
 def smallest(losses: dict[str, float]) -> str:
-    """Where the loss is smallest; one that is not a number ranks last."""
+    """The name with the smallest loss; NaN ranks last."""
     return min(losses, key=lambda name: (math.isnan(losses[name]), losses[name]))
 
 
 @contextmanager
 def figure(path: Path, rows: int = 1, columns: int = 1, dpi: int = 150, **settings: Any) -> Iterator[Any]:
-    """A figure and its panels, an array of (rows, columns), written to a file at the end."""
+    """Yield a figure and its panels, an array (rows, columns); write it to a file at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    drawn, panels = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
+    picture, panels = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
     for panel in panels.flat:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    yield drawn, panels
-    drawn.savefig(path, dpi=dpi)
-    pyplot.close(drawn)
-    print(f"figure: {path}")
+    yield picture, panels
+    picture.savefig(path, dpi=dpi)
+    pyplot.close(picture)
+    print(f"wrote {path}")
 
 
 def plot(panel: Any, curves: dict[str, list[Curve]], colours: Sequence[str], column: int = 0) -> None:
-    """The loss of every run against one of the other numbers of its curve, a colour for each label."""
+    """Draw the loss of every run against another column of its curve, one colour per label."""
     for (label, runs), colour in zip(curves.items(), colours, strict=True):
         for index, curve in enumerate(runs):
             across, losses = [point[column] for point in curve], [point[-1] for point in curve]
@@ -144,7 +144,7 @@ def plot(panel: Any, curves: dict[str, list[Curve]], colours: Sequence[str], col
 
 
 def plot_runs(panels: Any, best: dict[str, list[Run]], colours: Sequence[str], whole: float, unit: str) -> None:
-    """Train loss against steps, of which there were `whole`, and against seconds, a panel for each."""
+    """Draw train loss against steps (`whole` of them in all, in this unit) and against seconds, in two panels."""
     curves = {
         label: [[(whole * part, seconds, loss) for part, seconds, loss in run.curve[1:]] for run in runs]
         for label, runs in best.items()  # without the start, which would stretch the axis
@@ -152,5 +152,5 @@ def plot_runs(panels: Any, best: dict[str, list[Run]], colours: Sequence[str], w
     for column, name in enumerate((unit, "CPU seconds, one thread")):
         plot(panels[column], curves, colours, column)
         panels[column].set(xlabel=name)
-    count = len(next(iter(best.values())))
-    panels[0].legend(frameon=False, title=f"{count} seed{'s' * (count > 1)} each", alignment="left")
+    seeds = len(next(iter(best.values())))
+    panels[0].legend(frameon=False, title=f"{seeds} seed{'s' * (seeds > 1)} each", alignment="left")

@@ -1,12 +1,12 @@
 """Train a character-level transformer language model: natural gradient against Adam.
 
 The text is the Python standard library, read from the interpreter that runs this (so it differs a little between
-versions); every tenth file is held out. The loss is the cross-entropy of every next character, and a sequence is a
-sample: the natural gradient works with one row per sequence, whatever its length. Both methods get the same
-steps, a learning rate that falls linearly to zero, and three settings; the setting with the smallest train loss
-on seed 0 is run again on seeds from 100 on, and those runs are drawn. They are what was left after a look, on
-seed 0, at 9 settings of the natural gradient (rate, start of the damping, blocks) and 4 rates of Adam in runs of
-150 steps, and at Adam's lr 0.005 in one of 400.
+versions); every tenth file is for testing. The loss is the cross-entropy of every next character, and a sequence
+is a sample: the natural gradient works with one row per sequence of any length. Both methods get the same number
+of steps, a learning rate that falls linearly to zero, and three settings; the one with the smallest train loss on
+seed 0 is run again on seeds from 100 on, and those runs are drawn. The three settings were chosen on seed 0 from 9
+settings of the natural gradient (rate, initial damping, blocks) and 4 rates of Adam in runs of 150 steps, and
+Adam's lr 0.005 in a run of 400.
 
     python examples/language_model.py               # 5 minutes
     python examples/language_model.py --steps 100 --seeds 1
@@ -41,9 +41,9 @@ class Text:
     train: Tensor
     held_out: Tensor
 
-    def windows(self, part: Tensor, count: int, context: int) -> tuple[Tensor, Tensor]:
-        """Pieces of the text at random places and the same pieces one character on, (count, context) both."""
-        starts = torch.randint(len(part) - context, (count, 1))
+    def windows(self, part: Tensor, number: int, context: int) -> tuple[Tensor, Tensor]:
+        """Random pieces of the text and the same pieces one character later, both (number, context)."""
+        starts = torch.randint(len(part) - context, (number, 1))
         pieces = part[starts + torch.arange(context + 1)]
         return pieces[:, :-1], pieces[:, 1:]
 
@@ -110,12 +110,12 @@ class LanguageModel(nn.Module):
         return self.head(self.blocks(hidden)).transpose(1, 2)
 
     @torch.no_grad()
-    def continued(self, indices: Tensor, count: int, temperature: float = 0.7) -> Tensor:
-        """`indices` (t,) and `count` characters drawn one after the other."""
-        for _ in range(count):
+    def generate(self, indices: Tensor, length: int, temperature: float = 0.7) -> Tensor:
+        """`indices` (t,) followed by `length` characters, sampled one after the other."""
+        for _ in range(length):
             logits = self(indices[-self.context :].unsqueeze(0))[0, :, -1]
-            drawn = torch.multinomial((logits / temperature).softmax(0), 1)
-            indices = torch.cat([indices, drawn])
+            sample = torch.multinomial((logits / temperature).softmax(0), 1)
+            indices = torch.cat([indices, sample])
         return indices
 
 
@@ -138,7 +138,7 @@ def bits(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
 
 
 def run(build: Build, seed: int, text: Text, sizes: Namespace) -> Run:
-    """Train a fresh model on random pieces of the text; the pieces follow the seed as well."""
+    """Train a new model on random pieces of the text; the seed also decides the pieces."""
     torch.manual_seed(1)  # the pieces to measure on are the same in every run
     probe = text.windows(text.train, 200, sizes.context)
     held_out = text.windows(text.held_out, 200, sizes.context)
@@ -159,7 +159,7 @@ def draw(best: dict[str, list[Run]], steps: int, path: Path) -> None:
         panels[0].set_title("A character-level transformer on Python's sources", loc="left", fontweight="bold")
 
 
-def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
+def main(argv: list[str] | None = None) -> dict[str, list[Run]]:
     sizes = {
         "context": (64, "characters in a sequence"),
         "width": (64, "of the transformer, a multiple of 4"),
@@ -168,19 +168,19 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Run]]:
         "steps": (400, "of each run"),
     }
     parser = options(__doc__, "language_model.png", **sizes, seeds=(2, "models to draw"))
-    chosen = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     text = load()
-    print(f"{len(text.train):,} characters,", ", ".join(f"{name} {getattr(chosen, name)}" for name in sizes))
-    words = "bits per character {loss:.3f}, on held-out files {score:.3f}   {seconds:6.1f} s"
-    best = compare(METHODS, partial(run, text=text, sizes=chosen), words, chosen.seeds)
+    print(f"{len(text.train):,} characters,", ", ".join(f"{name} {getattr(args, name)}" for name in sizes))
+    line = "bits per character {loss:.3f}, on held-out files {score:.3f}   {seconds:6.1f} s"
+    best = compare(METHODS, partial(run, text=text, sizes=args), line, args.seeds)
     start = torch.tensor([text.alphabet.index(character) for character in "def "])
     for label, runs in best.items():
         torch.manual_seed(0)
-        sample = "".join(text.alphabet[index] for index in runs[0].model.continued(start, 300))
+        sample = "".join(text.alphabet[index] for index in runs[0].model.generate(start, 300))
         print(f"\n{label} writes:\n\n" + "\n".join(f"    {line}" for line in sample.splitlines()))
     print()
-    draw(best, chosen.steps, chosen.out)
+    draw(best, args.steps, args.out)
     return best
 
 

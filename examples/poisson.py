@@ -3,11 +3,11 @@
 -Lap u = f in the unit cube, u = g on its boundary. Each step draws new points; a residual is Lap u + f inside and
 WEIGHT (u - g) on the boundary, and the loss is their mean square. Two problems:
 
-    2 dimensions   u = sin(pi x) sin(pi y),      2-32-32-1 tanh network,          900 points inside, 120 outside
-    5 dimensions   u = sum of cos(pi x_i),       5-64-64-48-48-1 tanh network,   3000 points inside, 500 outside
+    2 dimensions   u = sin(pi x) sin(pi y),   2-32-32-1 tanh network,        900 points inside, 120 on the boundary
+    5 dimensions   u = sum of cos(pi x_i),    5-64-64-48-48-1 tanh network, 3000 points inside, 500 on the boundary
 
 (the second is a test problem of the literature on second-order methods for PINNs). float64. The error is the
-relative L2 error |u_network - u| / |u| on 10000 points of its own. Adam gets the same points and the same seconds
+relative L2 error |u_network - u| / |u| on 10000 other points. Adam gets the same points and the same seconds
 at three learning rates; all four are drawn.
 
     python examples/poisson.py                                  # 2 dimensions, 300 steps: about 4 minutes on a CPU
@@ -70,7 +70,7 @@ def network(widths: tuple[int, ...], device: str) -> nn.Module:
 
 
 def draw_points(equation: Equation, device: str) -> Batch:
-    """Points inside, then points on faces drawn at random."""
+    """Random points inside, then random points on random faces."""
     dimensions = equation.widths[0]
     points = torch.rand(equation.inside + equation.boundary, dimensions, device=device, dtype=torch.float64)
     faces = torch.randint(dimensions, (equation.boundary, 1), device=device)
@@ -139,7 +139,7 @@ def solve(
     test = torch.rand(10_000, equation.widths[0], device=device, dtype=torch.float64)
     truth = equation.solution(test)
     step = build(model, residuals(equation))
-    spent, curve, told = 0.0, [], time.perf_counter()
+    spent, curve, printed = 0.0, [], time.perf_counter()
     while spent < seconds and (steps is None or len(curve) < steps):
         batch = draw_points(equation, device)
         started = now(device)
@@ -148,8 +148,8 @@ def solve(
         with torch.no_grad():
             error = (model(test).squeeze(1) - truth).norm() / truth.norm()
         curve.append((spent, float(error)))
-        if time.perf_counter() - told > 5:
-            told = time.perf_counter()
+        if time.perf_counter() - printed > 5:
+            printed = time.perf_counter()
             print(f"  {name}: step {len(curve)}, {spent:.0f} s, error {float(error):.1e}", flush=True)
     return curve
 
@@ -165,13 +165,13 @@ def report(record: dict) -> None:
         seconds, error = curve[-1]
         reached = next((str(index + 1) for index, (_, e) in enumerate(curve) if e <= record["goal"]), "never")
         print(
-            f"{name:14} {len(curve):6} steps {seconds:7.1f} s ({seconds / len(curve):.3f} s a step)   "
+            f"{name:14} {len(curve):6} steps {seconds:7.1f} s ({seconds / len(curve):.3f} s per step)   "
             f"error {error:.1e}   {record['goal']:.0e} after step {reached}"
         )
 
 
 def draw(record: dict, path: Path) -> None:
-    with figure(path, columns=2, dpi=110, figsize=(9, 3.6), sharey=True) as (drawn, ((left, right),)):
+    with figure(path, columns=2, dpi=110, figsize=(9, 3.6), sharey=True) as (picture, ((left, right),)):
         for index, (name, curve) in enumerate(record["curves"].items()):
             seconds, errors = zip(*curve, strict=True)
             style = {"color": f"C{index}", "label": name, "linewidth": 1.8 if index == 0 else 1.0}
@@ -182,42 +182,42 @@ def draw(record: dict, path: Path) -> None:
         left.set(yscale="log", xlabel="seconds", ylabel="relative L2 error", xlim=(0, None))
         right.set(xscale="log", xlabel="steps")
         right.legend(frameon=False)
-        drawn.suptitle(f"Poisson equation in {record['dimensions']} dimensions ({record['device']})")
+        picture.suptitle(f"Poisson equation in {record['dimensions']} dimensions ({record['device']})")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     numbers = {"points": (1.0, "factor on the number of points per step"), "seed": (0, "of network and points")}
     parser = options(__doc__, ".", **numbers, device=("cpu", "where to compute"))
     parser.add_argument("--dimensions", type=int, choices=list(EQUATIONS), default=2)
     parser.add_argument("--steps", type=int, help="of Gauss-Newton (default 300 in 2 dimensions, 150 in 5)")
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="learning rates of Adam")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw what an earlier run wrote")
-    chosen = parser.parse_args(arguments)
-    if chosen.draw is not None:
-        record = json.loads(chosen.draw.read_text())
+    args = parser.parse_args(argv)
+    if args.draw is not None:
+        record = json.loads(args.draw.read_text())
         report(record)
-        draw(record, chosen.draw.with_suffix(".png"))
+        draw(record, args.draw.with_suffix(".png"))
         return
-    equation = EQUATIONS[chosen.dimensions]
+    equation = EQUATIONS[args.dimensions]
     equation = equation._replace(
-        inside=max(2, round(chosen.points * equation.inside)),
-        boundary=max(2, round(chosen.points * equation.boundary)),
+        inside=max(2, round(args.points * equation.inside)),
+        boundary=max(2, round(args.points * equation.boundary)),
     )
-    run = partial(solve, equation=equation, device=chosen.device, seed=chosen.seed)
-    curves = {"Gauss-Newton": run("Gauss-Newton", gauss_newton, steps=chosen.steps or equation.steps)}
+    run = partial(solve, equation=equation, device=args.device, seed=args.seed)
+    curves = {"Gauss-Newton": run("Gauss-Newton", gauss_newton, steps=args.steps or equation.steps)}
     budget = curves["Gauss-Newton"][-1][0]
-    for rate in chosen.rates:
+    for rate in args.rates:
         name = f"Adam, lr {rate:g}"
         curves[name] = run(name, partial(adam, rate=rate), seconds=budget)
     record = {
-        "dimensions": chosen.dimensions,
-        "device": torch.cuda.get_device_name() if chosen.device != "cpu" else "CPU",
+        "dimensions": args.dimensions,
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else "CPU",
         "goal": equation.goal,
         "curves": curves,
     }
     report(record)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    path = chosen.out / f"poisson-{chosen.dimensions}.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"poisson-{args.dimensions}.json"
     path.write_text(json.dumps(record))
     print(f"wrote {path}")
     try:

@@ -1,10 +1,9 @@
 """Fit a smooth function with a small network: Gauss-Newton against L-BFGS and Adam, by the clock.
 
 200 points of sin(pi x) cos(pi y), a 2-50-50-1 tanh network, float64, full batch. Every method gets the same
-seconds and the same number of settings, three; the best of each (by its final loss, median over the seeds) is
-drawn and all are printed. The three pairs of Levenberg-Marquardt factors are what was left of five after a
-look at the seeds 0 to 2, where the pairs furthest from 1 (4, 0.25 and 10, 0.1) were slowest; the figure uses
-seeds from 100 on.
+time and three settings; all are printed, and the best of each (by its final loss, median over the seeds) is drawn.
+Of five pairs of Levenberg-Marquardt factors, tried on seeds 0 to 2, the two furthest from 1 (4, 0.25 and 10, 0.1)
+were slowest and left out; the figure uses seeds from 100 on.
 
     python examples/precision.py                    # about 2.5 minutes; writes precision.png
     python examples/precision.py --seconds 1 --seeds 1
@@ -27,7 +26,7 @@ LOSS = nn.MSELoss()
 
 
 def problem(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A fresh network and its data."""
+    """A new network and its data."""
     torch.manual_seed(seed)
     inputs = 2 * torch.rand(200, 2, dtype=torch.float64) - 1
     targets = torch.sin(torch.pi * inputs[:, :1]) * torch.cos(torch.pi * inputs[:, 1:])
@@ -76,21 +75,21 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
         panel.legend(frameon=False, title=f"{seeds} seed(s) each", loc="center right", bbox_to_anchor=(1, 0.36))
 
 
-def main(arguments: list[str] | None = None) -> dict[str, list[Curve]]:
+def main(argv: list[str] | None = None) -> dict[str, list[Curve]]:
     numbers = {"seconds": (5.0, "for each run"), "seeds": (3, "networks and data sets")}
-    chosen = options(__doc__, "precision.png", **numbers).parse_args(arguments)
+    args = options(__doc__, "precision.png", **numbers).parse_args(argv)
     torch.set_num_threads(1)
     best: dict[str, list[Curve]] = {}
     for method, settings in METHODS.items():
         runs, losses = {}, {}
         for setting, build in settings.items():
-            runs[setting] = [run(build, seed, chosen.seconds) for seed in range(100, 100 + chosen.seeds)]
+            runs[setting] = [run(build, seed, args.seconds) for seed in range(100, 100 + args.seeds)]
             losses[setting] = median(curve[-1][1] for curve in runs[setting])
-            steps = sum(map(len, runs[setting])) // chosen.seeds
+            steps = sum(map(len, runs[setting])) // args.seeds
             print(f"{method:22} {setting:18} loss {losses[setting]:8.1e}   {steps} calls of step", flush=True)
         setting = smallest(losses)
         best[f"{method}, {setting}"] = runs[setting]
-    draw(best, chosen.out)
+    draw(best, args.out)
     return best
 
 

@@ -1,28 +1,28 @@
-"""Combinations in which every pair of values occurs: most of what a full cross finds, in far fewer cases."""
+"""Combinations in which every pair of values occurs: most of what the full product finds, in far fewer cases."""
 
 from collections.abc import Mapping
 from itertools import combinations, product
 
 import pytest
 
-# How many random examples a test draws that takes a second for ten: few each time, more in CI.
+# Number of random examples for a test that takes a second for ten of them: few by default, more in CI.
 every_count = pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.slow)])
 
 
 def all_pairs(*axes):
-    """Tuples with a value of each axis, such that any two values of different axes meet in one of them.
+    """Tuples with one value per axis, such that any two values of different axes occur together in one of them.
 
-    Greedy: the next tuple is the first of those that bring the most new pairs together. The same axes always give
-    the same tuples; two axes give their full cross.
+    Greedy: the next tuple is the first of those with the most new pairs. The same axes give the same tuples;
+    two axes give their full product.
     """
     places = [range(len(values)) for values in axes]
     left = {((a, i), (b, j)) for a, b in combinations(range(len(axes)), 2) for i in places[a] for j in places[b]}
-    chosen = []
+    cases = []
     while left:
         best = max(product(*places), key=lambda place: len(_pairs(place) & left))
         left -= _pairs(best)
-        chosen.append(tuple(values[i] for values, i in zip(axes, best, strict=True)))
-    return chosen
+        cases.append(tuple(values[i] for values, i in zip(axes, best, strict=True)))
+    return cases
 
 
 def _pairs(place):
@@ -30,7 +30,7 @@ def _pairs(place):
 
 
 def every_pair(**axes):
-    """Parametrise a test over `all_pairs`; an axis is a list of values, or a dict to them from their names."""
+    """Parametrise a test over `all_pairs`; an axis is a list of values, or a dict from names to values."""
     named = [
         list(values.items()) if isinstance(values, Mapping) else [(_name(value), value) for value in values]
         for values in axes.values()

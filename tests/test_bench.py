@@ -94,7 +94,7 @@ PLAIN = [peer for peer in peer_steps.PEERS.values() if peer.package is None]
 @pytest.mark.parametrize("key", peers.SMALL)
 @pytest.mark.parametrize("peer", PLAIN, ids=lambda peer: peer.versus)
 def test_rows_by_torch_func_give_the_same_p(peer, key):
-    """The bar is 1e-4 in float32; networks this small leave little to rounding."""
+    """The goal is 1e-4 in float32; networks this small have smaller rounding errors."""
     entry = peers.measure(peers.SMALL[key], peer, limit=30.0, warmup=peers.SMALL[key])
     assert entry["difference"] <= 1e-5
     assert entry["seconds"] > 0 and entry["woodbury"] > 0 and entry["rounds"] >= 1
@@ -117,18 +117,18 @@ def test_installed_peers_that_compute_the_same_p_agree(peer, key):
     if peers.describe(peer, problem)["status"] != "ok":
         pytest.skip(f"{peer.package} is not installed")
     entry = peers.measure(problem, peer, limit=30.0, warmup=problem)
-    if peer.computed(problem.loss()) in (peer_steps.GN, peer_steps.NG):
+    if peer.computes_for(problem.loss()) in (peer_steps.GN, peer_steps.NG):
         assert entry["difference"] <= 1e-4
     else:
         assert entry["difference"] is None
 
 
-def test_the_problem_of_the_bar_has_one_output_a_million_parameters_and_a_thousand_samples():
+def test_the_problem_million_has_one_output_a_million_parameters_and_a_thousand_samples():
     problem = peers.PROBLEMS["million"]
     assert problem.widths[-1] == 1 and problem.samples == 1000
-    count = parameter_count(problem.widths)
-    assert count == pytest.approx(1e6, rel=0.01)
-    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == count
+    parameters = parameter_count(problem.widths)
+    assert parameters == pytest.approx(1e6, rel=0.01)
+    assert sum(p.numel() for p in problem.task(problem.batch()).model.parameters()) == parameters
 
 
 def test_a_missing_peer_is_reported_and_the_rest_measured(monkeypatch):
@@ -158,8 +158,8 @@ def test_a_peer_that_fails_is_reported(monkeypatch, error, status):
         raise error
 
     monkeypatch.setitem(peer_steps.PEERS, "broken", peer_steps.Peer("broken", make, "smw-gn", peer_steps.GN))
-    monkeypatch.setattr(peers, "_keep_within_memory", lambda: None)  # it would hold for the other tests too
-    assert peers.work("classes", "broken", 30.0, small=True) == {"status": status}
+    monkeypatch.setattr(peers, "_limit_memory", lambda: None)  # it would hold for the other tests too
+    assert peers.try_measure("classes", "broken", 30.0, small=True) == {"status": status}
 
 
 def test_a_peer_over_the_limit_is_reported():
@@ -186,16 +186,16 @@ def test_memory_of_a_step_is_its_peak():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak memory from /proc")
-def test_memory_is_not_told_where_an_allocator_keeps_what_is_freed(monkeypatch):
-    kept = []
+def test_memory_is_not_reported_if_the_allocator_holds_on_to_what_is_freed(monkeypatch):
+    tensors = []
     ones = torch.ones
 
-    def keep(*sizes):
-        kept.append(ones(*sizes))
-        return kept[-1]
+    def make_and_hold(*sizes):
+        tensors.append(ones(*sizes))
+        return tensors[-1]
 
-    monkeypatch.setattr(peers.torch, "ones", keep)
-    assert not peers._memory_is_seen()
+    monkeypatch.setattr(peers.torch, "ones", make_and_hold)
+    assert not peers._sees_memory()
 
 
 def test_peers_benchmark_prints_one_object():
@@ -216,7 +216,7 @@ def test_tables_are_aligned_plain_text():
     sweeps = {"N2": {"values": [16, 2048], "sgd": [0.1, 0.2], "smw-ng": {"exponent": 1.23, "predicted": 1.0}}}
     shown = {
         tables.step_table({"mnist": {"sgd": 1.0, "hf": 20.0}, "webspam": {"sgd": 1.0}}): """
-CPU time of a step / CPU time of a torch.optim.SGD step
+CPU time of a step divided by that of torch.optim.SGD
 
 optimizer  mnist  webspam
 ---------  -----  -------
@@ -224,7 +224,7 @@ sgd         1.00     1.00
 hf         20.00        -
 """,
         tables.scale_table(sweeps): """
-Exponent of the cost beyond SGD's step: measured (the paper's table)
+Exponent of the cost beyond SGD's step: measured (from the paper's cost table)
 
                     N2
 optimizer  16 to 2,048
@@ -287,7 +287,7 @@ def test_draw_writes_a_figure_for_each_kind(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
-def test_draw_refuses_what_it_does_not_know(tmp_path):
+def test_draw_raises_an_error_for_other_json(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"a": 1}')
     with pytest.raises(ValueError, match="not the JSON of bench"):

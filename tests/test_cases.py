@@ -18,7 +18,7 @@ def test_every_pair_of_values_occurs(sizes):
     assert len(set(chosen)) == len(chosen) and cases.all_pairs(*axes) == chosen
 
 
-def test_the_largest_two_axes_decide_how_many_cases_there_are():
+def test_the_two_largest_axes_decide_the_number_of_cases():
     assert len(cases.all_pairs(range(20), range(2), range(2), range(3))) == 60
     assert len(cases.all_pairs(range(5), range(2), range(2), range(3), range(2), range(2))) <= 16
 

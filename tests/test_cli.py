@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> No
     folder, output = tmp_path / "digits-1", process.stdout
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert f"interrupted: the same command with --resume goes on in {folder}" in output.replace("\n", " ")
+    assert f"interrupted: the same command with --resume continues in {folder}" in output.replace("\n", " ")
     assert is_complete(folder / "sgd-seed0") and not is_complete(folder / "smw-gn-seed0")
     assert (folder / "report.html").exists()
     finished = (folder / "sgd-seed0" / "records.jsonl").stat().st_mtime_ns
@@ -165,7 +165,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
 
 
-def test_resume_with_other_settings_is_refused(tmp_path: Path) -> None:
+def test_resume_with_other_settings_ends_with_an_error(tmp_path: Path) -> None:
     arguments = ["train", "digits", "--optimizer", "sgd", "--out", tmp_path]
     assert invoke(*arguments, "--epochs", 1).exit_code == 0
     assert_one_line(
@@ -186,7 +186,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(tmp_path: Path) -> No
     assert not (tmp_path / "digits-2" / "hf-seed0").exists() and not (tmp_path / "digits-3").exists()
 
 
-def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
+def test_resume_with_nothing_to_resume_starts_a_new_run(tmp_path: Path) -> None:
     result = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
     assert result.exit_code == 0
     assert "nothing to resume" in result.output
@@ -223,7 +223,7 @@ def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
         (["train", "digits", "--set", 'damping={"bost": 2}'], "smw-gn: LevenbergMarquardt has no field 'bost'"),
         (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
         (["train", "a9a", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
-        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: a setting is not a finite number"),
+        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: lr must be a finite number, got inf"),
         (["train", "digits", "--set", "momentum=Infinity"], "--set momentum=Infinity: not a finite number"),
         (["train", "digits", "--set", "accept=x"], "smw-gn: "),
         (["train", "digits", "--set", "seed=abc"], "smw-gn: "),
@@ -240,7 +240,7 @@ def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_an_absent_gpu_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_absent_gpu_ends_in_one_line(tmp_path: Path) -> None:
     assert_one_line(invoke("train", "digits", "--device", "cuda", "--out", tmp_path), "no CUDA device")
 
 
@@ -255,7 +255,7 @@ def test_absent_and_damaged_data_files_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_run_folder_of_another_version_ends_with_an_error(tmp_path: Path) -> None:
     assert invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path).exit_code == 0
     folder = tmp_path / "digits-1" / "sgd-seed0"
     values = json.loads((folder / "config.json").read_text())
@@ -267,14 +267,14 @@ def test_a_run_folder_of_another_version_is_refused(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_report_on_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_report_without_runs_ends_with_an_error(tmp_path: Path) -> None:
     assert_one_line(invoke("report", tmp_path), str(tmp_path))
     assert_one_line(invoke("report", tmp_path / "absent"), str(tmp_path / "absent"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_folder_ends_in_one_line_and_status_2(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "file").write_text("not a folder")
     assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
 
 
@@ -314,8 +314,8 @@ def test_bench_hands_its_arguments_to_the_one_program_of_the_measurements(
     assert json.loads(invoke("bench", "step", "--json").output) == {"mnist": {"smw-ng": 1.5}}
     shown = invoke("bench", "step", "--repeats", 3, "--module")
     assert shown.exit_code == 0 and shown.output.splitlines()[-1] == "smw-ng      1.50"
-    refused = invoke("bench", "step", "--repeats", 0)
-    assert refused.exit_code == 2 and "--repeats: must be a whole number from 1 on" in refused.output
+    wrong = invoke("bench", "step", "--repeats", 0)
+    assert wrong.exit_code == 2 and "--repeats: must be a whole number from 1 on" in wrong.output
     assert_one_line(invoke("bench", "draw", tmp_path / "absent.json"), "absent.json: No such file")
 
 

@@ -1,4 +1,4 @@
-"""What the paper proves, seen: Lemma 1, Theorem 1, and quadratic convergence where it should be."""
+"""What the paper proves, in numbers: Lemma 1, Theorem 1, and quadratic convergence where it is expected."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_theorem_1_semi_stochastic_variant_converges_to_a_stationary_point(metho
             break
     assert start > 0.1
     assert gradient_norm() < 1e-6
-    assert rejected > 0  # the threshold did some work
+    assert rejected > 0  # so the threshold had an effect
 
 
 def test_semi_stochastic_step_uses_the_full_gradient_and_the_batch_curvature():

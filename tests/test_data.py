@@ -147,7 +147,7 @@ def damaged(pack: Callable[[bytes], bytes]) -> bytes:
         ("table.xz", CONTENT, b""),
     ],
 )
-def test_a_damaged_file_is_refused_with_both_checksums(
+def test_the_error_for_a_damaged_file_has_both_checksums(
     folder: Path, name: str, stored: bytes, readable: bytes | None
 ) -> None:
     (folder / "toy" / name).write_bytes(stored)
@@ -159,7 +159,7 @@ def test_a_damaged_file_is_refused_with_both_checksums(
         assert f"found {sha256(readable)}" in message
 
 
-def test_a_stream_that_ends_early_is_refused_without_a_known_checksum(folder: Path) -> None:
+def test_a_stream_that_ends_early_raises_an_error_without_a_known_checksum(folder: Path) -> None:
     (folder / "toy" / "table.xz").write_bytes(lzma.compress(CONTENT)[:-20])
     with pytest.raises(DataError, match=r"table\.xz is damaged: expected sha256 unknown"):
         Files("toy", folder).read(DataFile("table", None, UNREACHABLE), bytes)
@@ -167,7 +167,7 @@ def test_a_stream_that_ends_early_is_refused_without_a_known_checksum(folder: Pa
 
 @pytest.mark.parametrize("named_by", ["--data-dir", ENVIRONMENT_VARIABLE])
 @pytest.mark.parametrize("dataset", ["toy", "no_such_folder"])
-def test_an_absent_file_ends_in_what_to_put_where_and_no_download(
+def test_the_error_for_an_absent_file_says_what_to_put_where_and_nothing_is_downloaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, named_by: str, dataset: str
 ) -> None:
     monkeypatch.setattr(files_module, "cache_folder", lambda: pytest.fail("went for the network"))
@@ -193,7 +193,7 @@ def test_an_unreadable_file_is_named(folder: Path, monkeypatch: pytest.MonkeyPat
     assert one_line(caught) == f"cannot read {folder / 'toy' / 'table'}: Permission denied"
 
 
-def test_what_a_reader_finds_wrong_is_told_with_the_file(folder: Path) -> None:
+def test_the_error_of_a_reader_names_the_file(folder: Path) -> None:
     (folder / "toy" / "table").write_bytes(CONTENT)
     with pytest.raises(DataError) as caught:
         Files("toy", folder).read(table(), read_idx)
@@ -218,7 +218,7 @@ def test_a_damaged_file_in_the_cache_is_downloaded_again(server: Server, cache: 
     assert Files("toy").read(file, bytes) == CONTENT
 
 
-def test_a_download_with_another_checksum_is_not_kept(server: Server, cache: Path) -> None:
+def test_a_download_with_another_checksum_is_not_saved(server: Server, cache: Path) -> None:
     home = server.publish("table", CONTENT)
     server.publish("table", b"something else")
     with pytest.raises(DataError) as caught:
@@ -236,7 +236,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_failed_download_ends_in_what_to_put_where(server: Server, cache: Path) -> None:
+def test_the_error_of_a_failed_download_says_what_to_put_where(server: Server, cache: Path) -> None:
     not_there = f"{server.url}/table.gz"
     nobody = f"http://127.0.0.1:{free_port()}/table.gz"
     for url, reason in [(not_there, "404"), (nobody, "refused")]:
@@ -248,7 +248,7 @@ def test_a_failed_download_ends_in_what_to_put_where(server: Server, cache: Path
             assert fact in message
 
 
-def test_a_download_without_pooch_ends_in_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_pooch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(DataError, match=r"downloading needs pooch: pip install") as caught:
@@ -298,7 +298,7 @@ def test_an_archive_gives_the_one_member_that_is_asked_for(server: Server, cache
         (plain("batches/table", b"another"), f"expected sha256 {sha256(CONTENT)}, found {sha256(b'another')}"),
     ],
 )
-def test_a_wrong_member_is_neither_followed_nor_kept(
+def test_a_wrong_member_is_neither_followed_nor_saved(
     server: Server, cache: Path, member: tuple[tarfile.TarInfo, bytes], fault: str
 ) -> None:
     home = server.publish("batches.tar.gz", archive(plain("secret"), member))
@@ -309,7 +309,7 @@ def test_a_wrong_member_is_neither_followed_nor_kept(
     assert [path.name for path in cache.iterdir()] == ["batches.tar.gz"]
 
 
-def test_what_is_no_archive_is_refused(server: Server, cache: Path) -> None:
+def test_a_download_that_is_no_archive_raises_an_error(server: Server, cache: Path) -> None:
     home = server.publish("batches.tar.gz", b"not an archive")
     with pytest.raises(DataError) as caught:
         Files("toy").read(table(home, member="batches/table"), bytes)
@@ -334,7 +334,7 @@ def test_idx_gives_the_array_that_was_written(shape: tuple[int, ...]) -> None:
     "content",
     [b"", b"\0\0\x08", b"\0\0\x08\x03\0\0", b"\0\0\x0d\x01\0\0\0\1\0", idx(torch.arange(9))[:-1], CONTENT],
 )
-def test_idx_refuses_another_form(content: bytes) -> None:
+def test_idx_raises_an_error_for_other_content(content: bytes) -> None:
     with pytest.raises(ValueError, match="idx file"):
         read_idx(bytearray(content))
 
@@ -349,7 +349,7 @@ def test_cifar_gives_planes_and_labels() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", bytes(3072), bytes(3074), bytes([10]) + bytes(3072)])
-def test_cifar_refuses_another_form(content: bytes) -> None:
+def test_cifar_raises_an_error_for_other_content(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"records|label"):
         read_cifar(bytearray(content))
 
@@ -378,7 +378,7 @@ def test_covtype_gives_features_and_classes(end: str) -> None:
         covtype_lines([[1] * 54 + [8]]),
     ],
 )
-def test_covtype_refuses_another_form(content: bytes) -> None:
+def test_covtype_raises_an_error_for_other_content(content: bytes) -> None:
     pytest.importorskip("numpy")
     with pytest.raises(ValueError):
         read_covtype(bytearray(content))
@@ -387,7 +387,7 @@ def test_covtype_refuses_another_form(content: bytes) -> None:
 WEBSPAM_LINES = b"+1 1:0.5 254:0.25\n-1 \n-1 2:0.125 3:1e-3\n+1 254:1\n-1 7:2\n"
 
 
-def test_libsvm_gives_dense_features_and_one_target_a_row() -> None:
+def test_libsvm_gives_dense_features_and_one_target_per_row() -> None:
     pytest.importorskip("sklearn")
     features, targets = read_libsvm(bytearray(WEBSPAM_LINES), rows=5, features=254)
     expected = torch.zeros(5, 254)
@@ -408,7 +408,7 @@ def test_libsvm_gives_dense_features_and_one_target_a_row() -> None:
         (WEBSPAM_LINES.replace(b"0.25", b"a"), None),
     ],
 )
-def test_libsvm_refuses_another_form(content: bytes, reason: str | None) -> None:
+def test_libsvm_raises_an_error_for_other_content(content: bytes, reason: str | None) -> None:
     pytest.importorskip("sklearn")
     with pytest.raises(ValueError, match=reason):
         read_libsvm(bytearray(content), rows=5, features=254)
@@ -441,8 +441,8 @@ def test_standardise_is_what_numpy_computes(dtype: torch.dtype) -> None:
     reference, reference_test = train.numpy().astype(float), test.numpy().astype(float)
     mean, deviation = reference.mean(axis=0), reference.std(axis=0)
     deviation[deviation == 0] = 1.0
-    found = standardise(*copy)
-    for values, expected in zip(found, (reference, reference_test), strict=True):
+    results = standardise(*copy)
+    for values, expected in zip(results, (reference, reference_test), strict=True):
         assert values.dtype == torch.float32
         numpy.testing.assert_allclose(values.numpy(), (expected - mean) / deviation, rtol=1e-6, atol=1e-6)
     assert torch.equal(copy[0], train.to(dtype)), "the argument was changed"
@@ -485,13 +485,13 @@ def test_the_two_parts_of_a_split_keep_inputs_and_targets_together() -> None:
     data = split_dataset(rows, (rows % 3 == 0).float(), train_rows=60)
     train, test = split(100, 60)
     mean, deviation = rows[train].double().mean(), rows[train].double().std(correction=0)
-    for inputs, targets, chosen in (
+    for inputs, targets, rows in (
         (data.train_inputs, data.train_targets, train),
         (data.test_inputs, data.test_targets, test),
     ):
-        found = (inputs.double() * deviation + mean).round().flatten().long()
-        assert torch.equal(found, chosen)
-        assert torch.equal(targets, (found % 3 == 0).float().unsqueeze(1))
+        restored = (inputs.double() * deviation + mean).round().flatten().long()
+        assert torch.equal(restored, rows)
+        assert torch.equal(targets, (restored % 3 == 0).float().unsqueeze(1))
     assert data.classes == 2
 
 
@@ -522,7 +522,7 @@ def test_every_data_set_says_where_its_first_file_should_be(name: str, tmp_path:
     assert message.startswith(str(tmp_path / name)) and "https://" in message
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(DataError) as caught:
         load_dataset("minst")
     assert one_line(caught) == f"unknown data set 'minst'; there are: {', '.join(DATASETS)}"
@@ -584,7 +584,7 @@ NEED_SKLEARN = ("digits", "webspam", "w8a", "a9a")
 
 @pytest.fixture(scope="module", params=SHAPES)
 def real(request: pytest.FixtureRequest) -> tuple[str, Dataset]:
-    """Each data set that is at hand, loaded once."""
+    """Each data set whose files are there, loaded once."""
     name: str = request.param
     data_folder = os.environ.get(ENVIRONMENT_VARIABLE)
     if name != "digits" and not (data_folder and (Path(data_folder) / name).is_dir()):

@@ -27,9 +27,9 @@ from woodbury.experiments.train import InterruptedRunError, evaluate, is_complet
 from woodbury.optim import OPTIMIZERS
 
 
-def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **changed: Any) -> RunConfig:
+def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **settings: Any) -> RunConfig:
     """A run on the digits with a network that trains in a moment."""
-    config = PRESETS["digits"].run("digits", optimizer, seed, epochs=epochs, changed=changed)
+    config = PRESETS["digits"].config("digits", optimizer, seed, epochs=epochs, settings=settings)
     return dataclasses.replace(config, widths=(64, 8, 10))
 
 
@@ -57,7 +57,7 @@ def assert_same_run(first: Path, second: Path) -> None:
 
 
 def stop_after(steps: int) -> Any:
-    """A `stop` that is true from the given call on."""
+    """A `stop` that is true from that call on."""
     calls = iter(range(1, 10**9))
     return lambda: next(calls) >= steps
 
@@ -95,18 +95,18 @@ def test_paper_presets_are_those_of_section_7() -> None:
     }
     for name, (widths, batch, part, epochs, rates) in expected.items():
         for optimizer, rate in rates.items():
-            config = PAPER[name].run(name, optimizer, seed=0)
+            config = PAPER[name].config(name, optimizer, seed=0)
             assert (config.widths, config.batch_size, config.epochs) == (widths, batch, epochs)
             assert config.settings["lr"] == rate
             if optimizer != "sgd":
                 assert config.settings["curvature_samples"] == part
                 assert config.settings["damping"] == {"LevenbergMarquardt": rule}
-    assert PAPER["cifar10"].run("cifar10", "kfac", 0).settings["refresh"] == 20
-    assert PAPER["mnist"].run("mnist", "kfac", 0).settings["refresh"] == 1
+    assert PAPER["cifar10"].config("cifar10", "kfac", 0).settings["refresh"] == 20
+    assert PAPER["mnist"].config("mnist", "kfac", 0).settings["refresh"] == 1
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_configuration_holds_every_setting_survives_the_file_and_makes_the_optimizer(
+def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimizer(
     optimizer: str, tmp_path: Path
 ) -> None:
     config = small_run(optimizer, seed=3)
@@ -116,17 +116,19 @@ def test_a_configuration_holds_every_setting_survives_the_file_and_makes_the_opt
     assert loaded.versions == config.versions and loaded.machine == config.machine
     assert {"python", "torch", "woodbury"} <= config.versions.keys()
     assert config.settings.keys() == full_settings(optimizer, {}).keys() > {"lr", "weight_decay"}
-    made = OPTIMIZERS[optimizer](mlp((2, 2), seed=0), torch.nn.CrossEntropyLoss(), **loaded.optimizer_settings())
-    assert made.param_groups[0]["lr"] == config.settings["lr"]
+    rebuilt = OPTIMIZERS[optimizer](
+        mlp((2, 2), seed=0), torch.nn.CrossEntropyLoss(), **loaded.optimizer_settings()
+    )
+    assert rebuilt.param_groups[0]["lr"] == config.settings["lr"]
     if "damping" in config.settings:
         assert config.settings["seed"] == 3
-        assert made.damping == LevenbergMarquardt()
+        assert rebuilt.damping == LevenbergMarquardt()
 
 
-def test_a_damping_given_in_part_is_recorded_in_full() -> None:
+def test_a_damping_with_some_of_its_fields_is_saved_with_all_of_them() -> None:
     fields = dataclasses.asdict(LevenbergMarquardt(initial=0.1))
-    for given in ({"initial": 0.1}, {"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
-        config = small_run("smw-gn", damping=given)
+    for damping in ({"initial": 0.1}, {"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
+        config = small_run("smw-gn", damping=damping)
         assert config.settings["damping"] == {"LevenbergMarquardt": fields}
 
 
@@ -156,7 +158,7 @@ def test_a_run_of_format_2_is_the_same_run(tmp_path: Path) -> None:
         ({"Constant": {"initial": -1.0}}, "damping must be positive and finite, got -1.0"),
     ],
 )
-def test_a_damping_that_is_none_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_unknown_or_improper_damping_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:
     small_run("smw-gn").save(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     values["settings"]["damping"] = damping
@@ -178,14 +180,14 @@ def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
         ("{", "config.json is damaged"),
         (
             '{"dataset": "digits"}',
-            rf"written by another version of woodbury \(format 1, this one reads {FORMAT}\)",
+            rf"written by another version of woodbury \(format 1, this one reads 2 and {FORMAT}\)",
         ),
         ('{"format": 99}', "format 99"),
         ("[]", "another version"),
         (f'{{"format": {FORMAT}}}', "is damaged: its configuration lacks batch_size"),
     ],
 )
-def test_a_folder_that_is_no_run_of_this_version_is_refused_by_name(
+def test_a_folder_that_is_no_run_of_this_version_raises_an_error_that_names_it(
     content: str | None, message: str, tmp_path: Path
 ) -> None:
     if content is not None:
@@ -250,7 +252,7 @@ def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path,
 
 
 @pytest.mark.parametrize("outputs", [1, 4])
-def test_evaluation_in_parts_is_that_of_the_whole(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_in_parts_equals_evaluation_at_once(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, inputs = mlp((5, outputs), seed=0), torch.randn(23, 5)
     logits = model(inputs).detach()
@@ -260,7 +262,7 @@ def test_evaluation_in_parts_is_that_of_the_whole(outputs: int, monkeypatch: pyt
     else:
         targets, loss = torch.randint(outputs, (23,)), torch.nn.CrossEntropyLoss()
         wrong = (logits.argmax(1) != targets).float().mean()
-    monkeypatch.setattr(training, "_EVALUATED_AT_ONCE", 7)
+    monkeypatch.setattr(training, "_EVALUATION_SAMPLES", 7)
     value, error = evaluate(model, loss, inputs, targets)
     assert value == pytest.approx(loss(logits, targets).item(), rel=1e-6)
     assert error == pytest.approx(wrong.item())
@@ -301,14 +303,14 @@ def test_every_optimizer_trains_and_the_same_seed_gives_the_same_run(
     assert all(value.dtype is getattr(torch, dtype) for value in parameters_of(tmp_path / "first").values())
 
 
-def test_train_refuses_a_folder_that_exists(run_folder: Path) -> None:
+def test_train_raises_an_error_for_a_folder_that_exists(run_folder: Path) -> None:
     before = (run_folder / "records.jsonl").read_bytes()
     with pytest.raises(FileExistsError):
         train(small_run(), run_folder)
     assert (run_folder / "records.jsonl").read_bytes() == before
 
 
-def test_a_run_whose_loss_is_no_number_ends_there_and_says_so(
+def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(
     tmp_path: Path, digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp((64, 8, 10), seed=0)
@@ -324,9 +326,7 @@ def test_a_run_whose_loss_is_no_number_ends_there_and_says_so(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_interrupted_run_ends_as_if_it_had_been_left_alone(
-    optimizer: str, tmp_path: Path, digits: Dataset
-) -> None:
+def test_an_interrupted_run_ends_like_one_without_a_break(optimizer: str, tmp_path: Path, digits: Dataset) -> None:
     settings = {"refresh": 5} if optimizer == "kfac" else {}
     config = small_run(optimizer, epochs=2, **settings)
     train(config, tmp_path / "whole", data=digits)
@@ -375,7 +375,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
     assert_same_run(tmp_path / "whole", cut)
 
 
-def test_what_a_kill_left_behind_is_removed(tmp_path: Path, digits: Dataset) -> None:
+def test_files_that_a_killed_run_left_behind_are_removed(tmp_path: Path, digits: Dataset) -> None:
     with pytest.raises(InterruptedRunError):
         train(small_run(), tmp_path / "run", data=digits, stop=stop_after(3))
     (tmp_path / "run" / ".checkpoint.pt.4242").write_bytes(b"half a check")
@@ -385,7 +385,7 @@ def test_what_a_kill_left_behind_is_removed(tmp_path: Path, digits: Dataset) -> 
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "records.jsonl", "model.pt"}
 
 
-def test_resuming_needs_the_same_run_and_changes_nothing_otherwise(tmp_path: Path, digits: Dataset) -> None:
+def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path: Path, digits: Dataset) -> None:
     with pytest.raises(InterruptedRunError):
         train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
@@ -418,9 +418,9 @@ def test_a_damaged_run_folder_is_named_and_not_trained_over(damage: str, tmp_pat
     assert path.read_bytes()[:100] == path.read_bytes()
 
 
-def test_asking_to_stop_keeps_the_step_whole() -> None:
+def test_a_signal_does_not_cut_a_step_in_two() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
-    with training.asked_to_stop() as stop:
+    with training.stop_on_signal() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()

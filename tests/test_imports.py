@@ -39,12 +39,11 @@ FLOORS = {
         ["smw", "hessian_free", "kfac"],
     ],
     "experiments": [
-        ["storage", "models", "looks", "errors", "machine"],
+        ["storage", "models", "looks", "errors"],
         ["config", "files"],
         ["data", "presets", "folders", "runs"],
-        ["train", "groups"],
-        ["medians"],
-        ["figure", "page"],
+        ["train", "medians"],
+        ["figure"],
         ["report"],
     ],
     "bench": [

@@ -49,9 +49,8 @@ print(peak() - before, sum(p.numel() * 4 for p in model.parameters()))
 
 @needs_proc
 def test_natural_gradient_step_needs_less_than_two_copies_of_the_parameters_more_than_sgd():
-    sgd, parameters = printed(
-        PROGRAM, "sgd"
-    )  # bytes by which the peak grows in three steps, size of the parameters
+    # bytes by which the peak grows in three steps, and bytes of the parameters
+    sgd, parameters = printed(PROGRAM, "sgd")
     assert sgd > 0.9 * parameters  # the measure sees the gradients
     for blocks in ("full", "layer"):
         step, _ = printed(PROGRAM, blocks)
@@ -111,7 +110,7 @@ print(int(line.split()[1]) * 1024)
 @pytest.mark.slow
 @needs_proc
 def test_step_of_a_language_model_stays_within_four_gib():
-    """Four layers of width 256, 64 sequences of 256 positions, the embedding tied to the head, a loss a token."""
+    """Four layers of width 256, 64 sequences of 256 positions, embedding tied to the head, one loss per token."""
     (peak,) = printed(WORDS)
     assert peak < 4 * 2**30
 

@@ -12,7 +12,7 @@ import precision
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Fewer points and settings; the examples run on one thread, and the other tests keep what they had."""
+    """Fewer points and settings; the number of threads, which the examples set to one, is restored."""
     for module in (cnn, language_model, precision):
         monkeypatch.setattr(module, "POINTS", 2, raising=False)  # measuring would take longer than training
         fewer = {method: dict(list(settings.items())[1:]) for method, settings in module.METHODS.items()}
@@ -45,7 +45,7 @@ def test_language_model_learns_with_both_methods(tmp_path, capsys):
     assert len(best) == 2
     for label, runs in best.items():
         assert all(last < 0.9 * first for first, last in first_and_last(runs)), label
-    assert capsys.readouterr().out.count("def ") >= 2  # both go on with this beginning
+    assert capsys.readouterr().out.count("def ") >= 2  # both texts start with it
     assert figure.stat().st_size > 0
 
 

@@ -1,4 +1,4 @@
-"""The page in a browser: what it draws against the records it was made from."""
+"""The page in a browser: what it draws, against the records behind it."""
 
 import math
 import re
@@ -22,7 +22,7 @@ except ImportError:
 
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 NEEDED = {"selenium": webdriver, "chromium": CHROMIUM, "chromedriver": CHROMEDRIVER}
-ABSENT = [name for name, found in NEEDED.items() if found is None]
+ABSENT = [name for name, path in NEEDED.items() if path is None]
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"needs a browser: {', '.join(ABSENT)} not installed")
 
 OPTIONS = [
@@ -188,7 +188,7 @@ def test_every_optimizer_has_a_curve_with_the_medians_of_its_records(visit: Any,
     assert len(page.points("damping", "hf")) == 60
 
 
-def test_time_and_epochs_can_be_exchanged(visit: Any, comparison: Path) -> None:
+def test_the_horizontal_axis_can_be_time_or_epochs(visit: Any, comparison: Path) -> None:
     page = visit(comparison)
     assert page.axis_title("train_loss") == page.axis_title("test_error") == "epochs"
     page.click("[data-value=seconds]")
@@ -290,7 +290,7 @@ def test_the_table_holds_the_final_figures_and_sorts_by_a_click(visit: Any, comp
     assert page.sort("final damping")[-1] == "sgd"  # it has none
 
 
-def test_settings_that_differ_stand_alone_and_all_of_them_on_request(visit: Any, comparison: Path) -> None:
+def test_settings_that_differ_are_shown_and_all_of_them_on_request(visit: Any, comparison: Path) -> None:
     page = visit(comparison)
     rows = [row.text for row in page.all(".settings > .scroll tbody tr")]
     assert rows == ["lr 0.3 0.3 0.1"]
@@ -366,14 +366,14 @@ def test_each_data_set_has_a_section_of_its_own(visit: Any, tmp_path: Path) -> N
     assert titles == ["seconds of training", "epochs"]
 
 
-def test_names_are_text_whatever_they_hold(visit: Any, tmp_path: Path) -> None:
+def test_names_with_markup_are_shown_as_text(visit: Any, tmp_path: Path) -> None:
     write_run(tmp_path / "a", "</script><b>x", dataset="<i>&amp;")
     page = visit(page_of(tmp_path))
     assert page.one("h2").text == "<i>&amp;"
     assert page.rows()[0][0] == "</script><b>x"
 
 
-def test_a_phone_and_a_dark_screen_are_served(visit: Any, browser: Any, comparison: Path) -> None:
+def test_the_page_fits_a_phone_and_a_dark_screen(visit: Any, browser: Any, comparison: Path) -> None:
     def background() -> str:
         return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
 

@@ -10,7 +10,7 @@ from woodbury.policies import POLICIES, from_plain, to_plain
 
 
 def example(name):
-    """A policy with a value of its own in every field that may have any."""
+    """A policy whose fields are not the defaults."""
     return POLICIES[name](initial=0.3, floor=0.02)
 
 

@@ -55,11 +55,11 @@ def write_run(
         **config,
     ).save(folder)
     records: list[dict[str, Any]] = []
-    count = epochs * steps_per_epoch + extra_steps
+    steps = epochs * steps_per_epoch + extra_steps
     if dampings is None:
-        dampings = [0.9**step if damped else None for step in range(1, count + 1)]
+        dampings = [0.9**step if damped else None for step in range(1, steps + 1)]
     if ratios is None:
-        ratios = [0.5 if damped else None] * count
+        ratios = [0.5 if damped else None] * steps
 
     def evaluation(epoch: int) -> None:
         records.append(
@@ -76,7 +76,7 @@ def write_run(
         )
 
     evaluation(0)
-    for step in range(1, count + 1):
+    for step in range(1, steps + 1):
         epoch = (step - 1) // steps_per_epoch + 1
         seconds = step / steps_per_epoch * seconds_per_epoch
         values = {"loss": 1 / step, "damping": dampings[step - 1], "ratio": ratios[step - 1]}
@@ -91,9 +91,9 @@ def write_run(
 
 def page_data(runs: Sequence[report.Run]) -> list[dict[str, Any]]:
     """The numbers inside the page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.html(runs), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', report.html(runs), re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
 
 
 def test_summary_is_the_median_over_seeds(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_diverged_seed_counts_as_the_worst(tmp_path: Path) -> None:
     assert (second["low"][-1], second["middle"][-1], second["high"][-1]) == (0.1, None, None)
 
 
-def test_an_unfinished_run_counts_as_far_as_it_came(tmp_path: Path) -> None:
+def test_of_an_unfinished_run_the_last_record_counts(tmp_path: Path) -> None:
     write_run(tmp_path / "0", seed=0, losses=[2.0, 1.0, 0.5, 0.25])
     write_run(tmp_path / "1", seed=1, losses=[2.2, 1.2], planned=3, extra_steps=2)
     runs = report.load([tmp_path])
@@ -293,7 +293,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, damage: Any, message: str) -> N
     assert str(raised.value) == f"{path} is damaged: {message}"
 
 
-def test_what_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "note.txt").write_text("not JSON")
     (tmp_path / "list.json").write_text("[]")
@@ -365,10 +365,10 @@ def test_records_json_gives_the_same_report_again(tmp_path: Path) -> None:
     assert [run.config for run in again] == [run.config for run in runs]
     assert again[0].day == runs[0].day != ""
     for new, old in zip(again, runs, strict=True):
-        for made, kept in zip([*new.epochs, *new.steps], [*old.epochs, *old.steps], strict=True):
-            assert made == {
+        for reread, original in zip([*new.epochs, *new.steps], [*old.epochs, *old.steps], strict=True):
+            assert reread == {
                 key: pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
-                for key, value in kept.items()
+                for key, value in original.items()
                 if key != "kind"
             }
     second = report.write(again, tmp_path / "second")
@@ -378,7 +378,7 @@ def test_records_json_gives_the_same_report_again(tmp_path: Path) -> None:
             assert one.read_bytes() == other.read_bytes()
 
 
-def test_records_json_and_run_folders_can_be_put_together(tmp_path: Path) -> None:
+def test_one_report_can_read_records_json_and_run_folders(tmp_path: Path) -> None:
     losses = [2.0, 1.23456789, 0.5]
     for seed in range(2):
         folder = write_run(tmp_path / f"{seed}", seed=seed, losses=losses)
@@ -482,7 +482,7 @@ def test_the_time_axis_is_logarithmic_where_ends_lie_far_apart(tmp_path: Path) -
     assert (one - start) / (hundred - start) == pytest.approx(math.log(2) / math.log(101))
 
 
-def test_a_curve_that_lies_on_another_lets_it_be_seen(tmp_path: Path) -> None:
+def test_two_curves_that_coincide_can_both_be_seen(tmp_path: Path) -> None:
     """Hessian-free takes the steps of SMW-GN: over epochs their curves coincide."""
     for name in ("smw-gn", "hf"):
         write_run(tmp_path / name, name, losses=[2.0, 1.0, 0.5])
@@ -548,7 +548,7 @@ def test_a_start_far_above_the_rest_does_not_squeeze_the_curves(tmp_path: Path) 
     assert panels["Train loss"].get_ylim()[1] > 2
 
 
-def test_a_run_on_its_way_to_infinity_does_not_squeeze_the_others(tmp_path: Path) -> None:
+def test_a_diverging_run_does_not_squeeze_the_others(tmp_path: Path) -> None:
     write_run(tmp_path / "a", losses=[2.0, 1.0, 0.5, 0.2])
     write_run(tmp_path / "b", "sgd", losses=[2.0, 1e3, 1e30, None])
     assert report.draw(report.load([tmp_path])).axes[0].get_ylim()[1] < 100
@@ -559,7 +559,7 @@ def test_damping_that_rises_far_above_its_start_is_drawn_whole(tmp_path: Path) -
     assert report.draw(report.load([tmp_path])).axes[2].get_ylim()[1] > 1000
 
 
-def test_damping_panels_are_there_for_those_who_have_damping(tmp_path: Path) -> None:
+def test_damping_panels_are_drawn_only_if_an_optimizer_has_damping(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "sgd")
     write_run(tmp_path / "b", "smw-gn")
     assert len(report.draw(report.load([tmp_path / "a"])).axes) == 4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from woodbury.experiments.storage import rounded, write_whole
+from woodbury.experiments.storage import round_numbers, write_whole
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -42,4 +42,4 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
 
 def test_numbers_are_rounded_to_what_json_can_hold() -> None:
     values = {"a": [1 / 3, float("nan"), float("-inf")], "b": (123456.7, 7, True, None, "text")}
-    assert rounded(values) == {"a": [0.33333, None, None], "b": [123460.0, 7, True, None, "text"]}
+    assert round_numbers(values) == {"a": [0.33333, None, None], "b": [123460.0, 7, True, None, "text"]}

@@ -3,7 +3,7 @@
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -32,7 +32,7 @@ try:
     from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
     from woodbury.experiments.models import network_name
     from woodbury.experiments.presets import PAPER, PRESETS
-    from woodbury.experiments.train import InterruptedRunError, Progress, asked_to_stop, train
+    from woodbury.experiments.train import InterruptedRunError, Progress, stop_on_signal, train
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -66,25 +66,26 @@ class Dtype(str, Enum):
     float64 = "float64"
 
 
-DataSetName = Annotated[str, typer.Argument(help="Data set, one of those `woodbury list` names.")]
-Optimizers = Annotated[str, typer.Option(help="Optimizers, separated by commas.")]
+DataSetName = Annotated[str, typer.Argument(help="Name of a data set, see `woodbury list`.")]
+Optimizers = Annotated[str, typer.Option(help="Names of optimizers, separated by commas.")]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default="the preset's")]
-Out = Annotated[Path, typer.Option(help="Folder for the runs; each command adds one to it.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")]
+Out = Annotated[Path, typer.Option(help="Folder in which each command creates a folder for its runs.")]
 DataDir = Annotated[
     Path | None,
     typer.Option(
-        help="Folder with the data files, one folder per data set; nothing is downloaded then.",
-        show_default="the variable WOODBURY_DATA, else download",
+        help="Folder with the data files, one folder per data set; with it nothing is downloaded.",
+        show_default="the environment variable WOODBURY_DATA; without it files are downloaded",
     ),
 ]
 OnDevice = Annotated[Device, typer.Option(help="Where to train.")]
 InDtype = Annotated[Dtype, typer.Option(help="Precision of parameters and data.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on in the newest folder where these very runs were begun.")
-]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue in the newest folder that holds these runs.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting of the optimizers, e.g. momentum=0.9."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="A setting of the optimizer, e.g. momentum=0.9; may be repeated."
+    ),
 ]
 
 
@@ -95,18 +96,19 @@ def main() -> None:
 
 @app.command("list")
 def list_names() -> None:
-    """Name the data sets, the optimizers and the presets of the paper."""
-    data_sets = Table("data set", "what it is", box=None, header_style="bold")
-    for name, load in DATASETS.items():
-        data_sets.add_row(name, _first_line(load))
-    optimizers = Table("optimizer", "what it is", box=None, header_style="bold")
-    for name, make in OPTIMIZERS.items():
-        optimizers.add_row(name, _first_line(make))
-    presets = Table("reproduce", "network", "batch", "epochs", box=None, header_style="bold")
+    """List the data sets, the optimizers and the presets of the paper."""
+    described: dict[str, Mapping[str, object]] = {"data set": DATASETS, "optimizer": OPTIMIZERS}
+    tables = [Table(kind, "description", box=None, header_style="bold") for kind in described]
+    for table, entries in zip(tables, described.values(), strict=True):
+        for name, entry in entries.items():
+            table.add_row(name, (entry.__doc__ or "").strip().split("\n")[0])
+    presets = Table(
+        "preset", "network", "batch size", "curvature samples", "epochs", box=None, header_style="bold"
+    )
     for name, preset in PAPER.items():
-        batch = f"{preset.batch_size}, {preset.curvature_samples} for curvature"
-        presets.add_row(name, network_name(preset.widths), batch, str(preset.epochs))
-    for table in (data_sets, optimizers, presets):
+        numbers = (preset.batch_size, preset.curvature_samples, preset.epochs)
+        presets.add_row(name, network_name(preset.widths), *map(str, numbers))
+    for table in (*tables, presets):
         console.print(table)
         console.print()
 
@@ -114,7 +116,7 @@ def list_names() -> None:
 @app.command("train")
 def train_one(
     dataset: DataSetName,
-    optimizer: Annotated[str, typer.Option(help="Optimizer, one of those `woodbury list` names.")] = "smw-gn",
+    optimizer: Annotated[str, typer.Option(help="Name of an optimizer, see `woodbury list`.")] = "smw-gn",
     epochs: Epochs = None,
     lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate.", show_default="the preset's")] = None,
     batch_size: Annotated[
@@ -122,7 +124,7 @@ def train_one(
     ] = None,
     settings: Settings = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of weights, batches and curvature samples.")
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the batches and the curvature samples.")
     ] = 0,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
@@ -133,23 +135,23 @@ def train_one(
     """Train one optimizer on one data set and write a report."""
     _check_name("data set", dataset, DATASETS)
     _check_name("optimizer", optimizer, OPTIMIZERS)
-    changed = _read_settings(settings or [])
+    values = _read_settings(settings or [])
     if lr is not None:
-        changed["lr"] = lr
-    place = _usable(device)
+        values["lr"] = lr
+    where = _available(device)
     try:
-        config = PRESETS[dataset].run(
+        config = PRESETS[dataset].config(
             dataset,
             optimizer,
             seed,
             epochs=epochs,
             batch_size=batch_size,
-            changed=changed,
-            device=place,
+            settings=values,
+            device=where,
             dtype=dtype.value,
         )
         _try_step(config)
-    except Exception as error:  # whatever a setting makes of the optimizer, it is the setting's fault
+    except Exception as error:  # any error here comes from a setting
         _fail(f"{optimizer}: {one_line(error)}")
     with _one_line_errors(out):
         _train_and_report([config], out, data_dir, resume)
@@ -159,7 +161,7 @@ def train_one(
 def compare(
     dataset: DataSetName,
     optimizers: Optimizers = "smw-gn,smw-ng,smw-ng-bd,sgd",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")] = 3,
+    seeds: Seeds = 3,
     epochs: Epochs = None,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
@@ -167,16 +169,28 @@ def compare(
     dtype: InDtype = Dtype.float32,
     resume: Resume = False,
 ) -> None:
-    """Train several optimizers on one data set and write a report that puts them side by side."""
+    """Train several optimizers on one data set and write a report that compares them."""
     _check_name("data set", dataset, DATASETS)
-    _compare(dataset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume)
+    names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
+    if not names:
+        _fail("no optimizer given: --optimizers takes names separated by commas")
+    for name in names:
+        _check_name("optimizer", name, OPTIMIZERS)
+    where = _available(device)
+    configs = [
+        PRESETS[dataset].config(dataset, name, seed, epochs=epochs, device=where, dtype=dtype.value)
+        for seed in range(seeds)
+        for name in names
+    ]
+    with _one_line_errors(out):
+        _train_and_report(configs, out, data_dir, resume)
 
 
 @app.command()
 def reproduce(
     preset: Annotated[str, typer.Argument(help=f"Experiment of the paper: {', '.join(PAPER)}.")],
     optimizers: Optimizers = "smw-gn,smw-ng,smw-ng-bd,hf,kfac,sgd",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")] = 1,
+    seeds: Seeds = 1,
     epochs: Epochs = None,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
@@ -186,22 +200,23 @@ def reproduce(
 ) -> None:
     """Repeat an experiment of the paper: its network, batch sizes, learning rates and damping rule.
 
-    covtype is not in the paper: it has webspam's settings.
+    covtype is not in the paper; it uses the settings of webspam.
     """
     _check_name("preset", preset, PAPER)
-    _compare(preset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume)
+    compare(preset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume)
 
 
 @app.command("report")
 def report_runs(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, folders of run folders, or records.json of a report.")
+        list[Path],
+        typer.Argument(help="Run folders, folders that hold run folders, or the records.json of a report."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the report.", show_default="the first folder given")
+        Path | None, typer.Option(help="Folder for the report.", show_default="the folder of the first run")
     ] = None,
 ) -> None:
-    """Draw figures and a page from finished or unfinished runs."""
+    """Write figures and a page for finished or unfinished runs."""
     folder = out if out is not None else runs[0] if runs[0].is_dir() else runs[0].parent
     with _one_line_errors(folder):
         _report(runs, folder)
@@ -209,54 +224,27 @@ def report_runs(
 
 @app.command(
     "bench",
-    add_help_option=False,  # every argument, --help too, is for the program of the measurements
+    add_help_option=False,  # all arguments, --help too, go to the program of the measurements
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
 )
 def bench(context: typer.Context) -> None:
-    """Measure what a step costs: `woodbury bench --help`."""
+    """Measure the cost of a step; see `woodbury bench --help`."""
     raise typer.Exit(measure(context.args, program="woodbury bench"))
 
 
-# -- what the commands are made of ----------------------------------------------------------------------------
-
-
-def _compare(
-    dataset: str,
-    optimizers: str,
-    seeds: int,
-    epochs: int | None,
-    out: Path,
-    data_dir: Path | None,
-    device: Device,
-    dtype: Dtype,
-    resume: bool,
-) -> None:
-    """Every optimizer with every seed, all optimizers of a seed one after the other."""
-    names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
-    if not names:
-        _fail("no optimizer given: --optimizers takes names separated by commas")
-    for name in names:
-        _check_name("optimizer", name, OPTIMIZERS)
-    place = _usable(device)
-    configs = [
-        PRESETS[dataset].run(dataset, name, seed, epochs=epochs, device=place, dtype=dtype.value)
-        for seed in range(seeds)
-        for name in names
-    ]
-    with _one_line_errors(out):
-        _train_and_report(configs, out, data_dir, resume)
+# -- parts of the commands ------------------------------------------------------------------------------------
 
 
 def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool) -> None:
-    """Train all runs into one folder below `out` and report on them; Ctrl-C reports on what there is."""
+    """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
     dataset = configs[0].dataset
-    data = load_dataset(dataset, data_dir)  # before a folder is made for it
+    data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
     folder = folder_to_resume(out, configs) if resume else None
     if resume and folder is None:
-        _say(f"nothing to resume in {out}: starting anew")
+        _say(f"nothing to resume in {out}: starting in a new folder")
     folder = folder or new_folder(out, dataset)
     finished = True
-    with asked_to_stop() as stop, _bars(configs) as show:
+    with stop_on_signal() as stop, _progress_bars(configs) as show:
         for config in configs:
             try:
                 run = run_folder(folder, config)
@@ -266,22 +254,22 @@ def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | 
                 break
     _report([folder], folder)
     if not finished:
-        _say(f"interrupted: the same command with --resume goes on in {folder}")
+        _say(f"interrupted: the same command with --resume continues in {folder}")
         raise typer.Exit(_INTERRUPTED)
 
 
 def _report(paths: Sequence[Path], folder: Path) -> None:
-    """Print the table and write figures and page."""
+    """Print the table, write the figures and the page."""
     runs = report.load(paths)
     _print_summary(report.summarise(runs))
     written = report.write(runs, folder)
     page = next(path for path in written if path.suffix == ".html")
-    console.print(f"page [bold]{page}[/], figures and records beside it", soft_wrap=True)
+    console.print(f"wrote [bold]{page}[/], with figures and records beside it", soft_wrap=True)
 
 
 @contextmanager
-def _bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
-    """One progress bar per optimizer, for its latest run; gives a function that takes a run and its `Progress`."""
+def _progress_bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
+    """Show one progress bar per optimizer, for its current run; yields a function of a run and its `Progress`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -296,12 +284,12 @@ def _bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
         seeds.setdefault(config.optimizer, []).append(config.seed)
     with ProgressBar(*columns, console=console) as bars:
         tasks = {name: bars.add_task(name, start=False, total=None, loss="", damping="") for name in seeds}
-        shown: dict[str, int] = {}  # the seed of each bar
+        current: dict[str, int] = {}  # optimizer -> seed of its current run
 
         def show(config: RunConfig, now: Progress) -> None:
             name, task = config.optimizer, tasks[config.optimizer]
-            if shown.get(name) != config.seed:
-                shown[name] = config.seed
+            if current.get(name) != config.seed:
+                current[name] = config.seed
                 number, runs = seeds[name].index(config.seed) + 1, len(seeds[name])
                 label = f"{name} {number}/{runs}" if runs > 1 else name
                 bars.reset(task, total=now.steps, completed=now.step, description=label)
@@ -332,33 +320,36 @@ def _print_summary(summaries: list[report.Summary]) -> None:
     console.print(table)
 
 
-def _usable(device: Device) -> str:
+def _available(device: Device) -> str:
+    """The name of the device; ends with a message if it is not there."""
     if device is Device.cuda and not torch.cuda.is_available():
         _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
     return device.value
 
 
-def _read_settings(given: Iterable[str]) -> dict[str, Any]:
-    """NAME=VALUE as a dictionary, values read as JSON where they are JSON."""
-    settings = {}
-    for entry in given:
-        name, equals, value = entry.partition("=")
+def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
+    """Entries NAME=VALUE as a dictionary; a value that is not JSON is a string."""
+    settings: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
         if not equals or not name:
             _fail(f"--set takes NAME=VALUE, got '{entry}'")
         try:
-            settings[name.strip()] = json.loads(value)
+            value = json.loads(text)
         except json.JSONDecodeError:
-            settings[name.strip()] = value
-        if isinstance(settings[name.strip()], float) and not math.isfinite(settings[name.strip()]):
+            value = text
+        if isinstance(value, float) and not math.isfinite(value):
             _fail(f"--set {entry}: not a finite number")
+        settings[name.strip()] = value
     return settings
 
 
 def _try_step(config: RunConfig) -> None:
-    """Raise what these settings would raise in a run: a step on random numbers with a batch of its size."""
+    """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
     settings = config.optimizer_settings()
-    if not all(math.isfinite(value) for value in settings.values() if isinstance(value, float)):
-        raise ValueError("a setting is not a finite number")
+    for name, value in settings.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
     with torch.random.fork_rng(devices=[]):
         inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
         model = torch.nn.Linear(2, 2)
@@ -367,7 +358,7 @@ def _try_step(config: RunConfig) -> None:
 
 @contextmanager
 def _one_line_errors(out: Path) -> Iterator[None]:
-    """Errors a user can do something about end in one line and status 2."""
+    """End with one line and status 2 after an error that a user can resolve."""
     try:
         yield
     except (DataError, RunFolderError) as error:
@@ -377,7 +368,7 @@ def _one_line_errors(out: Path) -> Iterator[None]:
 
 
 def _check_name(what: str, name: str, known: Iterable[str]) -> None:
-    """End with a message that suggests the nearest known name unless `name` is known."""
+    """Unless `name` is known, end with a message that suggests the nearest known name."""
     known = list(known)
     if name in known:
         return
@@ -397,13 +388,8 @@ def _say(message: str) -> None:
 
 
 def _short(value: float) -> str:
-    """Three digits, or a dash for an optimizer without the quantity."""
+    """The value with three digits; a dash for NaN, an optimizer without the quantity."""
     return "-" if math.isnan(value) else f"{value:.3g}"
-
-
-def _first_line(described: object) -> str:
-    """The first line of the docstring."""
-    return (described.__doc__ or "").strip().split("\n")[0]
 
 
 if __name__ == "__main__":

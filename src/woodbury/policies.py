@@ -1,6 +1,6 @@
-"""Policies as plain data: {"LevenbergMarquardt": {"initial": 1.0, ...}}, the name and every field.
+"""Policies as plain data, to save and reload them: {"LevenbergMarquardt": {"initial": 1.0, ...}}.
 
-A policy is a frozen dataclass that an optimizer takes as a setting. What is saved is enough to make it again.
+A policy is a frozen dataclass that an optimizer takes as a setting; the data are its name and all its fields.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from typing import Any
 from woodbury.damping import Constant, LevenbergMarquardt
 
 POLICIES: dict[str, type[Any]] = {policy.__name__: policy for policy in (LevenbergMarquardt, Constant)}
-# Whose fields these are where no name stands before them.
-_UNNAMED = LevenbergMarquardt
+_DEFAULT = LevenbergMarquardt  # the policy of fields without a name
 
 
 def to_plain(value: Any) -> Any:
-    """A policy as plain data; anything else as it is."""
+    """A policy as plain data; any other value unchanged."""
     if POLICIES.get(type(value).__name__) is not type(value):
         return value
     return {type(value).__name__: dataclasses.asdict(value)}
 
 
 def from_plain(value: Any) -> Any:
-    """The policy that plain data stand for; anything but a dictionary as it is.
+    """The policy that a dictionary describes; any other value unchanged.
 
-    Fields left out have their defaults. Fields without a name before them are those of `LevenbergMarquardt`.
-    Raises TypeError that names a policy or a field there is not, or one that is missing.
+    Fields left out have their defaults. A dictionary of fields without a name is a `LevenbergMarquardt`.
+    Raises TypeError that names an unknown policy, an unknown field or a missing one.
     """
     if not isinstance(value, Mapping):
         return value
-    name, fields = _UNNAMED.__name__, value
+    name, fields = _DEFAULT.__name__, value
     if len(value) == 1 and isinstance(next(iter(value.values())), Mapping):
         ((name, fields),) = value.items()
     if name not in POLICIES:

@@ -1,8 +1,9 @@
-"""Figures from the JSON of the other commands. Needs matplotlib, imported only when something is drawn."""
+"""Figures from the JSON of the other commands. Imports matplotlib only when something is drawn."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -23,20 +24,20 @@ _MEANING = {
 
 
 def draw(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Draw one figure for each kind of measurement among the files and return the paths of the figures.
+    """Draw one figure per kind of measurement among the files and return the paths of the figures.
 
-    Several files of `bench step` give one figure with the range of the runs; of the other kinds the last counts.
+    Several files of `bench step` give one figure with the range of the runs; of other kinds only the last counts.
     """
-    found: dict[str, list[Any]] = {}
+    by_kind: dict[str, list[Any]] = {}
     for path in files:
         try:
             content = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
-        found.setdefault(_kind(content, path), []).append(content)
+        by_kind.setdefault(_kind(content, path), []).append(content)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for kind, contents in found.items():
+    for kind, contents in by_kind.items():
         path = folder / f"bench-{kind}.png"
         _FIGURES[kind](contents).savefig(path, dpi=130)
         written.append(path)
@@ -44,7 +45,7 @@ def draw(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _kind(content: Any, path: Path) -> str:
-    """Which command a file comes from."""
+    """The command whose JSON this is."""
     if isinstance(content, dict) and content:
         if "problems" in content:
             return "peers"
@@ -69,7 +70,7 @@ def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[A
 
 
 def draw_step(runs: Sequence[dict[str, dict[str, float]]]) -> Any:
-    """A group of bars per network: the median over the runs, with a line from the smallest to the largest."""
+    """A group of bars per network: medians over the runs, each with a line from the smallest to the largest."""
     figure, (panel,) = _figure(9, 3.6, 1)
     networks = list(runs[0])
     names = [name for name in runs[0][networks[0]] if name != "sgd"]
@@ -92,20 +93,21 @@ def draw_step(runs: Sequence[dict[str, dict[str, float]]]) -> Any:
     panel.set_xticks(range(len(networks)), networks)
     panel.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1 (SGD)", "2", "5", "10", "20", "50", "100"])
     panel.minorticks_off()
-    panel.set_title("CPU time of a step, in steps of torch.optim.SGD on the same batch", loc="left", fontsize=11)
+    panel.set_title(
+        "CPU time of a step divided by that of torch.optim.SGD on the same batch", loc="left", fontsize=11
+    )
     figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
     return figure
 
 
 def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
-    """A panel per sweep: cost beyond SGD's step, with the slope of the paper's table as a dotted line."""
+    """A panel per sweep: cost beyond SGD's step, with the slope from the paper's table as a dotted line."""
     from matplotlib.lines import Line2D
 
     sweeps = runs[-1]
     columns = min(3, len(sweeps))
-    figure, panels = _figure(
-        4 * columns, 3.3 * -(-len(sweeps) // columns) + 0.4, columns, -(-len(sweeps) // columns)
-    )
+    rows = math.ceil(len(sweeps) / columns)
+    figure, panels = _figure(4 * columns, 3.3 * rows + 0.4, columns, rows)
     names = [name for name, entry in next(iter(sweeps.values())).items() if isinstance(entry, dict)]
     looks = dict(zip(names, looks_of(names), strict=True))
     for panel, (sweep, row) in zip(panels, sweeps.items(), strict=False):
@@ -130,9 +132,9 @@ def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
     for panel in panels[len(sweeps) :]:
         panel.set_axis_off()
         lines = [Line2D([], [], color="#444444", linestyle=style) for style in ("-", ":")]
-        texts = ["measured", "slope of the paper's table,\nthrough the last point"]
+        texts = ["measured", "slope from the paper's table,\nthrough the last point"]
         panel.legend(lines, texts, loc="center left", frameon=False)
-    figure.suptitle("Growth of a step: exponent measured (and from the paper's cost table)", x=0.01, ha="left")
+    figure.suptitle("Growth of the cost: measured exponent (and from the paper's cost table)", x=0.01, ha="left")
     return figure
 
 
@@ -149,16 +151,15 @@ def draw_peers(runs: Sequence[dict[str, Any]]) -> Any:
         least = min(timed, default=1.0) / 2
         for place, entry in enumerate(entries):
             if entry["status"] != "ok":
-                panel.text(
-                    least, place, f" {entry['status'].split(':')[0]}", va="center", fontsize=8, color="#666666"
-                )
+                reason = entry["status"].split(":")[0]
+                panel.text(least, place, f" {reason}", va="center", fontsize=8, color="#666666")
                 continue
             colour = _COLOURS.get(entry["computes"], _COLOURS[""])
             panel.barh(place, entry["seconds"] - least, left=least, color=colour, height=0.7)
-            words = _seconds(entry["seconds"])
+            text = _seconds(entry["seconds"])
             if not entry["peer"].startswith("woodbury"):
-                words += f", {entry['ratio']:.3g}x"
-            panel.text(entry["seconds"] * 1.1, place, words, va="center", fontsize=8)
+                text += f", {entry['ratio']:.3g}x"
+            panel.text(entry["seconds"] * 1.1, place, text, va="center", fontsize=8)
         panel.set_xscale("log")
         panel.set_xlim(least, max(timed, default=1.0) * 8)
         panel.set_yticks(range(len(entries)), [entry["peer"] for entry in entries], fontsize=8.5)

@@ -1,11 +1,11 @@
 """Steps on a CUDA device, in float32 without TF32, against an eager `torch.optim.SGD` step on the same batch.
 
-small      784-500-10, N1/N2 = 60/30: eager (capture=False), and recorded into a CUDA graph as it is by itself
+small      784-500-10, N1/N2 = 60/30: eager (capture=False), and recorded into a CUDA graph (the default)
 large      604 million parameters, N1/N2 = 4096/1024
 largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
 long       10000 steps of the small network: does a step get slower, does memory grow?
-precision  time and error of p with the small system in float64
-mixed      67 million parameters, N1/N2 = 1024/256: passes in bfloat16 (autocast), Gram and solve in float32
+precision  time and error of p with the Gram matrix and its solve in float32 and in float64
+mixed      67 million parameters, N1/N2 = 1024/256: passes in bfloat16 (autocast), Gram matrix and solve in float32
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DEVICE = "cuda"
 
 
 def bench_gpu(parts: Sequence[str]) -> dict[str, Any]:
-    """{part: figures} for the parts asked for, with the device and the versions."""
+    """{"device", "torch", part: numbers}."""
     if not torch.cuda.is_available():
-        raise SystemExit("bench gpu needs a CUDA device and there is none here")
+        raise SystemExit("bench gpu needs a CUDA device, and torch finds none here")
     torch.backends.cuda.matmul.allow_tf32 = False
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for part in parts:
@@ -42,27 +42,17 @@ def bench_gpu(parts: Sequence[str]) -> dict[str, Any]:
 
 
 def small() -> dict[str, Any]:
-    """Microseconds of each kind of step, and over eager SGD."""
+    """Microseconds of each kind of step, and the ratio to eager SGD."""
     steps = {"sgd": _sgd(SMALL)}
     for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
         steps[name] = _step(name, SMALL, capture=False)
         steps[f"{name} recorded"] = _step(name, SMALL)
     seconds = _medians(steps, rounds=30, block=50)
-    return {name: {"us": 1e6 * value, **_over(value, seconds)} for name, value in seconds.items()}
+    return {name: {"us": 1e6 * value, "over_sgd": value / seconds["sgd"]} for name, value in seconds.items()}
 
 
-def large() -> dict[str, Any]:
-    """The small system in float32."""
-    return _big(LARGE, None)
-
-
-def largest() -> dict[str, Any]:
-    """The small system in float64: the rows have 10^9 numbers each, and their products need the digits."""
-    return _big(LARGEST, torch.float64)
-
-
-def _big(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Seconds of a step of SGD and of NG, peak memory of the latter, and how far p is from solving its system."""
+def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Seconds of a step of SGD and of NG, peak memory of the latter, and the relative residual of its p."""
     rounds: dict[str, list[float]] = {"sgd": [], "smw-ng": []}
     inputs, targets = _batch(network)
     model = network.build().to(DEVICE)
@@ -96,7 +86,7 @@ def _big(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def long(steps: int = 10_000) -> dict[str, Any]:
-    """Microseconds of the first and the last thousand of many steps, and the bytes gained in between."""
+    """Microseconds per step in the first and the last thousand steps, and the growth of memory in bytes."""
     result: dict[str, Any] = {}
     for kind, capture in (("eager", False), ("recorded", True)):
         step = _step("smw-ng", SMALL, capture=capture)
@@ -113,7 +103,7 @@ def long(steps: int = 10_000) -> dict[str, Any]:
 
 
 def precision() -> dict[str, Any]:
-    """For smw-gn with a small damping: time of a step and relative error of p against float64 throughout."""
+    """For smw-gn with a small damping: time of a step, and relative error of p against all in float64."""
     network = Network((784, 500, 10), 512, 256, iterations=15)
     inputs, targets = _batch(network)
     exact = _direction(network, inputs.double(), targets, torch.float64, {})
@@ -125,7 +115,8 @@ def precision() -> dict[str, Any]:
         steps[name] = _step("smw-gn", network, **settings)
     seconds = _medians(steps, rounds=5, block=5)
     return {
-        name: {"us": 1e6 * seconds[name], "error": errors[name], **_over(seconds[name], seconds)} for name in kinds
+        name: {"us": 1e6 * seconds[name], "error": errors[name], "over_sgd": seconds[name] / seconds["sgd"]}
+        for name in kinds
     }
 
 
@@ -134,12 +125,12 @@ def _direction(
 ) -> Tensor:
     model = network.build().to(DEVICE, dtype)
     optimizer = OPTIMIZERS["smw-gn"](model, network.loss(), damping=1e-4, **settings)
-    chosen = torch.arange(network.curvature_samples)
-    return _vector.flatten(optimizer.direction(inputs, targets, subset=chosen))
+    subset = torch.arange(network.curvature_samples)
+    return _vector.flatten(optimizer.direction(inputs, targets, subset=subset))
 
 
 def mixed() -> dict[str, Any]:
-    """Milliseconds of steps in float32 and with bfloat16 passes, and the error that makes in p."""
+    """Milliseconds of steps in float32 and with passes in bfloat16, and the relative error of p in the latter."""
     network = Network((8192, 4096, 8192, 10), 1024, 256, iterations=15)
     inputs, targets = _batch(network)
     model, loss = network.build().to(DEVICE), network.loss()
@@ -153,13 +144,12 @@ def mixed() -> dict[str, Any]:
         plain.step()
 
     steps: dict[str, Step] = {"sgd": partial(sgd, False), "sgd bfloat16": partial(sgd, True)}
-    chosen = torch.arange(network.curvature_samples)
+    subset = torch.arange(network.curvature_samples)
     directions = []
-    for name, kind in (("smw-ng", None), ("smw-ng bfloat16", torch.bfloat16)):
-        optimizer = OPTIMIZERS["smw-ng"](
-            network.build().to(DEVICE), loss, lr=1e-3, curvature_samples=network.curvature_samples, autocast=kind
-        )
-        directions.append(_vector.flatten(optimizer.direction(inputs, targets, subset=chosen)))
+    settings = {"lr": 1e-3, "curvature_samples": network.curvature_samples}
+    for name, dtype in (("smw-ng", None), ("smw-ng bfloat16", torch.bfloat16)):
+        optimizer = OPTIMIZERS["smw-ng"](network.build().to(DEVICE), loss, autocast=dtype, **settings)
+        directions.append(_vector.flatten(optimizer.direction(inputs, targets, subset=subset)))
         steps[name] = partial(optimizer.step, inputs, targets)
     seconds = _medians(steps, rounds=7, block=5)
     error = float((directions[1] - directions[0]).norm() / directions[0].norm())
@@ -169,8 +159,9 @@ def mixed() -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "small": small,
-    "large": large,
-    "largest": largest,
+    "large": partial(_one_step, LARGE, None),
+    # A row has 10^9 numbers, and products of rows need more digits.
+    "largest": partial(_one_step, LARGEST, torch.float64),
     "long": long,
     "precision": precision,
     "mixed": mixed,
@@ -192,20 +183,16 @@ def _step(name: str, network: Network, **settings: Any) -> Step:
 
 
 def _medians(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
-    """Median seconds of a step, timed in blocks that take turns."""
+    """Median seconds of each step, timed in blocks that take turns."""
     return median_seconds(steps, rounds, warmup=block, block=block, clock=_clock)
 
 
 def _seconds(step: Step, times: int = 1) -> float:
-    """Seconds of one of several steps in a row."""
+    """Seconds per step, of several steps in a row."""
     return median_seconds({"": step}, repeats=1, warmup=0, block=times, clock=_clock)[""]
 
 
 def _clock() -> float:
-    """The time at which the device has finished what it was given."""
+    """The time, once the device has finished its work."""
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _over(value: float, seconds: dict[str, float]) -> dict[str, float]:
-    return {"over_sgd": value / seconds["sgd"]}

@@ -1,11 +1,11 @@
-"""One step of other libraries on the same network, as functions that move the parameters by p.
+"""Steps of other libraries on the same network, as functions that move the parameters by p.
 
-Libraries that give rows or a Gram matrix and no step are finished here in the cheapest way known to us: with
-the whole batch as S2 the gradient lies in the row space, g = U^T e, so that
+For a library that gives rows or a Gram matrix and no step, the rest of the step is here, as cheap as possible:
+with the whole batch as S2 the gradient lies in the row space, g = U^T e / sqrt(n), so that
 
-    p = -U^T (U U^T + lambda I)^{-1} e
+    p = -U^T (U U^T + lambda I)^{-1} e / sqrt(n)
 
-needs one matrix with a row per row of U and no product with g. None of this uses woodbury's own code.
+needs no product with g. None of this uses woodbury's own code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GN, NG, OTHER = "exact GN", "exact NG", "something else"
 
 @dataclass(frozen=True)
 class Task:
-    """What one step works on: a network of its own, the batch, and the damping lambda."""
+    """What a step needs: a network that it moves, the batch, and the damping lambda."""
 
     model: nn.Sequential
     loss: nn.Module  # CrossEntropyLoss or MSELoss, mean
@@ -42,6 +42,10 @@ class Task:
     def classes(self) -> bool:
         return isinstance(self.loss, nn.CrossEntropyLoss)
 
+    @property
+    def loss_function(self) -> Callable[..., Tensor]:
+        return nn.functional.cross_entropy if self.classes else _squares
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -50,12 +54,12 @@ class Peer:
     name: str
     make: Callable[[Task], Step]
     versus: str  # the optimizer of woodbury that it is timed beside
-    computes: str  # GN and NG: the same p as that optimizer; else what it is
-    package: str | None = None  # as pip knows it; None: torch itself
-    modules: tuple[str, ...] = ()  # what has to be importable
-    exceptions: dict[str, str] = field(default_factory=dict)  # by loss: what it computes there instead
+    computes: str  # GN or NG if it has the same p as that optimizer, else another name
+    package: str | None = None  # its name for pip; None: torch itself
+    modules: tuple[str, ...] = ()  # that it imports
+    exceptions: dict[str, str] = field(default_factory=dict)  # loss -> what it computes for that loss instead
 
-    def computed(self, loss: nn.Module) -> str:
+    def computes_for(self, loss: nn.Module) -> str:
         return self.exceptions.get(type(loss).__name__, self.computes)
 
 
@@ -70,12 +74,12 @@ def _peer(name: str, versus: str, computes: str, **about: Any) -> Callable[[Call
     return register
 
 
-# -- torch alone: every row of U written out ----------------------------------------------------------------------
+# -- torch alone, with all rows of U in memory --------------------------------------------------------------------
 
 
 @_peer("torch.func rows, GN", "smw-gn", GN)
 def _functional_gauss_newton(task: Task) -> Step:
-    """U by `vmap` over samples of the vector-Jacobian products with the columns of S."""
+    """U by vector-Jacobian products with the columns of S, by `vmap` over the samples."""
 
     def step() -> None:
         with torch.no_grad():
@@ -89,7 +93,7 @@ def _functional_gauss_newton(task: Task) -> Step:
             return torch.func.vmap(pull)(columns.T)
 
         blocks = torch.func.vmap(rows)(task.inputs, S)
-        _move_by_rows(task, [_two_axes(block, 2) for block in blocks], 1 / math.sqrt(len(e)), e.flatten())
+        _move_by_rows(task, [_as_matrix(block, 2) for block in blocks], 1 / math.sqrt(len(e)), e.flatten())
 
     return step
 
@@ -106,7 +110,7 @@ def _functional_natural_gradient(task: Task) -> Step:
     def step() -> None:
         blocks = gradients(tuple(task.parameters), task.inputs, task.targets)
         n = len(task.inputs)
-        _move_by_rows(task, [_two_axes(block, 1) for block in blocks], 1 / math.sqrt(n), torch.ones(n))
+        _move_by_rows(task, [_as_matrix(block, 1) for block in blocks], 1 / math.sqrt(n), torch.ones(n))
 
     return step
 
@@ -123,7 +127,7 @@ def _functional_natural_gradient(task: Task) -> Step:
     exceptions={"CrossEntropyLoss": "GN of √loss"},
 )
 def _torch_levenberg_marquardt(task: Task) -> Step:
-    """Its own training step, new loss included. Its squares have no factor 2, so its damping is half of ours."""
+    """Its own training step, which evaluates the new loss. Its squares lack a factor 2: half the damping."""
     training = importlib.import_module("torch_levenberg_marquardt.training")
     damping = importlib.import_module("torch_levenberg_marquardt.damping")
     losses = importlib.import_module("torch_levenberg_marquardt.loss")
@@ -138,18 +142,32 @@ def _torch_levenberg_marquardt(task: Task) -> Step:
     return lambda: module.training_step(task.inputs, task.targets)
 
 
+def _backpack_rows(task: Task, extension: str, attribute: str, leading: int) -> Callable[[], list[Tensor]]:
+    """A function that returns the rows that an extension of BackPACK leaves on the parameters, as matrices."""
+    backpack = importlib.import_module("backpack")
+    make_extension = getattr(importlib.import_module("backpack.extensions"), extension)
+    model, loss = backpack.extend(task.model), backpack.extend(type(task.loss)())
+
+    def rows() -> list[Tensor]:
+        model.zero_grad()
+        with backpack.backpack(make_extension()):
+            loss(model(task.inputs), task.targets).backward()
+        blocks = []
+        for parameter in task.parameters:
+            blocks.append(_as_matrix(getattr(parameter, attribute), leading))
+            delattr(parameter, attribute)  # the next step needs the memory
+        return blocks
+
+    return rows
+
+
 @_peer("BackPACK, SqrtGGNExact", "smw-gn", GN, package="backpack-for-pytorch", modules=("backpack",))
 def _backpack_gauss_newton(task: Task) -> Step:
-    """U as BackPACK stores it. g comes with it; e does not, so that U g has to be formed."""
-    backpack = importlib.import_module("backpack")
-    extension = importlib.import_module("backpack.extensions").SqrtGGNExact
-    model, loss = backpack.extend(task.model), backpack.extend(_fresh(task.loss))
+    """BackPACK gives U and g but not e, so this needs the product U g."""
+    rows = _backpack_rows(task, "SqrtGGNExact", "sqrt_ggn_exact", leading=2)
 
     def step() -> None:
-        model.zero_grad()
-        with backpack.backpack(extension()):
-            loss(model(task.inputs), task.targets).backward()
-        blocks = [_two_axes(_taken(parameter, "sqrt_ggn_exact"), 2) for parameter in task.parameters]
+        blocks = rows()
         gradients = [parameter.grad.flatten() for parameter in task.parameters if parameter.grad is not None]
         images = [block @ gradient for block, gradient in zip(blocks, gradients, strict=True)]
         d = _solve(_gram(blocks), torch.stack(images).sum(0), task.damping)
@@ -162,17 +180,11 @@ def _backpack_gauss_newton(task: Task) -> Step:
 
 @_peer("BackPACK, BatchGrad", "smw-ng", NG, package="backpack-for-pytorch", modules=("backpack",))
 def _backpack_natural_gradient(task: Task) -> Step:
-    backpack = importlib.import_module("backpack")
-    extension = importlib.import_module("backpack.extensions").BatchGrad
-    model, loss = backpack.extend(task.model), backpack.extend(_fresh(task.loss))
+    rows = _backpack_rows(task, "BatchGrad", "grad_batch", leading=1)
+    n = len(task.inputs)
 
     def step() -> None:
-        model.zero_grad()
-        with backpack.backpack(extension()):
-            loss(model(task.inputs), task.targets).backward()
-        blocks = [_two_axes(_taken(parameter, "grad_batch"), 1) for parameter in task.parameters]
-        n = len(task.inputs)  # each row is the gradient of a sample over n
-        _move_by_rows(task, blocks, math.sqrt(n), torch.ones(n))
+        _move_by_rows(task, rows(), math.sqrt(n), torch.ones(n))  # a row is the gradient of a sample divided by n
 
     return step
 
@@ -182,12 +194,11 @@ def _asdl(task: Task) -> Step:
     smw = importlib.import_module("asdl.precondition.smw")
     config = smw.SmwEmpNaturalGradientConfig(data_size=len(task.inputs), damping=task.damping)
     maker = smw.SmwEmpNaturalGradientMaker(task.model, config)
-    loss = nn.functional.cross_entropy if task.classes else _squares
 
     def step() -> None:
         task.model.zero_grad()
         outputs = maker.setup_model_call(task.model, task.inputs)
-        maker.setup_loss_call(loss, outputs, task.targets)
+        maker.setup_loss_call(task.loss_function, outputs, task.targets)
         maker.forward_and_backward()
         _move_against_gradient(task)
 
@@ -196,7 +207,7 @@ def _asdl(task: Task) -> Step:
 
 @_peer("TorchJD, Gram of outputs", "smw-gn", GN, package="torchjd", modules=("torchjd.autogram",))
 def _torchjd_gauss_newton(task: Task) -> Step:
-    """J J^T from its engine, S on both sides, and one backward pass for p."""
+    """J J^T from its engine, times S on both sides, and one backward pass for p."""
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
 
     def step() -> None:
@@ -219,7 +230,7 @@ def _torchjd_natural_gradient(task: Task) -> Step:
 
     def step() -> None:
         task.model.zero_grad()
-        losses = _values(task, task.model(task.inputs))
+        losses = task.loss_function(task.model(task.inputs), task.targets, reduction="none")
         n = len(losses)
         K = engine.compute_gramian(losses) / n
         losses.backward(_solve(K, torch.full((n,), 1 / n), task.damping))
@@ -228,15 +239,12 @@ def _torchjd_natural_gradient(task: Task) -> Step:
     return step
 
 
-@_peer(
-    "curvlinops, CG on the GGN",
-    "smw-gn",
-    GN,
-    package="curvlinops-for-pytorch",
-    modules=("curvlinops", "linear_operator"),
-)
+_CURVLINOPS = {"package": "curvlinops-for-pytorch", "modules": ("curvlinops", "linear_operator")}
+
+
+@_peer("curvlinops, CG on the GGN", "smw-gn", GN, **_CURVLINOPS)
 def _curvlinops_conjugate_gradient(task: Task) -> Step:
-    """Matrix-free, to a relative residual of 1e-5 or 1000 iterations."""
+    """Without a matrix, up to a relative residual of 1e-5 or 1000 iterations."""
     curvlinops = importlib.import_module("curvlinops")
     identity = importlib.import_module("curvlinops.examples").IdentityLinearOperator
     shapes = [tuple(parameter.shape) for parameter in task.parameters]
@@ -254,13 +262,7 @@ def _curvlinops_conjugate_gradient(task: Task) -> Step:
     return step
 
 
-@_peer(
-    "curvlinops, KFAC inverse",
-    "smw-gn",
-    "KFAC",
-    package="curvlinops-for-pytorch",
-    modules=("curvlinops", "linear_operator"),
-)
+@_peer("curvlinops, KFAC inverse", "smw-gn", "KFAC", **_CURVLINOPS)
 def _curvlinops_kfac(task: Task) -> Step:
     curvlinops = importlib.import_module("curvlinops")
 
@@ -282,7 +284,7 @@ def _curvlinops_kfac(task: Task) -> Step:
 
 @_peer("SINGD, dense", "smw-ng", "Kronecker, running", package="singd", modules=("singd",))
 def _singd(task: Task) -> Step:
-    """Preconditioner updated at every step."""
+    """With a new preconditioner at every step."""
     optim = importlib.import_module("singd.optim.optimizer")
     optimizer = optim.SINGD(task.model, lr=0.1, momentum=0.0, damping=task.damping, T=1)
 
@@ -294,11 +296,11 @@ def _singd(task: Task) -> Step:
     return step
 
 
-# -- what they share ----------------------------------------------------------------------------------------------
+# -- parts of several steps ---------------------------------------------------------------------------------------
 
 
 def _factor(loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """S (n, c, k) with S S^T the Hessian of each sample's loss, and e (n, k) with S e its gradient."""
+    """S (n, c, k) and e (n, k): S S^T is the Hessian of each sample's loss and S e its gradient."""
     if isinstance(loss, nn.CrossEntropyLoss):
         probabilities = outputs.softmax(1)
         root = probabilities.sqrt()
@@ -310,25 +312,18 @@ def _factor(loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def _call(task: Task, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The output of one sample."""
+    """The output for one sample."""
     names = [name for name, _ in task.model.named_parameters()]
     return torch.func.functional_call(task.model, dict(zip(names, parameters, strict=True)), (x.unsqueeze(0),))[0]
 
 
-def _two_axes(block: Tensor, leading: int) -> Tensor:
-    """(rows, numbers) from the rows of one parameter with so many axes for the row."""
+def _as_matrix(block: Tensor, leading: int) -> Tensor:
+    """The rows of one parameter as a matrix; the first `leading` axes of `block` count the rows."""
     return block.detach().flatten(leading).flatten(0, leading - 1)
 
 
-def _taken(parameter: nn.Parameter, name: str) -> Tensor:
-    """What BackPACK left on a parameter, which loses it: the memory is needed again in the next step."""
-    value: Tensor = getattr(parameter, name)
-    delattr(parameter, name)
-    return value
-
-
 def _gram(blocks: Sequence[Tensor]) -> Tensor:
-    """U U^T from the columns of U in blocks."""
+    """U U^T from blocks of columns of U."""
     K = blocks[0] @ blocks[0].T
     for block in blocks[1:]:
         K.addmm_(block, block.T)
@@ -344,16 +339,16 @@ def _solve(K: Tensor, rhs: Tensor, damping: float) -> Tensor:
 
 @torch.no_grad()
 def _move_by_rows(task: Task, blocks: Sequence[Tensor], scale: float, e: Tensor) -> None:
-    """Add p for U = scale x blocks and g = U^T e / sqrt(n)."""
+    """Move the parameters by p for U = scale x blocks and g = U^T e / sqrt(n)."""
     coefficients = _solve(scale**2 * _gram(blocks), e / math.sqrt(len(task.inputs)), task.damping) * scale
     for parameter, block in zip(task.parameters, blocks, strict=True):
         parameter.sub_((block.T @ coefficients).view_as(parameter))
 
 
 @torch.no_grad()
-def _move(task: Task, step: Sequence[Tensor]) -> None:
-    for parameter, change in zip(task.parameters, step, strict=True):
-        parameter.sub_(change)
+def _move(task: Task, directions: Sequence[Tensor]) -> None:
+    for parameter, direction in zip(task.parameters, directions, strict=True):
+        parameter.sub_(direction)
 
 
 def _move_against_gradient(task: Task) -> None:
@@ -364,17 +359,6 @@ def _gradients(task: Task) -> list[Tensor]:
     return list(torch.autograd.grad(task.loss(task.model(task.inputs), task.targets), task.parameters))
 
 
-def _values(task: Task, outputs: Tensor) -> Tensor:
-    """The loss of each sample."""
-    if task.classes:
-        return nn.functional.cross_entropy(outputs, task.targets, reduction="none")
-    return _squares(outputs, task.targets, reduction="none")
-
-
 def _squares(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     values = (outputs - targets).square().mean(1)
     return values if reduction == "none" else values.mean()
-
-
-def _fresh(loss: nn.Module) -> nn.Module:
-    return type(loss)()

@@ -1,9 +1,8 @@
-"""The step of other libraries beside woodbury's: seconds, memory, and how far apart the two p are.
+"""Steps of other libraries beside woodbury's: seconds, memory, and the difference between the two p.
 
-Every peer gets a process of its own, in which its step and woodbury's are timed in turns from the same
-parameters on the same batch; p is what the parameters moved by in the first step. A second process measures
-memory: the peak of the resident set during a first step above what it was before, with libraries loaded and model
-and batch made. Peers that cannot be imported are reported as such.
+In one process per peer, its step and woodbury's are timed in turns, from the same parameters on the same batch; p
+is the change of the parameters in the first step. A second process measures memory: by how much the peak of the
+resident set in a first step exceeds what was resident just before it.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from torch import Tensor, nn
 from woodbury._memory import available_bytes
 from woodbury.bench.peer_steps import GN, NG, PEERS, Peer, Task
 from woodbury.bench.timing import Step
+from woodbury.experiments.config import installed_versions, this_machine
 from woodbury.experiments.errors import one_line
-from woodbury.experiments.machine import installed_versions, this_machine
 from woodbury.experiments.models import mlp, network_name, parameter_count
 from woodbury.optim import OPTIMIZERS
 
-_START = 45.0  # seconds a process may take to import libraries and make its model
-_PATIENCE = 3.0  # how much longer than its CPU time a process may take on a busy machine
+_START_SECONDS = 45.0  # for a process to import libraries and build its model
+_BUSY_FACTOR = 3.0  # wall time over CPU time that a process may take on a busy machine
 _ROUNDS = 30  # of timing, at most
-_TURNS = 3  # of woodbury in a round
+_OWN_STEPS = 3  # of woodbury per round
 
-# What an allocator keeps for later hides a part of the next peak. With these it gives freed memory back at once
-# (mimalloc, torch's own on ARM; glibc), which takes time: memory is measured in a process that is not timed.
+# An allocator that holds on to freed memory hides a part of the next peak. With these settings mimalloc (torch's
+# own on ARM) and glibc return it at once; that takes time, so memory is not measured in the timed process.
 RETURNS_MEMORY = {"MIMALLOC_PURGE_DELAY": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A network of linear layers and sigmoids, its loss and its batch, all of which enters the curvature."""
+    """A network of linear layers and sigmoids, a loss and a batch; the whole batch enters the curvature."""
 
     widths: tuple[int, ...]
     samples: int
@@ -82,7 +81,7 @@ def _own_step(name: str) -> Callable[[Task], Step]:
     return make
 
 
-# Our own steps as peers of themselves: what they cost in memory, and what the clock makes of equals.
+# Our own steps as peers of themselves: for their memory, and to see how far the clock finds equals apart.
 OWN = {
     "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn", GN),
     "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng", NG),
@@ -98,24 +97,25 @@ def bench_peers(
 ) -> dict[str, Any]:
     """{"machine", "versions", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}.
 
-    An entry is what `describe` and `measure` return together. limit is for the timing of each peer, in CPU
-    seconds. names and problems choose some of `PEERS` and `PROBLEMS`.
+    An entry is what `describe` and `measure` return together. limit: CPU seconds of timing per peer. names and
+    problems choose some of `PEERS` and `PROBLEMS`.
     """
     known = OWN | PEERS
-    chosen = [known[name] for name in names] if names else list(known.values())
     result: dict[str, Any] = {"machine": this_machine(), "versions": installed_versions(), "limit": limit}
     result["problems"] = {}
     for key in problems or PROBLEMS:
         problem = (SMALL if small else PROBLEMS)[key]
         entries = []
-        for peer in chosen:
-            say(f"{key}: {peer.name} ...")
-            entry = describe(peer, problem)
+        for name in names or known:
+            say(f"{key}: {name} ...")
+            entry = describe(known[name], problem)
             if entry["status"] == "ok":
-                entry |= _in_own_processes(key, peer.name, limit, small)
+                entry |= _run_process(key, name, limit, small, memory=False)
+            if entry["status"] == "ok":
+                entry["memory"] = _run_process(key, name, limit, small, memory=True).get("memory")
             entries.append(entry)
-            told = entry["status"] if entry["status"] != "ok" else f"{1e3 * entry['seconds']:.1f} ms"
-            say(f"{key}: {peer.name}: {told}")
+            outcome = f"{1e3 * entry['seconds']:.1f} ms" if entry["status"] == "ok" else entry["status"]
+            say(f"{key}: {name}: {outcome}")
         result["problems"][key] = {
             "network": network_name(problem.widths),
             "loss": problem.loss.__name__,
@@ -128,10 +128,10 @@ def bench_peers(
 
 
 def describe(peer: Peer, problem: Problem) -> dict[str, Any]:
-    """What is known of a peer before it runs; "status" is "ok" if its modules are there."""
+    """What is known of a peer before it runs; "status" is "ok" if it is installed."""
     entry: dict[str, Any] = {
         "peer": peer.name,
-        "computes": peer.computed(problem.loss()),
+        "computes": peer.computes_for(problem.loss()),
         "versus": peer.versus,
         "package": peer.package,
         "status": "ok",
@@ -148,11 +148,10 @@ def describe(peer: Peer, problem: Problem) -> dict[str, Any]:
 
 
 def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict[str, Any]:
-    """Time a peer beside woodbury's step in this process.
+    """Time the step of a peer in turns with woodbury's, in this process.
 
-    Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None
-    where the peer computes another p) and "rounds" (0 if there was time for the first step alone, which is not
-    warmed up).
+    Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None if
+    the peer computes another p) and "rounds" (0 if the limit allowed only the first step, which is slower).
     """
     _warm_up(peer, warmup)
     own = _own_step(peer.versus)
@@ -160,43 +159,42 @@ def measure(problem: Problem, peer: Peer, limit: float, warmup: Problem) -> dict
     theirs, ours = problem.task(batch), problem.task(batch)
     step = peer.make(theirs)
     start = _flat(theirs.model)
-    begun = time.process_time()
-    first = _timed(step, theirs.model, start)
+    started = time.process_time()
+    first = _step_seconds(step, theirs.model, start)
     if first > limit:
         return {"status": f"over {limit:g} s"}
-    moved = _flat(theirs.model) - start
-    step_beside = own(ours)
-    step_beside()
-    expected = _flat(ours.model) - start
+    p = _flat(theirs.model) - start
+    own_step = own(ours)
+    own_step()
+    own_p = _flat(ours.model) - start
     seconds: list[float] = []
-    beside = [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
+    own_seconds = [_step_seconds(own_step, ours.model, start) for _ in range(_OWN_STEPS)]
     while len(seconds) < _ROUNDS:
-        elapsed = time.process_time() - begun
+        elapsed = time.process_time() - started
         if elapsed + first > limit or (len(seconds) >= 5 and elapsed > limit / 4):
             break
-        seconds.append(_timed(step, theirs.model, start))
-        beside += [_timed(step_beside, ours.model, start) for _ in range(_TURNS)]
-    rounds = len(seconds)
-    seconds = seconds or [first]  # no time for a second step
-    same = peer.computed(ours.loss) in (GN, NG)
+        seconds.append(_step_seconds(step, theirs.model, start))
+        own_seconds += [_step_seconds(own_step, ours.model, start) for _ in range(_OWN_STEPS)]
+    same = peer.computes_for(ours.loss) in (GN, NG)
+    middle, own_middle = median(seconds or [first]), median(own_seconds)
     return {
-        "seconds": median(seconds),
-        "woodbury": median(beside),
-        "ratio": median(seconds) / median(beside),
-        "difference": float((moved - expected).norm() / expected.norm()) if same else None,
-        "rounds": rounds,
+        "seconds": middle,
+        "woodbury": own_middle,
+        "ratio": middle / own_middle,
+        "difference": float((p - own_p).norm() / own_p.norm()) if same else None,
+        "rounds": len(seconds),
     }
 
 
 def measure_memory(problem: Problem, peer: Peer, warmup: Problem) -> int | None:
     """Bytes that a first step of a peer takes at its peak, in a process started with `RETURNS_MEMORY`.
 
-    None where the system does not tell or the allocator keeps what is freed.
+    None if the system does not report memory or the allocator holds on to what is freed.
     """
     _warm_up(peer, warmup)
     step = peer.make(problem.task(problem.batch()))
     _return_free_memory()
-    if not _memory_is_seen():
+    if not _sees_memory():
         return None
     before = _reset_peak()
     step()
@@ -204,14 +202,14 @@ def measure_memory(problem: Problem, peer: Peer, warmup: Problem) -> int | None:
 
 
 def _warm_up(peer: Peer, problem: Problem) -> None:
-    """Libraries load much of themselves on first use."""
+    """Take a first step, in which libraries load much of themselves."""
     for make in (_own_step(peer.versus), peer.make):
         make(problem.task(problem.batch()))()
 
 
-def work(key: str, name: str, limit: float, small: bool, memory: bool = False) -> dict[str, Any]:
-    """`measure`, or {"memory": bytes}, with what may go wrong in a peer as its "status"; for its own process."""
-    _keep_within_memory()
+def try_measure(key: str, name: str, limit: float, small: bool, memory: bool = False) -> dict[str, Any]:
+    """What `measure` returns, or {"memory": bytes}; {"status": reason} if the peer fails."""
+    _limit_memory()
     problem, peer = (SMALL if small else PROBLEMS)[key], (OWN | PEERS)[name]
     try:
         if memory:
@@ -219,35 +217,28 @@ def work(key: str, name: str, limit: float, small: bool, memory: bool = False) -
         return measure(problem, peer, limit, SMALL[key])
     except MemoryError:
         return {"status": "out of memory"}
-    except Exception as error:  # a peer may fail as it likes
-        words = one_line(error)
-        if "allocate" in words or "bad_alloc" in words:
+    except Exception as error:  # of any library
+        message = one_line(error)
+        if "allocate" in message or "bad_alloc" in message:
             return {"status": "out of memory"}
-        return {"status": f"failed: {type(error).__name__}: {words[:200]}"}
+        return {"status": f"failed: {type(error).__name__}: {message[:200]}"}
 
 
-def _in_own_processes(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
-    """`measure` in one process and, where that went well, "memory" from another."""
-    entry = _in_own_process(key, name, limit, small, memory=False)
-    if "status" not in entry:
-        entry["memory"] = _in_own_process(key, name, limit, small, memory=True).get("memory")
-    return entry
-
-
-def _in_own_process(key: str, name: str, limit: float, small: bool, memory: bool) -> dict[str, Any]:
+def _run_process(key: str, name: str, limit: float, small: bool, memory: bool) -> dict[str, Any]:
+    """What `try_measure` returns in a new process."""
     program = "import sys; from woodbury.bench import peers; peers.main(sys.argv[1:])"
     command = [sys.executable, "-W", "ignore", "-c", program, key, name, str(limit)]
     command += [str(int(flag)) for flag in (small, memory)]
     environment = os.environ | RETURNS_MEMORY if memory else None
-    patience = _PATIENCE * limit + _START
+    timeout = _BUSY_FACTOR * limit + _START_SECONDS
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     except subprocess.TimeoutExpired:
         return {"status": f"over {limit:g} s"}
     if done.returncode == 0:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
-    if done.returncode == -9:  # the kernel's way to say it
+    if done.returncode == -9:  # killed by the kernel
         return {"status": "out of memory"}
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return {"status": f"failed: {last[:200]}"}
@@ -256,11 +247,11 @@ def _in_own_process(key: str, name: str, limit: float, small: bool, memory: bool
 def main(arguments: Sequence[str]) -> None:
     """The process of one peer: prints one JSON object."""
     key, name, limit, small, memory = arguments
-    print(json.dumps(work(key, name, float(limit), small == "1", memory == "1")))
+    print(json.dumps(try_measure(key, name, float(limit), small == "1", memory == "1")))
 
 
-def _keep_within_memory() -> None:
-    """Let allocations beyond nine tenths of what is free now fail, before the kernel ends the process."""
+def _limit_memory() -> None:
+    """Let allocations beyond nine tenths of the free memory fail, before the kernel kills the process."""
     available = available_bytes(torch.device("cpu"))
     try:
         import resource
@@ -270,16 +261,16 @@ def _keep_within_memory() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available), resource.RLIM_INFINITY))
 
 
-def _timed(step: Step, model: nn.Module, start: Tensor) -> float:
-    """CPU seconds of a step from the given parameters."""
+def _step_seconds(step: Step, model: nn.Module, start: Tensor) -> float:
+    """CPU seconds of a step from the parameters `start`."""
     with torch.no_grad():
         offset = 0
         for parameter in model.parameters():
             parameter.copy_(start[offset : offset + parameter.numel()].view_as(parameter))
             offset += parameter.numel()
-    begun = time.process_time()
+    started = time.process_time()
     step()
-    return time.process_time() - begun
+    return time.process_time() - started
 
 
 def _flat(model: nn.Module) -> Tensor:
@@ -287,13 +278,13 @@ def _flat(model: nn.Module) -> Tensor:
 
 
 def _return_free_memory() -> None:
-    """What is kept for later would hide a part of the next step's peak."""
+    """Free memory that a process holds would hide a part of the next step's peak."""
     gc.collect()
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _memory_is_seen() -> bool:
+def _sees_memory() -> bool:
     """Whether the resident set grows by a new tensor and shrinks when it is freed."""
     size = 2**24
     try:
@@ -305,7 +296,7 @@ def _memory_is_seen() -> bool:
 
 
 def _reset_peak() -> int:
-    """Bytes resident now, from where the peak counts again."""
+    """Bytes resident now; the peak starts again from there."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _status("VmRSS")

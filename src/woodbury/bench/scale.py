@@ -7,11 +7,11 @@ The table (section 6) gives the extra cost of a step over the gradient, in O-not
     HF       iterations x N2 n
     KFAC     sum m_l^3 + N2 sum m_l^2
 
-Measured is the time of a step less that of an SGD step on the same batch; the two are timed in turns. An exponent
-is the slope of a least-squares line through log cost against log value; "predicted" is the same slope for the
-table's expression with every constant set to one. The table is for the direction p and knows no N1. Every method
-here also evaluates the loss at theta + p on the N1 samples, and the SMW methods keep the gradient rows of the
-samples outside S2 beside the factor rows, in a Gram matrix of all of them: N1^2 sum m_l.
+The measured cost is the time of a step minus that of an SGD step on the same batch; the two are timed in turns. An
+exponent is the slope of a least-squares line through log cost against log value; "predicted" is the same slope for
+the table's expression with every constant set to one. The table covers the direction p only, without N1. Here
+every method also evaluates the loss at theta + p on the N1 samples, and the Gram matrix of the SMW methods has
+gradient rows of the samples outside S2 beside the factor rows: N1^2 sum m_l.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from woodbury.bench.timing import Network, medians_within, optimizer_step, sgd_s
 from woodbury.experiments.models import parameter_count
 
 METHODS = ("smw-gn", "smw-ng", "hf", "kfac")
-_SECONDS = 2.5  # of timing spent on each method at each point
+_SECONDS = 2.5  # of timing per method and point
 _REPEATS = 200
 _ITERATIONS = 15  # of CG
 
@@ -35,7 +35,7 @@ Sweep = Sequence[tuple[int, Network]]  # the value at each point, and the networ
 
 
 def _deep(depth: int) -> tuple[int, Network]:
-    """So many hidden layers of 256: n grows in proportion, and so does the sum of the widths."""
+    """n and a network with `depth` hidden layers of 256: n and the sum of the widths grow with the depth."""
     network = Network((256,) * (depth + 1) + (10,), 60, 30, _ITERATIONS)
     return parameter_count(network.widths), network
 
@@ -57,7 +57,7 @@ QUICK: dict[str, Sweep] = {
 
 
 def predicted_cost(name: str, network: Network) -> float:
-    """The paper's extra cost with every constant one."""
+    """The extra cost in the paper's table with every constant set to one."""
     m, rows, outputs = network.widths, network.curvature_samples, network.widths[-1]
     n = parameter_count(network.widths)
     if name == "smw-gn":
@@ -81,7 +81,7 @@ def bench_scale(
 ) -> dict[str, Any]:
     """{sweep: {"values", "sgd": seconds, optimizer: {"seconds", "sgd", "exponent", "predicted"}}}.
 
-    The "sgd" of an optimizer holds the SGD steps timed in turns with it. quick: tiny networks, a step or two each.
+    The "sgd" of an optimizer are the SGD steps timed in turns with it. quick: tiny networks, a step or two each.
     """
     result = {}
     for sweep, points in (QUICK if quick else SWEEPS).items():
@@ -94,12 +94,12 @@ def bench_scale(
             for name in names:
                 sgd = sgd_step(network.build(), network.loss(), *batch)
                 pair = {"sgd": sgd, name: optimizer_step(name, network, *batch)}
-                both = medians_within(pair, 0.01 if quick else _SECONDS, _REPEATS)
-                seconds[name].append(both[name])
-                reference[name].append(both["sgd"])
+                medians = medians_within(pair, 0.01 if quick else _SECONDS, _REPEATS)
+                seconds[name].append(medians[name])
+                reference[name].append(medians["sgd"])
         values = [value for value, _ in points]
-        together = [median(times) for times in zip(*reference.values(), strict=True)]
-        result[sweep] = {"values": values, "sgd": together} | {
+        sgd_seconds = [median(times) for times in zip(*reference.values(), strict=True)]
+        result[sweep] = {"values": values, "sgd": sgd_seconds} | {
             name: {
                 "seconds": seconds[name],
                 "sgd": reference[name],
@@ -116,5 +116,5 @@ def _slope(values: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def beyond_sgd(times: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """What a step costs beyond SGD's; a difference lost in noise counts as a hundredth of SGD's step."""
+    """Time of a step minus that of SGD's, at least a hundredth of SGD's (a smaller difference is noise)."""
     return [max(time - base, 0.01 * base) for time, base in zip(times, reference, strict=True)]

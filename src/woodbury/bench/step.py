@@ -1,4 +1,4 @@
-"""The cost of one step against `torch.optim.SGD` on the same batch, for the paper's three networks."""
+"""The time of a step relative to `torch.optim.SGD` on the same batch, for the paper's three networks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from woodbury.bench.timing import Network, median_seconds, medians_within, optim
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")
-# Tens of times the cost of the others: timed after them, less often, so that they leave the caches alone.
+# Tens of times slower: timed after the others and less often, so that they do not disturb the caches.
 SLOW = ("hf", "kfac")
-_SLOW_SECONDS = 8.0  # of timing spent on each of these
+_SLOW_SECONDS = 8.0  # of timing for each of these
 
 # CG iterations: the mean over the runs in docs/results (webspam: those on covtype).
 NETWORKS = {
@@ -25,7 +25,7 @@ NETWORKS = {
 def bench_step(repeats: int, in_module: bool = False) -> dict[str, dict[str, float]]:
     """{network: {optimizer: median step time over that of SGD}}; KFAC inverts its factors at every step.
 
-    in_module puts the layers into a module of one's own, which runs through autograd.
+    in_module: put the layers into a module with its own forward, which runs through autograd.
     """
     ratios = {}
     for key, network in NETWORKS.items():

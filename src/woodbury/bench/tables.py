@@ -1,4 +1,4 @@
-"""What the measurements print: tables of aligned plain text."""
+"""Tables of the measurements as aligned plain text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """The title, the headings (of several lines where they have line ends) and the rows below a rule.
+def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """The title, the headings (which may have several lines), a rule and the rows.
 
-    The first columns, so many as `words` says, are aligned left, the others, numbers, right.
+    The first `left` columns are aligned left, the others right.
     """
     heads = [heading.split("\n") for heading in headings]
     height = max(map(len, heads))
@@ -19,7 +19,7 @@ def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], wo
 
     def line(cells: Sequence[str]) -> str:
         aligned = [
-            cell.ljust(width) if column < words else cell.rjust(width)
+            cell.ljust(width) if column < left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         return "  ".join(aligned).rstrip()
@@ -31,23 +31,23 @@ def step_table(ratios: dict[str, dict[str, float]]) -> str:
     """Optimizers by networks, from {network: {optimizer: ratio}}."""
     names = dict.fromkeys(name for row in ratios.values() for name in row)
     cells = [[name, *(f"{row[name]:.2f}" if name in row else "-" for row in ratios.values())] for name in names]
-    return table("CPU time of a step / CPU time of a torch.optim.SGD step", ["optimizer", *ratios], cells)
+    return table("CPU time of a step divided by that of torch.optim.SGD", ["optimizer", *ratios], cells)
 
 
 def scale_table(sweeps: dict[str, dict[str, Any]]) -> str:
-    """Optimizers by sweeps: the exponent measured, and in brackets the one of the paper's cost table."""
+    """Optimizers by sweeps: the measured exponent, and in brackets that of the paper's cost table."""
     headings = [f"{sweep}\n{row['values'][0]:,} to {row['values'][-1]:,}" for sweep, row in sweeps.items()]
     names = [name for name, entry in next(iter(sweeps.values())).items() if isinstance(entry, dict)]
     cells = [
         [name, *("{exponent:.2f} ({predicted:.2f})".format(**row[name]) for row in sweeps.values())]
         for name in names
     ]
-    title = "Exponent of the cost beyond SGD's step: measured (the paper's table)"
+    title = "Exponent of the cost beyond SGD's step: measured (from the paper's cost table)"
     return table(title, ["optimizer", *headings], cells)
 
 
 def peer_tables(result: dict[str, Any]) -> str:
-    """A table for each problem, and a line below it for each peer that was not timed."""
+    """One table per problem, and below it one line per peer that was not timed."""
     return "\n\n".join(_peer_table(problem) for problem in result["problems"].values())
 
 
@@ -67,4 +67,4 @@ def _peer_table(problem: dict[str, Any]) -> str:
     ]
     title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
     headings = ["step", "computes", "seconds", "x woodbury", "MiB", "p differs"]
-    return "\n".join([table(title, headings, cells, words=2), *others])
+    return "\n".join([table(title, headings, cells, left=2), *others])

@@ -1,4 +1,4 @@
-"""What the measurements share: networks, one step of each optimizer as a function, and a clock."""
+"""Networks, steps of optimizers as functions, and their median time: parts of every measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Step = Callable[[], object]
 
 
 class _Module(nn.Module):
-    """What users write around layers."""
+    """A module with its own forward."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Network:
     samples: int  # N1
     curvature_samples: int  # N2
     iterations: int  # of CG in a step of Hessian-free
-    in_module: bool = False  # the layers inside a module of one's own, whose structure tells nothing
+    in_module: bool = False  # the layers inside a module with its own forward, so that they form no known chain
 
     def build(self) -> nn.Module:
         layers = mlp(self.widths, seed=0)
@@ -53,7 +53,7 @@ class Network:
 
 
 def sgd_step(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor, lr: float = 0.1) -> Step:
-    """The plain loop everybody writes: zero_grad, loss, backward, step."""
+    """The usual loop: zero_grad, loss, backward, step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def step() -> None:
@@ -80,9 +80,9 @@ def median_seconds(
     block: int = 1,
     clock: Callable[[], float] = time.process_time,
 ) -> dict[str, float]:
-    """Median seconds, of CPU time unless there is another clock, of a call of each function.
+    """Median seconds per call of each function, by the clock (default: CPU time).
 
-    They are called in turns, `repeats` times, and so many times in a row as a block has.
+    The functions take turns, `repeats` times; each turn is `block` calls in a row.
     """
     for step in steps.values():
         for _ in range(warmup):
@@ -98,6 +98,6 @@ def median_seconds(
 
 
 def medians_within(steps: dict[str, Step], seconds: float, most: int) -> dict[str, float]:
-    """The same with as many calls as fit in about so many seconds, at most `most`."""
+    """The same with as many turns as fit in about so many seconds, at most `most`."""
     once = sum(median_seconds(steps, 1, warmup=1).values())
     return median_seconds(steps, max(1, min(most, round(seconds / max(once, 1e-9)))), warmup=0)

@@ -1,7 +1,6 @@
 """Data sets by name: each is one function that returns training and test tensors.
 
-Readers turn the bytes of a published file into tensors and raise ValueError for any other content. A set without
-an official division is split by a permutation with a fixed seed, as the split belongs to the data set.
+The functions `read_...` turn the bytes of a published file into tensors and raise ValueError for other content.
 """
 
 import io
@@ -23,7 +22,7 @@ from woodbury.experiments.files import DataFile, Files, Home
 class Dataset:
     """A classification problem with standardised features.
 
-    Two classes are told apart by one output: targets are then (N, 1) float32, 0 or 1, and otherwise (N,) int64.
+    Two classes take one output and targets (N, 1) of float32, 0 or 1; more classes take targets (N,) of int64.
     """
 
     train_inputs: Tensor  # (N, features) float32
@@ -51,9 +50,9 @@ DATASETS: dict[str, Callable[[Files], Dataset]] = {}
 
 
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
-    """The data set of that name; `files` says where its files come from.
+    """The data set of that name, from the files in `data_dir` or as `woodbury.experiments.files` says.
 
-    Raises DataError, with a message of one line, for an unknown name and for files that are absent or damaged.
+    Raises DataError for an unknown name and for files that are absent or damaged.
     """
     if name not in DATASETS:
         raise DataError(f"unknown data set '{name}'; there are: {', '.join(DATASETS)}")
@@ -71,13 +70,13 @@ def dataset(name: str) -> Callable[[Callable[[Files], Dataset]], Callable[[Files
 
 
 def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tensors in float32 with the training features moved to zero mean and unit variance.
+    """Both tensors in float32, shifted and scaled so that the training features have mean 0 and variance 1.
 
-    A feature that is constant in training has no scale to divide by: it is centred only.
+    A feature that is constant in training is only shifted.
     """
     scaled_train = torch.empty(train.shape, dtype=torch.float32)
     scaled_test = torch.empty(test.shape, dtype=torch.float32)
-    width = 64  # features at a time: statistics in float64 without a float64 copy of everything
+    width = 64  # features at a time, so that no float64 copy of everything is needed
     for first in range(0, train.shape[1], width):
         columns = slice(first, first + width)
         values = train[:, columns].to(torch.float64, copy=True)
@@ -92,20 +91,20 @@ def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(rows: int, train_rows: int) -> tuple[Tensor, Tensor]:
-    """Indices of `train_rows` rows for training and of the others for testing, the same on every call."""
+    """Indices of `train_rows` random rows for training and of the others for testing, always the same."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     return order[:train_rows], order[train_rows:]
 
 
 def split_dataset(inputs: Tensor, targets: Tensor, train_rows: int) -> Dataset:
-    """The binary data set of which `split` chooses the training part."""
+    """The data set of two classes whose training rows `split` chooses."""
     train, test = split(len(inputs), train_rows)
     train_inputs, test_inputs = standardise(inputs[train], inputs[test])
     return Dataset(train_inputs, targets[train], test_inputs, targets[test], classes=2)
 
 
 def read_idx(content: bytearray) -> Tensor:
-    """The array in a file of MNIST's idx form: 0, 0, 8 (for bytes), number of dimensions, dimensions, values."""
+    """The array in an idx file, the format of MNIST: 0, 0, 8 (for bytes), number of dimensions, sizes, values."""
     dimensions = content[3] if len(content) > 3 else 0
     start = 4 + 4 * dimensions
     if content[:3] != b"\0\0\x08" or len(content) < start:
@@ -117,7 +116,7 @@ def read_idx(content: bytearray) -> Tensor:
 
 
 def read_cifar(content: bytearray) -> tuple[Tensor, Tensor]:
-    """Pixels (N, 3072) and labels (N,) of CIFAR-10's binary form: records of one label and three colour planes."""
+    """Pixels (N, 3072) and labels (N,) from CIFAR-10's records of one label and three colour planes."""
     record = 1 + 3 * 32 * 32
     if not content or len(content) % record:
         raise ValueError(f"{len(content)} bytes are not whole records of {record}")
@@ -129,7 +128,7 @@ def read_cifar(content: bytearray) -> tuple[Tensor, Tensor]:
 
 
 def read_covtype(content: bytearray) -> tuple[Tensor, Tensor]:
-    """Features (N, 54) and classes 1 to 7 (N,) of lines of 55 integers, separated by commas."""
+    """Features (N, 54) and classes 1 to 7 (N,) from lines of 55 integers, separated by commas."""
     import numpy
 
     columns = 55
@@ -146,9 +145,9 @@ def read_covtype(content: bytearray) -> tuple[Tensor, Tensor]:
 
 
 def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, Tensor]:
-    """Features (rows, features) and binary targets (rows, 1) of lines `label index:value ...`, labels +1 and -1.
+    """Features (rows, features) and targets (rows, 1) from lines `label index:value ...` with labels +1 and -1.
 
-    Indices start at 1 and features that a line leaves out are zero.
+    Indices start at 1; features that a line leaves out are zero.
     """
     import numpy
     from sklearn.datasets import load_svmlight_file
@@ -164,72 +163,62 @@ def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, T
 
 
 def _binary(positive: Tensor) -> Tensor:
-    """Targets of one output, (N, 1): 1 where `positive`."""
+    """Targets (N, 1) for one output: 1 where `positive`."""
     return positive.float().unsqueeze(1)
 
 
 @dataset("digits")
 def digits(files: Files) -> Dataset:
-    """Handwritten digits, 8 x 8 pixels, 1347 for training and 450 for testing (ships with scikit-learn)."""
+    """Handwritten digits, 8 x 8 pixels, 1,347 for training and 450 for testing (ships with scikit-learn)."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     pixels, labels = load_digits(return_X_y=True)
-    train_x, test_x, train_y, test_y = train_test_split(
-        pixels, labels, test_size=450, stratify=labels, random_state=0
-    )
-    train_inputs, test_inputs = standardise(torch.from_numpy(train_x), torch.from_numpy(test_x))
-    return Dataset(
-        train_inputs,
-        torch.from_numpy(train_y).long(),
-        test_inputs,
-        torch.from_numpy(test_y).long(),
-        classes=10,
-    )
+    parts = train_test_split(pixels, labels, test_size=450, stratify=labels, random_state=0)
+    train_pixels, test_pixels, train_labels, test_labels = map(torch.from_numpy, parts)
+    train_inputs, test_inputs = standardise(train_pixels, test_pixels)
+    return Dataset(train_inputs, train_labels.long(), test_inputs, test_labels.long(), classes=10)
 
 
 def _mnist_file(name: str, sha256: str, home_sha256: str) -> DataFile:
     return DataFile(name, sha256, Home(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", home_sha256))
 
 
-_MNIST_TRAIN_IMAGES = _mnist_file(
-    "train-images-idx3-ubyte",
-    "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-)
-_MNIST_TRAIN_LABELS = _mnist_file(
-    "train-labels-idx1-ubyte",
-    "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-)
-_MNIST_TEST_IMAGES = _mnist_file(
-    "t10k-images-idx3-ubyte",
-    "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-)
-_MNIST_TEST_LABELS = _mnist_file(
-    "t10k-labels-idx1-ubyte",
-    "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-)
+_MNIST_IMAGES = [
+    _mnist_file(
+        "train-images-idx3-ubyte",
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    ),
+    _mnist_file(
+        "t10k-images-idx3-ubyte",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    ),
+]
+_MNIST_LABELS = [
+    _mnist_file(
+        "train-labels-idx1-ubyte",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    ),
+    _mnist_file(
+        "t10k-labels-idx1-ubyte",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    ),
+]
 
 
 @dataset("mnist")
 def mnist(files: Files) -> Dataset:
     """Handwritten digits, 28 x 28 pixels, 60,000 for training and 10,000 for testing."""
-    train_inputs, test_inputs = standardise(
-        files.read(_MNIST_TRAIN_IMAGES, read_idx).flatten(1), files.read(_MNIST_TEST_IMAGES, read_idx).flatten(1)
-    )
-    return Dataset(
-        train_inputs,
-        files.read(_MNIST_TRAIN_LABELS, read_idx).long(),
-        test_inputs,
-        files.read(_MNIST_TEST_LABELS, read_idx).long(),
-        classes=10,
-    )
+    train_inputs, test_inputs = standardise(*(files.read(file, read_idx).flatten(1) for file in _MNIST_IMAGES))
+    train_labels, test_labels = (files.read(file, read_idx).long() for file in _MNIST_LABELS)
+    return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes=10)
 
 
-# The archive's sha256 is the one other projects record; those of the members are of files with the published md5.
+# The sha256 of the archive is the one that other projects record; its members have the published md5.
 _CIFAR_HOME = Home(
     "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
@@ -273,7 +262,7 @@ _COVTYPE = DataFile(
 def covtype(files: Files) -> Dataset:
     """Forest cover, class 2 against the rest, 54 features, 300,000 for training and 281,012 for testing.
 
-    There is no official division: `split` chooses the training rows.
+    There is no official test set: `split` chooses the training rows.
     """
     inputs, classes = files.read(_COVTYPE, read_covtype)
     return split_dataset(inputs, _binary(classes == 2), train_rows=300_000)
@@ -286,7 +275,7 @@ def _libsvm_file(name: str, sha256: str) -> DataFile:
     return DataFile(name, sha256, Home(_LIBSVM + name, sha256))
 
 
-# No checksum of this file is known to us: what is checked is that it has the published shape and labels.
+# No published checksum is known: the check is that the file has the published shape and labels.
 _WEBSPAM = DataFile(
     "webspam_wc_normalized_unigram.svm", None, Home(_LIBSVM + "webspam_wc_normalized_unigram.svm.xz", None)
 )
@@ -296,7 +285,7 @@ _WEBSPAM = DataFile(
 def webspam(files: Files) -> Dataset:
     """Web pages, spam or not, 254 word counts, 300,000 for training and 50,000 for testing.
 
-    There is no official division: `split` chooses the training rows.
+    There is no official test set: `split` chooses the training rows.
     """
     inputs, targets = files.read(_WEBSPAM, partial(read_libsvm, rows=350_000, features=254))
     return split_dataset(inputs, targets, train_rows=300_000)
@@ -309,7 +298,7 @@ _W8A = _libsvm_file("w8a", "6a9fa8fd5f524303240a5db07d4b3d4a51e8b7b4b20a914105d8
 def w8a(files: Files) -> Dataset:
     """Web pages of one category (3 %) or not, 300 keywords, 40,000 for training and 9,749 for testing.
 
-    Both parts come from the official training file, by `split`; the official test file is not used.
+    `split` takes both parts from the official training file; the official test file is not used.
     """
     inputs, targets = files.read(_W8A, partial(read_libsvm, rows=49_749, features=300))
     return split_dataset(inputs, targets, train_rows=40_000)

@@ -1,15 +1,15 @@
-"""Errors a user can do something about: a command ends with one line that says what."""
+"""Errors that a user can resolve: a command ends with their message, which is one line."""
 
 
 class DataError(Exception):
-    """A data file that is absent, damaged or cannot be downloaded; the message is one line."""
+    """A data file is absent or damaged, or cannot be downloaded."""
 
 
 class RunFolderError(Exception):
-    """A run folder that cannot be read or must not be touched; the message is one line."""
+    """A run folder cannot be read, or holds another run."""
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error on one line, without a path it names again; its type where it has no message."""
+    """The message of an error on one line (an OSError: without its path), or its type if it has none."""
     message = getattr(error, "strerror", None) or str(error)
     return " ".join(message.split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The figure of one data set, as matplotlib draws it; page.html has its own drawing by the same rules."""
+"""The figure of one data set, drawn by matplotlib; page.html draws the same by the same rules."""
 
 import io
 import math
@@ -15,17 +15,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from woodbury.damping import LevenbergMarquardt
-from woodbury.experiments.groups import Group, grouped
 from woodbury.experiments.looks import MARKERS, Look
-from woodbury.experiments.medians import RATIO_RANGE, Curve, curves_of
+from woodbury.experiments.medians import RATIO_RANGE, Curve, Group, curves_of, groups_of
 from woodbury.experiments.models import network_name
 from woodbury.experiments.runs import Run
 
-# Beyond this ratio of the slowest end to the fastest, a linear time axis hides the fast curves.
-LOG_TIME_ABOVE = 8.0
+LOG_TIME_ABOVE = 8.0  # time of the slowest run over that of the fastest: a linear axis would hide the fast one
 THRESHOLDS = (LevenbergMarquardt.threshold, 1 - LevenbergMarquardt.threshold)  # of the ratio
 
-_DECADES = 1e-30  # of the largest value: what is smaller is as good as zero on a logarithmic axis
+_NEGLIGIBLE = 1e-30  # relative to the largest value: what is smaller is drawn as zero on a logarithmic axis
 
 _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "font.family": "sans-serif",
@@ -46,14 +44,14 @@ _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """The paper's panels for the runs of one data set, and how damping went.
+    """The paper's panels for the runs of one data set, and panels for damping.
 
     Train loss and test error against epochs and seconds; damping and the ratio rho against epochs for the
     optimizers that have them. Lines are medians over seeds, bands run from the smallest to the largest value.
     """
-    groups = grouped(runs)
+    groups = groups_of(runs)
     curves = curves_of(groups)
-    errors = [curve and curve.changed(lambda value: 100 * value) for curve in curves["test_error"]]
+    errors = [curve and curve.map(lambda value: 100 * value) for curve in curves["test_error"]]
     damped = any(curves["damping"])
     with matplotlib.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
@@ -80,7 +78,7 @@ def images(figure: Figure) -> dict[str, bytes]:
             buffer = io.BytesIO()
             figure.savefig(buffer, format=ending, **options)
             files[ending] = buffer.getvalue()
-            figure.set_layout_engine("none")  # what was laid out once stays in its place
+            figure.set_layout_engine("none")  # both files have the same layout
     return files
 
 
@@ -90,10 +88,10 @@ def _draw_panel(
     groups: Sequence[Group],
     curves: Sequence[Curve | None],
     axis: str,  # epochs or seconds
-    # sets it up, returns where zero and the top are
+    # sets up the axis of the values; returns where it has zero and where it ends
     value_axis: Callable[[Axes, list[Curve]], tuple[float, float]],
 ) -> None:
-    """One quantity of all the groups."""
+    """Draw one quantity of all the groups."""
     present = [curve for curve in curves if curve is not None]
     panel.set_title(title)
     if axis == "seconds":
@@ -104,7 +102,7 @@ def _draw_panel(
     bottom, top = value_axis(panel, present)
 
     def inside(values: Sequence[float]) -> list[float]:
-        """The values as the panel can show them: zero at its lower edge, what is infinite far above it."""
+        """The values within reach of the panel: zero at its lower edge, infinity far above it."""
         return [min(max(value, bottom), 1e6 * max(top, 1)) for value in values]
 
     for index, (group, curve) in enumerate(zip(groups, curves, strict=True)):
@@ -139,19 +137,19 @@ def _log_axis(panel: Axes, curves: Sequence[Curve], whole: bool = False) -> tupl
 
     Unless the `whole` of the curves is wanted, the axis ends where `_highest` says.
     """
-    drawn = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
-    positive = [value for value in drawn if 0 < value < math.inf]
+    values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
+    positive = [value for value in values if 0 < value < math.inf]
     if not positive:  # nothing but zeros
         panel.set_ylim(-0.05, 1)
         return 0, 1
     top = max(positive) if whole else _highest(curves, max(positive))
-    bottom = min(value for value in positive if value > _DECADES * top)
+    bottom = min(value for value in positive if value > _NEGLIGIBLE * top)
     room = max((top / bottom) ** 0.05, 1.05)
     low, high = bottom / room, top * room
     ticks = _log_ticks(low, high)
     labels = [_short(tick) for tick in ticks]
     zero = low
-    if min(drawn) < bottom:
+    if min(values) < bottom:
         gap = max((top / bottom) ** 0.12, 1.5)
         zero, low = bottom / gap, bottom / gap**1.3
         labels = ["0", *(label for tick, label in zip(ticks, labels, strict=True) if tick >= bottom)]
@@ -195,7 +193,7 @@ def _ratio_axis(panel: Axes, curves: Sequence[Curve]) -> tuple[float, float]:
 
 
 def _log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """At most so many round numbers between two bounds, as evenly as they come on a logarithmic axis."""
+    """At most `most` round numbers between two bounds, about evenly spaced on a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     narrow = high < 5 * low
     for digits in ((tuple(range(1, 10)),) if narrow else ()) + ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):

@@ -3,8 +3,6 @@
 With a data folder, named by `--data-dir` or else by the environment variable WOODBURY_DATA, files are read from it
 and nothing is downloaded. Its layout is `<folder>/<data set>/<file>`, each file plain, with .gz or with .xz.
 Without one, files are downloaded from their homes into a cache of the same layout.
-
-Every read hashes the bytes it returns, so what is parsed is what was checked.
 """
 
 import gzip
@@ -33,45 +31,45 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True)
 class Home:
-    """Where a file is published: an address and the sha256 of what it gives, None where none is known."""
+    """Where a file is published."""
 
     url: str
-    sha256: str | None
+    sha256: str | None  # of the download, None if not known
 
 
 @dataclass(frozen=True)
 class DataFile:
     """A file of a data set."""
 
-    name: str  # without the suffix of a compression
-    sha256: str | None  # of the uncompressed content, None where none is known
+    name: str  # without .gz or .xz
+    sha256: str | None  # of the uncompressed content, None if not known
     home: Home
-    member: str | None = None  # its path in the archive, where the home gives one
+    member: str | None = None  # its path in the archive, if the home is one
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of the data set `dataset`; `data_dir` comes before the environment variable."""
+    """The files of the data set `dataset`; `data_dir` takes precedence over the environment variable."""
 
     dataset: str
     data_dir: Path | None = None
 
     @property
     def folder(self) -> Path | None:
-        """The data folder, None where files come from the network."""
-        named = self.data_dir or os.environ.get(ENVIRONMENT_VARIABLE)
-        return Path(named) if named else None
+        """The data folder, None if files are downloaded."""
+        path = self.data_dir or os.environ.get(ENVIRONMENT_VARIABLE)
+        return Path(path) if path else None
 
     def read(self, file: DataFile, parse: Callable[[bytearray], Parsed]) -> Parsed:
-        """What `parse` makes of the uncompressed, checked content of a file.
+        """What `parse` returns for the uncompressed content of a file, after the content was checked.
 
-        Raises DataError for a file that cannot be had, that differs from the published one, or for which `parse`
-        raises ValueError.
+        Raises DataError for a file that is absent or cannot be downloaded, that differs from the published one, or
+        for which `parse` raises ValueError.
         """
         path = self._fetch(file) if self.folder is None else self._find(file, self.folder)
         try:
             with _open(path) as stream:
-                content = _checked(stream, str(path), file)
+                content = _read_checked(stream, str(path), file)
         except OSError as error:
             raise DataError(f"cannot read {path}: {one_line(error)}") from error
         try:
@@ -93,7 +91,7 @@ class Files:
         )
 
     def _fetch(self, file: DataFile) -> Path:
-        """The path of a file in the cache, after downloading it where it is not there."""
+        """The path of a file in the cache; downloads it if it is not there."""
         folder = cache_folder() / self.dataset
         if file.member is None:
             return self._download(file, folder)
@@ -107,10 +105,10 @@ class Files:
         return path
 
     def _download(self, file: DataFile, folder: Path) -> Path:
-        """The path in `folder` of what a file's home gives; a sound copy there is not fetched again."""
+        """The path in `folder` of the download from the file's home; an undamaged copy is not fetched again."""
         import pooch
 
-        pooch.get_logger().setLevel("WARNING")  # what it has to say is in the bar, or in the one line of an error
+        pooch.get_logger().setLevel("WARNING")  # the progress bar and the errors say enough
         url = file.home.url
         name = url.rpartition("/")[2]
         try:
@@ -126,7 +124,7 @@ class Files:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept, in the place the operating system has for them."""
+    """The folder for downloads: the operating system's place for caches."""
     try:
         import pooch
     except ImportError as error:
@@ -146,8 +144,8 @@ def _open(path: Path) -> io.BufferedIOBase:
     return path.open("rb")
 
 
-def _checked(stream: io.BufferedIOBase | IO[bytes], where: str, file: DataFile) -> bytearray:
-    """The content of a stream, if it is that of `file`; `where` names it in messages."""
+def _read_checked(stream: io.BufferedIOBase | IO[bytes], where: str, file: DataFile) -> bytearray:
+    """The content of a stream; raises DataError if it is not that of `file`, with `where` as its place."""
     content, digest = bytearray(), hashlib.sha256()
     fault = ""
     try:
@@ -156,17 +154,17 @@ def _checked(stream: io.BufferedIOBase | IO[bytes], where: str, file: DataFile) 
             content += chunk
     except _DAMAGED_STREAM as error:
         fault = f" ({one_line(error)} after {len(content)} bytes)"
-    found = digest.hexdigest()
-    if fault or file.sha256 not in (None, found):
+    sha256 = digest.hexdigest()
+    if fault or file.sha256 not in (None, sha256):
         raise DataError(
-            f"{where} is damaged: expected sha256 {file.sha256 or 'unknown'}, found {found}{fault}; "
+            f"{where} is damaged: expected sha256 {file.sha256 or 'unknown'}, found {sha256}{fault}; "
             f"delete or replace it, its home is {file.home.url}"
         )
     return content
 
 
 def _read_member(archive: Path, file: DataFile) -> bytearray:
-    """The content of the member of an archive that is `file`; nothing else is read and no link is followed."""
+    """The content of `file` in an archive; nothing else is read and no link is followed."""
     where = f"{file.member} in {archive}"
     try:
         with tarfile.open(archive) as members:
@@ -176,17 +174,17 @@ def _read_member(archive: Path, file: DataFile) -> bytearray:
             stream = members.extractfile(member) if member.isreg() else None
             if stream is None:
                 raise DataError(f"{where} is not a plain file; delete the archive, its home is {file.home.url}")
-            return _checked(stream, where, file)
+            return _read_checked(stream, where, file)
     except (*_DAMAGED_STREAM, OSError) as error:
         raise DataError(f"cannot read {where}: {one_line(error)}; delete the archive") from error
 
 
 def _source(file: DataFile) -> str:
-    """Where a person gets a file."""
+    """The place of a file in words, for someone who downloads it by hand."""
     return file.home.url if file.member is None else f"{file.home.url} ({file.member} in it)"
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong in a download; errors of a connection hold it inside a report of all attempts."""
+    """Why a download failed; a connection error has its reason inside a list of all attempts."""
     attempts = error.args[0] if error.args else None
     return one_line(getattr(attempts, "reason", error))

@@ -1,6 +1,7 @@
 """Where the runs of a command go: `out/<data set>-<number>/<optimizer>-seed<seed>`."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from woodbury.experiments.config import RunConfig
@@ -8,7 +9,7 @@ from woodbury.experiments.errors import RunFolderError
 
 
 def run_folder(folder: Path, config: RunConfig) -> Path:
-    """The folder of one run of a command."""
+    """The folder of one run inside the folder of a command."""
     return folder / f"{config.optimizer}-seed{config.seed}"
 
 
@@ -18,49 +19,43 @@ def new_folder(out: Path, dataset: str) -> Path:
     number = 1
     while True:
         folder = out / f"{dataset}-{number}"
-        try:
+        with suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
             return folder
+        number += 1
 
 
 def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
     """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun, if any.
 
-    Raises RunFolderError where runs of these names were begun, but everywhere with other settings.
+    Raises RunFolderError if runs of these names were begun, but all of them with other settings.
     """
     dataset = configs[0].dataset
     numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
-    refused: RunFolderError | None = None
+    mismatch: RunFolderError | None = None  # in the newest folder with runs of these names
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
         folder = out / f"{dataset}-{number}"
         runs = {run_folder(folder, config): config for config in configs}
-        begun = {run: config for run, config in runs.items() if RunConfig.is_in(run)}
+        present = {run: config for run, config in runs.items() if RunConfig.is_in(run)}
         try:
-            for run, config in begun.items():
+            for run, config in present.items():
                 check_same_run(config, run)
-        except RunFolderError as error:  # another experiment with the same optimizer; an older one may fit
-            refused = refused or error
+        except RunFolderError as error:  # another experiment with the same optimizer; try an older folder
+            mismatch = mismatch or error
             continue
-        if begun:
+        if present:
             return folder
-    if refused is not None:
-        raise refused
+    if mismatch is not None:
+        raise mismatch
     return None
 
 
 def check_same_run(config: RunConfig, folder: Path) -> None:
-    """Raise RunFolderError if the folder holds a run, and not the one asked for."""
+    """Raise RunFolderError if the folder holds another run than this one."""
     if not RunConfig.is_in(folder):
         return
-    differences = RunConfig.load(folder).differences(config)
-    for name, (there, here) in differences.items():
-        if isinstance(there, dict) and isinstance(here, dict):
-            name, there, here = next(
-                (f"{name} {key}", there.get(key), here.get(key))
-                for key in there | here
-                if there.get(key) != here.get(key)
-            )
-        raise RunFolderError(f"cannot resume {folder}: it has {name} {there}, and {here} was asked for")
+    for name, (there, here) in RunConfig.load(folder).differences(config).items():
+        raise RunFolderError(
+            f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; "
+            "without --resume the run gets a new folder"
+        )

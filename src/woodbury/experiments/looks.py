@@ -1,4 +1,4 @@
-"""How the curves of one optimizer are told from those of another, in every figure and on the page."""
+"""Colours and markers of the optimizers, the same in every figure and on the page."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Look:
-    """A colour, a marker and whether there are gaps, through which one sees a curve that lies below."""
+    """How one curve is drawn; through the gaps of a dashed one a curve below it can be seen."""
 
     colour: str
     dark: str  # the same colour on a dark page
@@ -26,12 +26,12 @@ MARKERS = {  # as matplotlib names them
     "cross": "X",
 }
 
-# Okabe and Ito's palette, told apart with every common form of colour blindness; markers help in print.
+# Okabe and Ito's palette, made for every common form of colour blindness; markers help in print.
 _OWN = {
     "smw-gn": Look("#0072B2", "#4C97E8", "circle"),
     "smw-ng": Look("#D55E00", "#F07C32", "square"),
     "smw-ng-bd": Look("#009E73", "#22BC92", "triangle"),
-    # The step of SMW-GN by other means: over epochs the two coincide.
+    # The step of SMW-GN by another method: over epochs the two curves coincide.
     "hf": Look("#333333", "#D0D0D0", "diamond", dashed=True),
     "kfac": Look("#CC79A7", "#DE93BE", "wedge"),
     "sgd": Look("#E69F00", "#F0B429", "plus"),
@@ -40,9 +40,9 @@ _OWN = {
 
 
 def looks_of(optimizers: Sequence[str]) -> list[Look]:
-    """A look for each: the optimizer's own at its first appearance, for others one that is free, dashed."""
-    free = [look for name, look in _OWN.items() if name not in optimizers]
-    spare = itertools.chain(free, itertools.cycle(look for look in _OWN.values() if not look.dashed))
+    """One look per name: the optimizer's own where the name first appears, else an unused one, dashed."""
+    unused = [look for name, look in _OWN.items() if name not in optimizers]
+    spare = itertools.chain(unused, itertools.cycle(look for look in _OWN.values() if not look.dashed))
     looks: list[Look] = []
     for index, name in enumerate(optimizers):
         own = name in _OWN and name not in optimizers[:index]

@@ -1,6 +1,7 @@
-"""Medians over the seeds of a group, with the smallest and the largest value: where its runs ended, and curves.
+"""Groups of runs that differ in their seed alone, and their medians: where the runs ended, and curves.
 
-A run whose loss is not finite (null in its records) has diverged: it counts as infinitely bad.
+A group is one curve in every figure and one line in every table. A run whose loss is not finite (null in its
+records) has diverged: its loss counts as infinite.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from woodbury.experiments.groups import Group, by_dataset, grouped
-from woodbury.experiments.runs import Run, evenly
+from woodbury.experiments.looks import Look, looks_of
+from woodbury.experiments.runs import Run, even_indices
 
 RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
@@ -22,18 +23,63 @@ _Series = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]  # step numbers 
 
 
 @dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed alone."""
+
+    label: str  # the optimizer, with the settings that tell it from another of the same name
+    look: Look
+    runs: list[Run]
+
+    @property
+    def seeds(self) -> int:
+        """How many different seeds there are: the same run may be here twice."""
+        return len({run.config.seed for run in self.runs})
+
+
+def by_dataset(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs on each data set, in the order in which they first appear."""
+    datasets: dict[str, list[Run]] = {}
+    for run in runs:
+        datasets.setdefault(run.config.dataset, []).append(run)
+    return datasets
+
+
+def groups_of(runs: Iterable[Run]) -> list[Group]:
+    """Runs of one data set by optimizer and settings, in the order in which they first appear."""
+    members: dict[str, dict[Any, list[Run]]] = {}  # by optimizer, then by settings
+    for run in runs:
+        settings = frozenset(run.settings().items())
+        members.setdefault(run.config.optimizer, {}).setdefault(settings, []).append(run)
+    groups = [group for variants in members.values() for group in variants.values()]
+    labels = [label for name, variants in members.items() for label in _labels(name, list(variants.values()))]
+    looks = looks_of([group[0].config.optimizer for group in groups])
+    return [Group(*parts) for parts in zip(labels, looks, groups, strict=True)]
+
+
+def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
+    """A label for each variant of an optimizer, with the settings in which it differs from the others."""
+    tables = [group[0].settings() for group in variants]
+    names = dict.fromkeys(name for table in tables for name in table)
+    differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
+    return [
+        " ".join([optimizer, *(f"{name}={table[name]}" for name in differing if name in table)])
+        for table in tables
+    ]
+
+
+@dataclass(frozen=True)
 class Summary:
-    """Where the runs of one group ended: medians over the seeds that came to the last epoch."""
+    """Where the runs of one group ended: medians over the seeds that reached the last epoch."""
 
     dataset: str
     label: str  # of the group
     optimizer: str
-    seeds: int  # that came to the last epoch
+    seeds: int  # that reached the last epoch
     seeds_started: int
-    epochs: float  # the last one
+    epochs: float  # number of the last one
     train_loss: float
     test_error: float  # a fraction, like all errors here
-    best_test_error: float  # of any epoch
+    best_test_error: float  # over all epochs
     seconds: float
     seconds_per_step: float  # NaN before the first evaluation after the start
     damping: float  # NaN for an optimizer without damping
@@ -48,17 +94,17 @@ class Curve:
     middle: list[float]
     low: list[float]
     high: list[float]
-    seeds: list[int]  # that came as far as this point
+    seeds: list[int]  # that reached this point
 
-    def changed(self, change: Callable[[float], float]) -> "Curve":
-        """The curve with every value of the quantity changed."""
-        middle, low, high = (list(map(change, values)) for values in (self.middle, self.low, self.high))
+    def map(self, change: Callable[[float], float]) -> "Curve":
+        """The curve with `change` applied to every value."""
+        middle, low, high = ([change(value) for value in values] for values in (self.middle, self.low, self.high))
         return dataclasses.replace(self, middle=middle, low=low, high=high)
 
 
 def summarise(runs: Iterable[Run]) -> list[Summary]:
-    """One line per data set and optimizer."""
-    return [summary_of(group) for members in by_dataset(runs).values() for group in grouped(members)]
+    """One summary per group, data set by data set."""
+    return [summary_of(group) for members in by_dataset(runs).values() for group in groups_of(members)]
 
 
 def summary_of(group: Group) -> Summary:
@@ -66,7 +112,7 @@ def summary_of(group: Group) -> Summary:
     last = max(run.epochs[-1]["step"] for run in group.runs)
     runs = [run for run in group.runs if run.epochs[-1]["step"] == last]
     ends = [run.epochs[-1] for run in runs]
-    damped = any(_has(run, "damping") for run in runs)
+    damped = any(_has_quantity(run, "damping") for run in runs)
     return Summary(
         dataset=runs[0].config.dataset,
         label=group.label,
@@ -83,31 +129,31 @@ def summary_of(group: Group) -> Summary:
     )
 
 
-def _damping(run: Run, at: int) -> float:
-    """The damping of the last step recorded before an evaluation; an interrupted run has later ones."""
-    before = [step for step in run.steps if step["step"] <= at] or run.steps
+def _damping(run: Run, last: int) -> float:
+    """The damping at step `last`, or at the nearest recorded step before it; an interrupted run has later ones."""
+    before = [step for step in run.steps if step["step"] <= last] or run.steps
     return _number(before[-1]["damping"])
 
 
 def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
-    """What the figure and the page draw, by quantity and in the order of the groups; None where one has it not."""
-    # A run killed in its first epoch does not tell how many steps an epoch has; another one may.
+    """One curve per quantity and group, as figure and page draw them; None if the group lacks the quantity."""
+    # How many steps an epoch has is not known from a run killed in its first epoch, but perhaps from another one.
     ends = [(run.config.batch_size, run.epochs[-1]) for group in groups for run in group.runs]
     per_epoch = {batch_size: end["step"] / end["epoch"] for batch_size, end in ends if end["epoch"] > 0}
     lowest, highest = RATIO_RANGE
     curves: dict[str, list[Curve | None]] = {"train_loss": [], "test_error": [], "damping": [], "ratio": []}
     for runs in (group.runs for group in groups):
-        length = per_epoch.get(runs[0].config.batch_size)
+        steps = per_epoch.get(runs[0].config.batch_size)
         curves["train_loss"].append(_epoch_curve(runs, "train_loss"))
         curves["test_error"].append(_epoch_curve(runs, "test_error"))
-        curves["damping"].append(_step_curve(runs, "damping", math.inf, _nearest, length))
-        ratio = _step_curve(runs, "ratio", -math.inf, _running_median, length)  # not finite: the step failed
-        curves["ratio"].append(ratio and ratio.changed(lambda value: min(max(value, lowest), highest)))
+        curves["damping"].append(_step_curve(runs, "damping", math.inf, _nearest_value, steps))
+        ratio = _step_curve(runs, "ratio", -math.inf, _running_median, steps)  # not finite: the step failed
+        curves["ratio"].append(ratio and ratio.map(lambda value: min(max(value, lowest), highest)))
     return curves
 
 
 def _epoch_curve(runs: Sequence[Run], key: str) -> Curve:
-    """A quantity of the evaluations."""
+    """A quantity recorded at each evaluation."""
     by_step: dict[int, list[dict[str, Any]]] = {}
     for run in runs:
         for record in run.epochs:
@@ -121,13 +167,13 @@ def _epoch_curve(runs: Sequence[Run], key: str) -> Curve:
 def _step_curve(
     runs: Sequence[Run],
     key: str,
-    worst: float,  # stands for what is not finite
-    read: Callable[[_Series, float, float], float],  # the value of a run at a step, given a span of steps
+    worst: float,  # in place of what is not finite
+    read: Callable[[_Series, float, float], float],  # (series, step, span of steps) to the value at that step
     per_epoch: float | None,
 ) -> Curve | None:
-    """A quantity of the steps, at evenly spaced ones."""
+    """A quantity recorded after each step, at evenly spaced steps."""
     runs = [run for run in runs if run.steps]
-    if per_epoch is None or not any(_has(run, key) for run in runs):
+    if per_epoch is None or not any(_has_quantity(run, key) for run in runs):
         return None
     series = []
     for run in runs:
@@ -136,23 +182,23 @@ def _step_curve(
         series.append((steps, np.array([_number(record.get(key), worst) for record in records])))
     longest = max((steps for steps, _ in series), key=lambda steps: steps[-1])
     span = _RATIO_WINDOW * longest[-1]
-    grid = [float(longest[index]) for index in evenly(len(longest))]
-    points = [[read(one, at, span) for one in series if at <= one[0][-1]] for at in grid]
-    return _curve([at / per_epoch for at in grid], [], points)
+    grid = [float(longest[index]) for index in even_indices(len(longest))]
+    points = [[read(one, step, span) for one in series if step <= one[0][-1]] for step in grid]
+    return _curve([step / per_epoch for step in grid], [], points)
 
 
-def _nearest(series: _Series, at: float, span: float) -> float:
+def _nearest_value(series: _Series, step: float, span: float) -> float:
     """The value recorded nearest to a step."""
     steps, values = series
-    return float(values[np.abs(steps - at).argmin()])
+    return float(values[np.abs(steps - step).argmin()])
 
 
-def _running_median(series: _Series, at: float, span: float) -> float:
-    """The median of the values recorded within half a span of a step, or nearest to it."""
+def _running_median(series: _Series, step: float, span: float) -> float:
+    """The median of the values recorded within half a span of a step, or else the nearest value."""
     steps, values = series
-    first = np.searchsorted(steps, at - span / 2, side="left")
-    last = np.searchsorted(steps, at + span / 2, side="right")
-    return float(median(values[first:last].tolist())) if last > first else _nearest(series, at, span)
+    first = np.searchsorted(steps, step - span / 2, side="left")
+    last = np.searchsorted(steps, step + span / 2, side="right")
+    return float(median(values[first:last].tolist())) if last > first else _nearest_value(series, step, span)
 
 
 def _curve(epochs: list[float], seconds: list[float], points: list[list[float]]) -> Curve:
@@ -166,11 +212,10 @@ def _curve(epochs: list[float], seconds: list[float], points: list[list[float]])
     )
 
 
-def _number(value: float | None, otherwise: float = math.inf) -> float:
-    """A recorded value; null stands for what was not finite."""
-    return float(value) if value is not None and math.isfinite(value) else otherwise
+def _number(value: float | None, default: float = math.inf) -> float:
+    """A recorded value, or the default for one that was not finite, which records hold as null."""
+    return float(value) if value is not None and math.isfinite(value) else default
 
 
-def _has(run: Run, key: str) -> bool:
-    """Whether the optimizer of this run has the quantity at all."""
+def _has_quantity(run: Run, key: str) -> bool:
     return any(record.get(key) is not None for record in run.steps)

@@ -1,4 +1,4 @@
-"""Networks of the experiments: linear layers of the given widths with sigmoids between them."""
+"""Networks of the experiments: linear layers with sigmoids between them."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
-    """The network; its weights depend on `seed` alone, and torch's global random state is left as it was."""
+    """The network with layers of these widths; its weights depend on `seed` alone, not on torch's random state."""
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -18,10 +18,10 @@ def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
 
 
 def parameter_count(widths: Sequence[int]) -> int:
-    """Weights and biases of the network."""
+    """Number of weights and biases of the network."""
     return sum((inputs + 1) * outputs for inputs, outputs in pairwise(widths))
 
 
 def network_name(widths: Sequence[int]) -> str:
-    """The network in tables and titles, as 784-500-10."""
+    """The name of the network in tables and titles, such as 784-500-10."""
     return "-".join(map(str, widths))

@@ -1,4 +1,4 @@
-"""The network and the settings with which each data set is trained unless told otherwise.
+"""The default network and settings for each data set.
 
 Those of the paper (Ren & Goldfarb, section 7) are in `PAPER`; every data set has an entry in `PRESETS`.
 """
@@ -19,10 +19,10 @@ class Preset:
     batch_size: int  # N1
     epochs: int
     curvature_samples: int | float  # N2, or N2 / N1
-    settings: Mapping[str, Mapping[str, Any]]  # by optimizer; the rest keeps the optimizer's own defaults
-    evaluations: int = 1  # in each epoch
+    settings: Mapping[str, Mapping[str, Any]]  # by optimizer; other settings have the optimizer's own defaults
+    evaluations: int = 1  # per epoch
 
-    def run(
+    def config(
         self,
         dataset: str,
         optimizer: str,
@@ -30,22 +30,22 @@ class Preset:
         *,
         epochs: int | None = None,
         batch_size: int | None = None,
-        changed: Mapping[str, Any] | None = None,  # settings that differ from the preset's
+        settings: Mapping[str, Any] | None = None,  # that differ from the preset's
         device: str = "cpu",
         dtype: str = "float32",
     ) -> RunConfig:
-        """The configuration of one run; None keeps the preset's value.
+        """The configuration of one run; None stands for the preset's value.
 
-        Raises TypeError, naming it, for a setting the optimizer does not have.
+        Raises TypeError that names a setting the optimizer does not have.
         """
         shared = {"curvature_samples": self.curvature_samples, "seed": seed}
         known = default_settings(optimizer)
-        settings = {name: value for name, value in shared.items() if name in known}
-        settings |= {**self.settings.get(optimizer, {}), **(changed or {})}
+        preset = {name: value for name, value in shared.items() if name in known}
+        preset |= self.settings.get(optimizer, {})
         return RunConfig(
             dataset=dataset,
             optimizer=optimizer,
-            settings=full_settings(optimizer, settings),
+            settings=full_settings(optimizer, {**preset, **(settings or {})}),
             widths=self.widths,
             batch_size=self.batch_size if batch_size is None else batch_size,
             epochs=self.epochs if epochs is None else epochs,
@@ -57,7 +57,7 @@ class Preset:
 
 
 def _one_rate(rate: float, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The same learning rate for every optimizer (Adam keeps its own), and more settings by optimizer."""
+    """The same learning rate for every optimizer but Adam, and more settings by optimizer."""
     names = [name for name in OPTIMIZERS if name != "adam"]
     return {name: {"lr": rate, **more.get(name, {})} for name in names}
 
@@ -74,7 +74,7 @@ _WEBSPAM_RATES = {
 
 
 def _as_webspam(features: int, epochs: int = 1, evaluations: int = 10) -> Preset:
-    """The paper's settings for webspam with another number of features; a single epoch needs points within it."""
+    """The paper's settings for webspam with another number of features, evaluated several times in one epoch."""
     return Preset((features, 400, 400, 1), 60, epochs, 30, _WEBSPAM_RATES, evaluations)
 
 
@@ -93,8 +93,8 @@ PRESETS: dict[str, Preset] = {
         batch_size=60,
         epochs=20,
         curvature_samples=0.5,
-        # lr and momentum: the best of one grid for all, see docs/digits.md. Adam was not part of that grid:
-        # its rate is the best of 0.001, 0.003, 0.01 and 0.03, so the largest one tried.
+        # lr and momentum: the best of one grid for all, see docs/digits.md. Adam was not in that grid: its rate is
+        # the best of 0.001, 0.003, 0.01 and 0.03.
         settings={
             "smw-gn": {"lr": 0.3, "momentum": 0.9},
             "smw-ng": {"lr": 0.3, "momentum": 0.9},

@@ -1,20 +1,32 @@
-"""Tables, figures and a page from run folders on disk. Nothing here runs a model."""
+"""Tables, figures and a page from run folders on disk. Nothing here runs a model.
+
+The page is one HTML file with its data, style and program inside: page.html draws the numbers that come from here
+and asks for nothing from a network.
+"""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments import page
-from woodbury.experiments.config import RunConfig
+from woodbury.experiments.config import NOT_INSTALLED, RunConfig
 from woodbury.experiments.figure import LOG_TIME_ABOVE, THRESHOLDS, draw, images
-from woodbury.experiments.groups import by_dataset, grouped
-from woodbury.experiments.machine import NOT_INSTALLED
-from woodbury.experiments.medians import RATIO_RANGE, Summary, curves_of, summarise, summary_of
+from woodbury.experiments.medians import (
+    RATIO_RANGE,
+    Summary,
+    by_dataset,
+    curves_of,
+    groups_of,
+    summarise,
+    summary_of,
+)
 from woodbury.experiments.models import network_name
 from woodbury.experiments.runs import COMPACT, Run, compact, load
-from woodbury.experiments.storage import write_whole
+from woodbury.experiments.storage import round_numbers, write_whole
 
 __all__ = ["Run", "Summary", "draw", "html", "load", "summarise", "write"]
 
@@ -24,9 +36,9 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
 
         report.html                      the interactive page
         <data set>.png, <data set>.svg   one figure per data set
-        records.json                     what `load` needs to make all this again
+        records.json                     what `load` needs to write the same report again
 
-    Each file is replaced in one piece, and only after all were made. The same runs give the same files.
+    No file is touched before all are ready, and none is ever half written. The same runs give the same files.
     """
     if not runs:
         raise ValueError("a report needs at least one run")
@@ -42,39 +54,45 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def html(runs: Iterable[Run]) -> str:
-    """The interactive page, a section for each data set."""
-    return page.render([_section(dataset, members) for dataset, members in by_dataset(runs).items()])
+    """The interactive page, with one section per data set."""
+    sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
+    title = "woodbury: " + ", ".join(section["title"] for section in sections)
+    data = json.dumps(round_numbers(sections), allow_nan=False)
+    template = resources.files("woodbury.experiments").joinpath("page.html").read_text(encoding="utf-8")
+    # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
+    return template.replace("{{title}}", escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
 
 
-def _section(dataset: str, runs: Sequence[Run]) -> page.Section:
+def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     """What the page shows of one data set."""
-    groups = grouped(runs)
+    groups = groups_of(runs)
     tables = [group.runs[0].settings() for group in groups]
     curves = curves_of(groups)
     entries = []
     for index, (group, table) in enumerate(zip(groups, tables, strict=True)):
         summary = dataclasses.asdict(summary_of(group))
+        own = {name: curve for name, each in curves.items() if (curve := each[index]) is not None}
         entries.append(
-            page.Entry(
-                label=group.label,
-                look=group.look,
-                curves={name: curve for name, each in curves.items() if (curve := each[index]) is not None},
-                figures={name: value for name, value in summary.items() if isinstance(value, int | float)},
-                settings={name: str(value) for name, value in table.items()},
-            )
+            {
+                "label": group.label,
+                "look": dataclasses.asdict(group.look),
+                "curves": {name: dataclasses.asdict(curve) for name, curve in own.items()},
+                "figures": {name: value for name, value in summary.items() if isinstance(value, int | float)},
+                "settings": {name: str(value) for name, value in table.items()},
+            }
         )
-    return page.Section(
-        title=dataset,
-        facts=_facts(runs),
-        entries=entries,
-        differing=_differing(tables),
-        log_time_above=LOG_TIME_ABOVE,
-        thresholds=THRESHOLDS,
-        ratio_range=RATIO_RANGE,
-    )
+    return {
+        "title": dataset,
+        "facts": _facts(runs),
+        "entries": entries,
+        "differing": _differing_names(tables),
+        "log_time_above": LOG_TIME_ABOVE,
+        "thresholds": THRESHOLDS,
+        "ratio_range": RATIO_RANGE,
+    }
 
 
-def _differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
+def _differing_names(tables: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names that do not have the same value in all the tables that have them."""
     names = dict.fromkeys(name for table in tables for name in table)
     return [name for name in names if len({table[name] for table in tables if name in table}) > 1]
@@ -86,35 +104,35 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     for run in runs:
         config = run.config
         samples = config.settings.get("curvature_samples", "")
-        found = {
+        values = {
             "network": network_name(config.widths),
             "batch": f"{config.batch_size} samples",
-            "curvature from": _of_batch(samples) if samples != "" else "",
+            "curvature from": _part_of_batch(samples) if samples != "" else "",
             "date": run.day,
             "machine": _machine(config),
             "software": _software(config),
         }
-        for name, value in found.items():
+        for name, value in values.items():
             if value:
                 facts.setdefault(name, {})[value] = None
     return [(name, "; ".join(values)) for name, values in facts.items()]
 
 
-def _of_batch(samples: int | float | None) -> str:
-    """Curvature samples in words: a number, or a part of the batch."""
+def _part_of_batch(samples: int | float | None) -> str:
+    """Curvature samples in words: a number of samples, or a fraction of the batch."""
     if samples is None:
         return "the whole batch"
     return f"{samples:.3g} of the batch" if isinstance(samples, float) else f"{samples} samples"
 
 
 def _software(config: RunConfig) -> str:
-    """The versions of what the run could import; woodbury itself may not have been installed."""
-    found = {name: version for name, version in config.versions.items() if version != NOT_INSTALLED}
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    """Versions of the packages that the run could import; woodbury itself may not have been installed."""
+    installed = {name: version for name, version in config.versions.items() if version != NOT_INSTALLED}
+    return ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
 def _machine(config: RunConfig) -> str:
-    """Where the run took place, as far as it bears on the seconds."""
+    """What the seconds depend on: processor or GPU, threads, system, precision."""
     machine = config.machine
     threads = machine.get("threads")
     parts = [

@@ -1,6 +1,6 @@
-"""Runs as a report reads them: from their folders, or from the compact file that it leaves.
+"""Runs as a report reads them: from their folders, or from the compact file of an earlier report.
 
-A run that is not finished counts as far as it came.
+Of an unfinished run a report shows what has been recorded.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from typing import Any
 from woodbury.experiments.config import CONFIG_FILE, FORMAT, RECORDS_FILE, RunConfig
 from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.models import network_name
-from woodbury.experiments.storage import rounded
+from woodbury.experiments.storage import round_numbers
 from woodbury.optim import OPTIMIZERS
 
 COMPACT = "records.json"
-# What a record must hold to be of use here.
+# What a record must hold.
 _KEYS = {"epoch": ("epoch", "step", "seconds", "train_loss", "test_error"), "step": ("step", "damping")}
-_POINTS = 250  # steps kept of a run in a compact file and in a curve
+_POINTS = 250  # steps of a run in a compact file and in a curve, at most
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Run:
     day: str = ""  # of its last record, as 2020-12-31
 
     def settings(self) -> dict[str, Any]:
-        """Everything that tells one run from another on the same data set, without the seed, in one flat table."""
+        """All that two runs of an optimizer on the same data set can differ in, except the seed: {name: value}."""
         values = dataclasses.asdict(self.config)
         for name in ("dataset", "optimizer", "seed", "versions", "machine", "format"):
             del values[name]
@@ -49,14 +49,14 @@ class Run:
 
 
 def load(paths: Iterable[Path]) -> list[Run]:
-    """Read runs: all in the order of optimizers that figures and tables have, then by settings and seed.
+    """Read runs and sort them as figures and tables show them: by optimizer, then by settings and seed.
 
     Args:
-        paths: each a run folder, a folder with run folders one or two levels below it, or a file records.json
-            that a report left (or a folder with such a file and no run folders).
+        paths: each a run folder, a folder with run folders one or two levels below it, a file records.json that
+            a report wrote, or a folder with such a file and no run folders.
 
-    Runs that have no result yet are left out. Raises RunFolderError, with one line that names the path, where
-    nothing is left or something cannot be read.
+    Runs that have no result yet are left out. Raises RunFolderError, with one line that names the path, if none
+    has a result or one cannot be read.
     """
     paths = [Path(path) for path in paths]
     # The same folder may be named twice, by itself and by the folder it lies in.
@@ -64,7 +64,7 @@ def load(paths: Iterable[Path]) -> list[Run]:
     runs = []
     for source in sources.values():
         runs += _load_compact(source) if source.is_file() else [_load_run(source)]
-    # ... and its records beside it: the same run counts once.
+    # The same run may also be in a compact file: it counts once.
     runs = list({_identity(run): run for run in runs if run.epochs}.values())
     if not runs:
         raise RunFolderError(f"{', '.join(map(str, paths))}: no run has a result yet")
@@ -72,9 +72,9 @@ def load(paths: Iterable[Path]) -> list[Run]:
 
 
 def _identity(run: Run) -> str:
-    """Equal for two copies of a run, one of them in the few digits of a compact file."""
+    """A key that two copies of a run share, even if one of them has the few digits of a compact file."""
     epochs = [[record[key] for key in _KEYS["epoch"]] for record in run.epochs]
-    return json.dumps(rounded([dataclasses.asdict(run.config), epochs]), sort_keys=True)
+    return json.dumps(round_numbers([dataclasses.asdict(run.config), epochs]), sort_keys=True)
 
 
 def _sources(path: Path) -> list[Path]:
@@ -92,7 +92,7 @@ def _sources(path: Path) -> list[Path]:
 
 
 def _load_run(folder: Path) -> Run:
-    """Read one run folder; a run that was only just started has no records."""
+    """Read one run folder; a run that has only just started has no records."""
     path = folder / RECORDS_FILE
     try:
         config = RunConfig.load(folder)
@@ -103,7 +103,7 @@ def _load_run(folder: Path) -> Run:
     records: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": []}
     for number, line in enumerate(lines, start=1):
         last = number == len(lines)
-        if last and not line:  # what follows the end of the last line
+        if last and not line:  # behind the last line end
             break
         try:
             record = json.loads(line)
@@ -116,7 +116,7 @@ def _load_run(folder: Path) -> Run:
 
 
 def _load_compact(path: Path) -> list[Run]:
-    """The runs in a file that `compact` made."""
+    """The runs in a file written by `compact`."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -142,7 +142,7 @@ def _load_compact(path: Path) -> list[Run]:
 
 
 def _kind(record: Any, where: str) -> str:
-    """Whether this is the record of a step or of an epoch; RunFolderError if it is neither."""
+    """ "step" or "epoch", the kind of a record; raises RunFolderError if it is neither or lacks a number."""
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _KEYS:
         raise RunFolderError(f"{where} is not the record of a step or an epoch")
@@ -169,22 +169,22 @@ def _sortable(value: Any) -> tuple[bool, float, str]:
 
 
 def compact(runs: Sequence[Run]) -> str:
-    """The runs as JSON with few steps and digits, one line a run."""
+    """The runs as JSON with few steps and digits, one line per run."""
     lines = []
     for run in runs:
-        steps = [run.steps[index] for index in evenly(len(run.steps))]
+        steps = [run.steps[index] for index in even_indices(len(run.steps))]
         entry = {
             "config": dataclasses.asdict(run.config),
             "day": run.day,
-            "epochs": _columns(rounded(run.epochs)),
-            "steps": _columns(rounded(steps)),
+            "epochs": _columns(round_numbers(run.epochs)),
+            "steps": _columns(round_numbers(steps)),
         }
         lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
     return f'{{"format":{FORMAT},"runs":[\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The records as one list per key; a value that never changes stands for its whole list."""
+    """The records as one list per key, or as one value for a key whose value never changes."""
     names = dict.fromkeys(name for record in records for name in record if name != "kind")
     columns: dict[str, Any] = {"count": len(records)}
     for name in names:
@@ -194,18 +194,17 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _from_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The records that `_columns` took apart."""
-    count = int(columns["count"])
+    """The records that `_columns` turned into columns."""
     lists = {
-        name: column if isinstance(column, list) else [column] * count
+        name: column if isinstance(column, list) else [column] * int(columns["count"])
         for name, column in columns.items()
         if name != "count"
     }
     return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
 
 
-def evenly(count: int) -> list[int]:
-    """At most `_POINTS` indices into `count` records, evenly spaced, the first and the last among them."""
-    if count <= _POINTS:
-        return list(range(count))
-    return [round(index * (count - 1) / (_POINTS - 1)) for index in range(_POINTS)]
+def even_indices(length: int) -> list[int]:
+    """At most `_POINTS` indices into so long a list, evenly spaced, the first and the last among them."""
+    if length <= _POINTS:
+        return list(range(length))
+    return [round(index * (length - 1) / (_POINTS - 1)) for index in range(_POINTS)]

@@ -1,4 +1,4 @@
-"""How results are kept: files that are there whole or not at all, and numbers as JSON can hold them."""
+"""How results are stored: files that are there whole or not at all, and numbers that JSON can hold."""
 
 import math
 import os
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-DIGITS = 5  # significant digits of a number that is kept for tables and drawings
+DIGITS = 5  # significant digits of a number for tables and drawings
 
 
 def write_whole(path: Path, content: bytes | bytearray) -> None:
-    """Write a file so that at any moment either the old content or the new one is there, never a part.
+    """Write a file so that at any moment, even after a power cut, it has the old content or the new one.
 
-    That holds when the machine stops, too. The folder must exist.
+    The folder must exist.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")  # another process may write the same file
     try:
@@ -27,17 +27,17 @@ def write_whole(path: Path, content: bytes | bytearray) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what `write_whole` of this path left behind where its process was killed."""
+    """Remove the temporary files that a killed `write_whole` of this path left behind."""
     for unfinished in path.parent.glob(f".{path.name}.*"):
         unfinished.unlink(missing_ok=True)
 
 
-def rounded(value: Any) -> Any:
-    """The value as JSON can hold it: floats with few digits, None for those that are not finite."""
+def round_numbers(value: Any) -> Any:
+    """The value with every float in it rounded to `DIGITS`, and None for those that are not finite."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: rounded(item) for key, item in value.items()}
+        return {key: round_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
+        return [round_numbers(item) for item in value]
     return value

@@ -1,13 +1,12 @@
 """One training run, from a configuration to a folder of plain files.
 
     config.json     everything needed to repeat the run
-    records.jsonl   one JSON object a line: {"kind": "step", ...} after each step, {"kind": "epoch", ...}
-                    after each epoch (or part of one), the first of these (epoch 0) before any training
+    records.jsonl   one JSON object per line: {"kind": "step", ...} after each step, {"kind": "epoch", ...}
+                    before training (epoch 0) and after each epoch or part of one
     checkpoint.pt   while the run is unfinished: what it needs to go on
-    model.pt        the state_dict of the trained network; its presence says that the run is complete
+    model.pt        the state_dict of the trained network; where it exists the run is complete
 
-The key `seconds` in a record is the time spent inside `optimizer.step` so far; evaluation, records and
-checkpoints are not counted.
+The key `seconds` in a record is the time spent inside `optimizer.step` so far, without evaluation and writing.
 """
 
 import io
@@ -37,7 +36,7 @@ from woodbury.optim import OPTIMIZERS, NonFiniteLossError
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 _CHECKPOINT_SECONDS = 20.0  # between checkpoints within an epoch
-_EVALUATED_AT_ONCE = 10_000  # samples
+_EVALUATION_SAMPLES = 10_000  # at once
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Progress:
 
 
 class InterruptedRunError(Exception):
-    """The run was asked to stop; everything done so far is in its folder and `resume=True` goes on."""
+    """The run was stopped; its folder holds everything so far, and `resume=True` continues."""
 
 
 def train(
@@ -69,29 +68,30 @@ def train(
         config: the run.
         folder: where its files go.
         progress: called after every step.
-        data: the data set, where it has been loaded already.
-        resume: go on where a folder with the same configuration was left; on the CPU the end is bit-identical
-            to that of a run never interrupted. A complete run is left alone, an absent one started.
-        stop: asked after every step; true saves a checkpoint and raises `InterruptedRunError`.
+        data: the data set, if it has been loaded already.
+        resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
+            bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
+        stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
     """
     if resume:
         check_same_run(config, folder)
-        _tidy(folder)
+        _remove_leftovers(folder)
         if is_complete(folder):
             return
     folder.mkdir(parents=True, exist_ok=resume)
     if not RunConfig.is_in(folder):
         config.save(folder)
     run = _Run(config, load_dataset(config.dataset) if data is None else data)
-    with _opened_records(folder / RECORDS_FILE) as records:
+    (folder / RECORDS_FILE).touch()
+    with (folder / RECORDS_FILE).open("r+b") as records:
         run.restore(folder / _CHECKPOINT, records)
-        run.go(folder, records, progress, stop)
+        run.finish(folder, records, progress, stop)
     write_whole(folder / _MODEL, _as_bytes(run.model.state_dict()))
     (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what a kill in the middle of writing a file left behind."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a run that was killed left behind."""
     for name in (_CHECKPOINT, _MODEL, CONFIG_FILE):
         remove_unfinished(folder / name)
     if is_complete(folder):
@@ -99,37 +99,37 @@ def _tidy(folder: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the run in this folder has ended."""
+    """Whether the run in this folder has finished."""
     return (folder / _MODEL).exists()
 
 
 class _Run:
-    """What a run is at one moment: everything that a checkpoint holds."""
+    """A run under way: everything that a checkpoint holds."""
 
     def __init__(self, config: RunConfig, data: Dataset) -> None:
         self.config = config
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-        self.train_set = _placed(data.train_inputs, data.train_targets, device, dtype)
-        self.test_set = _placed(data.test_inputs, data.test_targets, device, dtype)
+        self.train_set = _to_device(data.train_inputs, data.train_targets, device, dtype)
+        self.test_set = _to_device(data.test_inputs, data.test_targets, device, dtype)
         self.loss = data.loss()
         self.model = mlp(config.widths, seed=config.seed).to(device, dtype)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model, self.loss, **config.optimizer_settings())
         # Every optimizer sees the same batches for the same seed.
         self.order = torch.Generator().manual_seed(config.seed)
         self.order_of_epoch = self.order.get_state()  # before the epoch's permutation was drawn
-        self.epoch = 0  # under way, from 1; 0 before the first evaluation
-        self.done = 0  # batches of this epoch
+        self.epoch = 0  # the current one, from 1; 0 before the first evaluation
+        self.batches_done = 0  # in this epoch
         self.step = 0
         self.seconds = 0.0
 
-    def go(
+    def finish(
         self,
         folder: Path,
         records: BinaryIO,
         progress: Callable[[Progress], None] | None,
         stop: Callable[[], bool],
     ) -> None:
-        """Train to the end from wherever the run stands."""
+        """Train from the current state to the end."""
         config, (inputs, targets) = self.config, self.train_set
         per_epoch = math.ceil(len(inputs) / config.batch_size)
         steps = config.epochs * per_epoch
@@ -141,35 +141,35 @@ class _Run:
         while self.epoch <= config.epochs:
             self.order.set_state(self.order_of_epoch)
             batches = torch.randperm(len(inputs), generator=self.order).split(config.batch_size)
-            for batch in batches[self.done :]:
+            for batch in batches[self.batches_done :]:
                 index = batch.to(inputs.device)
                 try:
                     values = self._step(inputs[index], targets[index])
-                except NonFiniteLossError:  # no step can lead back: the run ends here, with this on record
+                except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
                     self._evaluate(records, per_epoch)
                     return
                 record = {"kind": "step", "epoch": self.epoch, "step": self.step, "seconds": self.seconds}
                 _write(records, {**record, **values})
                 if progress is not None:
                     progress(Progress(self.step, steps, values["loss"], values["damping"]))
-                if self.done in marks:
+                if self.batches_done in marks:
                     self._evaluate(records, per_epoch)
-                asked = stop()
-                if asked or time.monotonic() - saved > _CHECKPOINT_SECONDS:
+                stopping = stop()
+                if stopping or time.monotonic() - saved > _CHECKPOINT_SECONDS:
                     self.save(folder / _CHECKPOINT, records)
                     saved = time.monotonic()
-                if asked and self.step < steps:
+                if stopping and self.step < steps:
                     raise InterruptedRunError
-            self.epoch, self.done, self.order_of_epoch = self.epoch + 1, 0, self.order.get_state()
+            self.epoch, self.batches_done, self.order_of_epoch = self.epoch + 1, 0, self.order.get_state()
 
     def _step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """One step of the optimizer, on the clock."""
+        """Take one step, add its time to `seconds` and return what to record of it."""
         started = time.perf_counter()
         info = self.optimizer.step(inputs, targets)
         if inputs.is_cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
-        self.step, self.done = self.step + 1, self.done + 1
+        self.step, self.batches_done = self.step + 1, self.batches_done + 1
         values: dict[str, Any] = info.as_dict()
         if hasattr(self.optimizer, "iterations"):
             values["iterations"] = self.optimizer.iterations
@@ -185,7 +185,7 @@ class _Run:
         _write(records, record)
 
     def save(self, path: Path, records: BinaryIO) -> None:
-        """Write a checkpoint in one piece."""
+        """Write a checkpoint."""
         records.flush()
         os.fsync(records.fileno())
         values = {
@@ -193,7 +193,7 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "order_of_epoch": self.order_of_epoch,
             "epoch": self.epoch,
-            "done": self.done,
+            "done": self.batches_done,
             "step": self.step,
             "seconds": self.seconds,
             "records": records.tell(),
@@ -201,21 +201,22 @@ class _Run:
         write_whole(path, _as_bytes(values))
 
     def restore(self, path: Path, records: BinaryIO) -> None:
-        """Go back to the checkpoint, or to the start if there is none, and forget later records."""
+        """Go back to the checkpoint, or to the start if there is none, and remove later records."""
         if path.exists():
             try:
                 values = torch.load(path, map_location="cpu", weights_only=True)
                 self.model.load_state_dict(values["model"])
                 self.optimizer.load_state_dict(values["optimizer"])
                 self.order_of_epoch = values["order_of_epoch"]
-                self.epoch, self.done, self.step = values["epoch"], values["done"], values["step"]
+                self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
                 self.seconds, length = values["seconds"], values["records"]
             except Exception as error:  # torch.load raises anything on a damaged file
                 reason = f"{type(error).__name__}: {one_line(error)}"
                 raise RunFolderError(f"{path} is damaged ({reason}): delete it to train from the start") from None
             if records.seek(0, os.SEEK_END) < length:
                 raise RunFolderError(
-                    f"{path.parent / RECORDS_FILE} is shorter than its checkpoint says: it was changed"
+                    f"{path.parent / RECORDS_FILE} is shorter than when {path.name} was written: "
+                    f"delete {path.name} to train from the start"
                 )
         else:
             length = 0
@@ -225,11 +226,11 @@ class _Run:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Mean loss and fraction of wrong classes."""
+    """Mean loss, and fraction of samples that are classified wrongly."""
     was_training = model.training
     model.eval()
     total, wrong = 0.0, 0
-    for x, y in zip(inputs.split(_EVALUATED_AT_ONCE), targets.split(_EVALUATED_AT_ONCE), strict=True):
+    for x, y in zip(inputs.split(_EVALUATION_SAMPLES), targets.split(_EVALUATION_SAMPLES), strict=True):
         outputs = model(x)
         total += loss(outputs, y).item() * len(x)
         # one output is the logit of class 1
@@ -240,54 +241,46 @@ def evaluate(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor)
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C or SIGTERM only makes the function given true; the second acts at once.
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Yield a function that is true after a first Ctrl-C or SIGTERM; a second one acts at once.
 
-    A step is never cut in two that way. In a thread other than the main one signals are left as they are.
+    So a signal never cuts a step in two. Outside the main thread signals act as before.
     """
-    asked = threading.Event()
+    stopping = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield stopping.is_set
         return
     before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, frame: FrameType | None) -> None:
-        asked.set()
+        stopping.set()
         signal.signal(number, before[number])
 
     try:
         for number in before:
             signal.signal(number, note)
-        yield asked.is_set
+        yield stopping.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _placed(inputs: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _to_device(inputs: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return inputs.to(device, dtype), targets.to(device, dtype if targets.is_floating_point() else None)
 
 
-@contextmanager
-def _opened_records(path: Path) -> Iterator[BinaryIO]:
-    """The records for reading and writing, kept if they exist."""
-    path.touch()
-    with path.open("r+b") as records:
-        yield records
-
-
 def _write(records: BinaryIO, record: dict[str, Any]) -> None:
-    """Append a record as one line of JSON, with null for what is not a finite number."""
+    """Append a record as one line of JSON, with null for numbers that are not finite."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
     records.write((json.dumps(finite, allow_nan=False) + "\n").encode())
-    records.flush()  # what is done is on disk when a run is killed
+    records.flush()  # a run that is killed loses no record
 
 
 def _as_bytes(values: Any) -> bytes:
-    """The values as torch.save writes them; its own errors on a full disk are not OSErrors."""
+    """What torch.save writes, in memory: on a full disk it would raise errors that are no OSError."""
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
