@@ -180,8 +180,7 @@ class OuterRows:
     ) -> Tensor:
         assert isinstance(other, OuterRows)
         if other is self and scales is None and self.weight is not None:
-            inputs = self.inputs if dtype is None or dtype == self.inputs.dtype else self.inputs.to(dtype)
-            self.inner = inner = _shifted_product(inputs, inputs, self.bias is not None)
+            self.inner = inner = _shifted_product(self.inputs, self.inputs, self.bias is not None, dtype)
             outer = own_product(self.grads, dtype)
         else:
             inner, outer = self.input_gram(other.inputs, scales, dtype), self.outer_gram(other, dtype)
@@ -355,8 +354,10 @@ def add_onto(gram: Tensor, onto: Tensor | None) -> Tensor:
     return gram if onto is None else onto.add_(gram)
 
 
-def _shifted_product(a: Tensor, b: Tensor, bias: bool) -> Tensor:
-    """a b^T + 1, (n, n'), or a b^T for a layer without bias."""
+def _shifted_product(a: Tensor, b: Tensor, bias: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """a b^T + 1, (n, n'), or a b^T for a layer without bias; accumulated in `dtype` if one is given."""
+    if dtype is not None and dtype != a.dtype:
+        a, b = (a.to(dtype),) * 2 if a is b else (a.to(dtype), b.to(dtype))
     return linear(a, b, ones(b.shape[0], b.dtype, b.device) if bias else None)
 
 
