@@ -57,13 +57,14 @@ class Displacement:
         if rows is None or coefficients is None or base is not None or scales is not None:
             self._vector = _form(rows, coefficients, base, scales)
             return
+        by_layer = coefficients.dim() == 2
         for index, (name, own_rows) in enumerate(rows.forms.items()):
-            own = coefficients[index] if coefficients.dim() == 2 else coefficients
-            can_be_factored = isinstance(own_rows, OuterRows) and own_rows.affine
-            if isinstance(own_rows, OuterRows) and can_be_factored and (not form or own_rows.inner is not None):
+            own = coefficients[index] if by_layer else coefficients
+            factored = isinstance(own_rows, OuterRows) and own_rows.affine
+            if isinstance(own_rows, OuterRows) and factored and (not form or own_rows.inner is not None):
                 layer = rows.plan.layer_named[name]
                 self._factored.append(_Factored(layer, own_rows, own_rows.contract(own)))
-            if form or not can_be_factored:
+            if form or not factored:
                 names = rows.plan.owned[name]
                 self._vector |= {names[local]: -value for local, value in own_rows.rmatvec(own).items()}
 
@@ -181,7 +182,8 @@ def _moved_linear(
         if inner.shape[0] != input.shape[0]:
             start = form.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
-        return torch.addmm(call.outputs.detach(), inner, contracted, alpha=-1)
+        outputs = call.outputs.detach() if call.outputs.requires_grad else call.outputs
+        return torch.addmm(outputs, inner, contracted, alpha=-1)
     return form.outputs_after(input, contracted, plain(input))
 
 

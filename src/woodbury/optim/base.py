@@ -166,16 +166,18 @@ class SecondOrder(torch.optim.Optimizer):
         drawn_before = self._draws()
         try:
             numbers: Numbers | Tensor | None = None
-            if self._recordings is not None and subset is None and full is None:
-                numbers = self._replay(self._recordings, inputs, targets)
+            device = self._device()
+            recordings = self._recordings if device.type == "cuda" else None
+            if recordings is not None and subset is None and full is None:
+                numbers = self._replay(recordings, inputs, targets)
             if numbers is None:
                 problem = self._pose(inputs, targets, subset, full)
-                random = None if problem.chain is not None else _random.snapshot(self._device())
+                random = None if problem.chain is not None else _random.snapshot(device)
                 numbers = self._take(problem, random)
-                if self._recordings is not None:
-                    self._recordings.ordinary_step_ended(self._device())
+                if recordings is not None:
+                    recordings.ordinary_step_ended(device)
                     if random is not None and _random.drawn_since(random):
-                        self._recordings.give_up()
+                        recordings.give_up()
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(drawn_before)
             raise
@@ -292,8 +294,6 @@ class SecondOrder(torch.optim.Optimizer):
     def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Tensor | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
         device = self._device()
-        if device.type != "cuda":
-            return None
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
         shape = recording.shape_of(inputs, targets, device)

@@ -101,7 +101,9 @@ class Passes:
     def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
         """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
         captured = self.capture(inputs, samples)
-        outputs = captured.outputs.detach()
+        outputs = captured.outputs
+        if outputs.requires_grad:
+            outputs = outputs.detach()
         prepared = self.rule.prepare(self.loss, captured.raw, targets)
         term_count = self.rule.count(self.loss, prepared)
         return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
