@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from woodbury._vector import Vector
 from woodbury.device.constants import ones
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, is_known, scalar, scaled_if
-from woodbury.layers.forms import OuterRows
+from woodbury.layers.forms import OuterRows, OuterSum
 from woodbury.model.capture import Capture, moved_model
 from woodbury.model.chain import MovedForward
 from woodbury.model.plan import Layer, Plan
@@ -28,11 +28,10 @@ from woodbury.row_matrix import Rows
 
 
 class _Factored(NamedTuple):
-    """p of one layer, as -Hbar^T V."""
+    """The part of p in one layer, which is minus a sum of its rows. The rows themselves are let go."""
 
     layer: Layer
-    form: OuterRows  # with V
-    contracted: Tensor  # Hbar (n, o)
+    total: OuterSum
 
 
 class Displacement:
@@ -63,7 +62,7 @@ class Displacement:
             factored = isinstance(own_rows, OuterRows) and own_rows.affine
             if isinstance(own_rows, OuterRows) and factored and (not form or own_rows.inner is not None):
                 layer = rows.plan.layer_named[name]
-                self._factored.append(_Factored(layer, own_rows, own_rows.contract(own)))
+                self._factored.append(_Factored(layer, own_rows.weighted_sum(own)))
             if form or not factored:
                 names = rows.plan.owned[name]
                 self._vector |= {names[local]: -value for local, value in own_rows.rmatvec(own).items()}
@@ -71,11 +70,8 @@ class Displacement:
     def dense(self) -> Vector:
         """p as a dictionary over all trainable parameters."""
         vector = dict(self._vector)
-        for layer, form, contracted in self._only_factored():
-            if form.weight is not None:
-                vector[layer.parameters[form.weight]] = -(contracted.T @ form.inputs)
-            if form.bias is not None:
-                vector[layer.parameters[form.bias]] = -contracted.sum(0)
+        for layer, total in self._only_factored():
+            vector |= {layer.parameters[local]: -value for local, value in total.dense().items()}
         return {
             name: vector[name] if name in vector else torch.zeros_like(parameter)
             for name, parameter in self.parameters.items()
@@ -108,10 +104,11 @@ class Displacement:
         for name, change in self._vector.items():
             moved = rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
             self.parameters[name].add_(moved)
-        for layer, form, contracted in self._only_factored():
-            inputs = form.inputs if holds is None else scaled_if(holds, form.inputs)
+        for layer, total in self._only_factored():
+            contracted = total.contracted
+            inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
             last_rate, change = None, contracted.t()
-            for local in form.parameters:
+            for local in total.parameters:
                 name = layer.parameters[local]
                 rate = rates[name]
                 # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
@@ -120,7 +117,7 @@ class Displacement:
                         scaled = rate * contracted if holds is None else scaled_if(holds, contracted, rate)
                         last_rate, change = rate, scaled.t()
                     rate = 1.0
-                if local == form.weight:
+                if local == total.weight:
                     self.parameters[name].addmm_(change, inputs, alpha=-rate)
                 else:
                     all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
@@ -145,7 +142,7 @@ class Displacement:
 
 def _names(own: _Factored) -> set[str]:
     """The names in the model of the parameters of a factored layer."""
-    return {own.layer.parameters[local] for local in own.form.parameters}
+    return {own.layer.parameters[local] for local in own.total.parameters}
 
 
 def _form(
@@ -169,22 +166,24 @@ def _moved_linear(
     input: Tensor,
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
-    layer, form, contracted = own
-    call = None if capture is None or form.inner is None else capture.call_of(layer.name)
+    layer, total = own
+    call = None if capture is None or total.inner is None else capture.call_of(layer.name)
     if (
         call is not None
-        and form.inner is not None
+        and total.inner is not None
         and call.is_intact
         and not (input.requires_grad and torch.is_grad_enabled())  # the model differentiates in its inputs
         and _same_memory(input, call.inputs)
     ):
-        inner = form.inner if form.inner.dtype == contracted.dtype else form.inner.to(contracted.dtype)
+        inner, contracted = total.inner, total.contracted
+        if inner.dtype != contracted.dtype:
+            inner = inner.to(contracted.dtype)
         if inner.shape[0] != input.shape[0]:
-            start = form.layout.offset(piece)
+            start = total.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
         outputs = call.outputs.detach() if call.outputs.requires_grad else call.outputs
         return torch.addmm(outputs, inner, contracted, alpha=-1)
-    return form.outputs_after(input, contracted, plain(input))
+    return total.outputs_after(input, plain(input))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

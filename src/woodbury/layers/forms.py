@@ -199,15 +199,6 @@ class OuterRows:
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
         return _product(self.inputs, inputs, dtype) * weight + bias
 
-    def outputs_after(self, inputs: Tensor, contracted: Tensor, outputs: Tensor) -> Tensor:
-        """z(v) - (v V^T + 1) Hbar, in place of outputs z(v): the outputs of the layer at theta - U^T c.
-
-        Hbar = `contract(c)`. Exact for a layer that computes W v + b and nothing else.
-        """
-        if self.weight is None:
-            return outputs - contracted.sum(0)
-        return outputs.addmm_(_shifted_product(inputs, self.inputs, self.bias is not None), contracted, alpha=-1)
-
     def head(self, row_count: int) -> OuterRows:
         """The first rows, of whole samples."""
         first = self.layout.pieces[0]
@@ -223,20 +214,15 @@ class OuterRows:
             change = change + vector[self.bias]
         return (self.grads * self.layout.of_rows(change)).sum(1)
 
-    def contract(self, coefficients: Tensor) -> Tensor:
-        """Hbar, the sum over the columns of each sample of c h, (n, o): U^T c is Hbar^T V for W."""
+    def weighted_sum(self, coefficients: Tensor) -> OuterSum:
+        """U^T c for coefficients (r,), factored."""
         if coefficients.dtype != self.grads.dtype:
             coefficients = coefficients.to(self.grads.dtype)
-        return self.layout.contract(coefficients, self.grads)
+        contracted = self.layout.contract(coefficients, self.grads)
+        return OuterSum(self.inputs, contracted, self.layout, self.weight, self.bias, self.inner)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
-        contracted = self.contract(coefficients)
-        vector = {}
-        if self.weight is not None:
-            vector[self.weight] = contracted.t() @ self.inputs
-        if self.bias is not None:
-            vector[self.bias] = contracted.sum(0)
-        return vector
+        return self.weighted_sum(coefficients).dense()
 
     def dense(self) -> dict[str, Tensor]:
         inputs = self.layout.of_rows(self.inputs)
@@ -266,6 +252,41 @@ class OuterRows:
         inputs = torch.cat([form.inputs for form in forms])
         grads = torch.cat([form.grads for form in forms])
         return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)
+
+
+@dataclass
+class OuterSum:
+    """U^T c of one layer whose rows are outer products, factored: Hbar^T V for W, the sum of Hbar for b."""
+
+    inputs: Tensor  # V (n, i)
+    contracted: Tensor  # Hbar (n, o): the sum over the columns of each sample of c h
+    layout: Layout
+    weight: str | None
+    bias: str | None
+    inner: Tensor | None  # V V^T + 1 (n, n), if it is known
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple([name for name in (self.weight, self.bias) if name is not None])
+
+    def dense(self) -> dict[str, Tensor]:
+        """The sum itself: name -> tensor of the parameter's shape."""
+        vector = {}
+        if self.weight is not None:
+            vector[self.weight] = self.contracted.t() @ self.inputs
+        if self.bias is not None:
+            vector[self.bias] = self.contracted.sum(0)
+        return vector
+
+    def outputs_after(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """z(v) - (v V^T + 1) Hbar, in place of outputs z(v): the outputs of the layer at theta - U^T c.
+
+        Exact for a layer that computes W v + b and nothing else.
+        """
+        if self.weight is None:
+            return outputs - self.contracted.sum(0)
+        inner = _shifted_product(inputs, self.inputs, self.bias is not None)
+        return outputs.addmm_(inner, self.contracted, alpha=-1)
 
 
 @dataclass
