@@ -106,12 +106,12 @@ class SecondOrder(torch.optim.Optimizer):
         check_model_and_loss(model, loss)
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_number(name, value)
-        if accept is not None:
-            check_number("accept", accept, above=-math.inf)
+        if accept is not None and (not isinstance(accept, int | float) or math.isnan(accept)):
+            raise ValueError(f"accept must be a number or None, got {accept!r}")
         if forward is not None and not callable(forward):
             raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
         if seed is not None:
-            check_whole_number("seed", seed, least=0)
+            check_whole_number("seed", seed)
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)

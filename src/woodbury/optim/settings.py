@@ -103,9 +103,10 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> None:
         raise ValueError(f"{name} must be more than {above:g}, got {value}")
 
 
-def check_whole_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+def check_whole_number(name: str, value: Any, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f", at least {least}"
+        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
 
 
 def check_model_and_loss(model: Any, loss: Any) -> None:

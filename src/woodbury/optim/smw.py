@@ -59,7 +59,7 @@ class _SampleSpace(SecondOrder):
         if max_bytes is not None:
             check_number("max_bytes", max_bytes, above=0)
         if solver_tolerance is not None:
-            check_number("solver_tolerance", solver_tolerance, above=0)
+            check_number("solver_tolerance", solver_tolerance)
         if gram_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
