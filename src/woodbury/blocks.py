@@ -35,9 +35,6 @@ class Blocks(ABC):
         """The number of parameters in each block."""
         return plan.block_sizes
 
-    def __repr__(self) -> str:
-        return repr(self.name)
-
 
 class OneBlock(Blocks):
     """All of B."""

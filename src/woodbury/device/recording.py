@@ -79,9 +79,7 @@ class Recordings:
         self._given_up = False
 
     def is_due(self, key: Key, device: torch.device) -> bool:
-        """Whether to replay or record a step of this kind now; else it is an ordinary step."""
-        if key in self._recordings:
-            return True
+        """Whether to record a step of this kind now, which has no recording yet; else it is an ordinary step."""
         if self._given_up or key in self._large_kinds:
             return False
         if len(self._step_counts) >= _MAX_KINDS and key not in self._step_counts:

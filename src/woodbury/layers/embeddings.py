@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from woodbury.device.scalars import Scale
-from woodbury.layers.forms import add_onto, windows
+from woodbury.layers.forms import Dtype, Scales, add_onto, windows
 from woodbury.layers.shared import (
     ELEMENTWISE,
     Part,
@@ -44,13 +43,7 @@ class EmbeddingRows(PartRows):
         assert self.weight in names
         return self
 
-    def gram(
-        self,
-        other: object,
-        scales: Mapping[str, Scale] | None,
-        dtype: torch.dtype | None,
-        onto: Tensor | None = None,
-    ) -> Tensor:
+    def gram(self, other: object, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, EmbeddingRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)

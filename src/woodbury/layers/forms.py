@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from woodbury.device.constants import constant_tensor, ones
 from woodbury.device.scalars import Scale
 
+Scales = Mapping[str, Scale] | None  # one number per parameter; None for ones
+Dtype = torch.dtype | None  # to accumulate in; None for the type of the rows
+
 
 def byte_limit(max_bytes: int | None, device: torch.device) -> int:
     """The bytes that temporaries may take beside rows and K: max_bytes, or a default for the device."""
@@ -114,13 +117,7 @@ class RowForm(Protocol):
     def restrict(self, names: Collection[str]) -> RowForm:
         """The same rows with every parameter outside `names` left out."""
 
-    def gram(
-        self,
-        other: RowForm,
-        scales: Mapping[str, Scale] | None,
-        dtype: torch.dtype | None,
-        onto: Tensor | None = None,
-    ) -> Tensor:
+    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """U diag(scales) U'^T, (r, r'), added in place to `onto` if that is not None; one scale per parameter."""
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -171,13 +168,7 @@ class OuterRows:
         bias = self.bias if self.bias in names else None
         return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
 
-    def gram(
-        self,
-        other: RowForm,
-        scales: Mapping[str, Scale] | None,
-        dtype: torch.dtype | None,
-        onto: Tensor | None = None,
-    ) -> Tensor:
+    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, OuterRows)
         if other is self and scales is None and self.weight is not None:
             self.inner = inner = _shifted_product(self.inputs, self.inputs, self.bias is not None, dtype)
@@ -302,13 +293,7 @@ class ExplicitRows:
     def restrict(self, names: Collection[str]) -> ExplicitRows:
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
 
-    def gram(
-        self,
-        other: RowForm,
-        scales: Mapping[str, Scale] | None,
-        dtype: torch.dtype | None,
-        onto: Tensor | None = None,
-    ) -> Tensor:
+    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, ExplicitRows)
         products = [
             _product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, RowForm, add_onto, byte_limit, windows
+from woodbury.layers.forms import Dtype, OuterRows, RowForm, Scales, add_onto, byte_limit, windows
 
 ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 inside a matrix product
 
@@ -274,13 +273,7 @@ class SharedRows(PartRows):
         weight = self.weight if self.weight in names else None
         return replace(self, weight=weight, bias=self.bias if self.bias in names else None)
 
-    def gram(
-        self,
-        other: object,
-        scales: Mapping[str, Scale] | None,
-        dtype: torch.dtype | None,
-        onto: Tensor | None = None,
-    ) -> Tensor:
+    def gram(self, other: object, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, SharedRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         gram = None

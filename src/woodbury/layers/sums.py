@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from woodbury.device.scalars import Scale
 from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_onto, byte_limit, windows
+from woodbury.layers.forms import Dtype, ExplicitRows, OuterRows, RowForm, Scales, add_onto, byte_limit, windows
 from woodbury.layers.shared import SharedRows, as_shared
 
 
@@ -116,13 +115,7 @@ class SumRows:
                 uses.append(Use(form.restrict(inside), inside))
         return replace(self, uses=tuple(uses), shapes={n: shape for n, shape in self.shapes.items() if n in names})
 
-    def gram(
-        self,
-        other: RowForm,
-        scales: Mapping[str, Scale] | None,
-        dtype: torch.dtype | None,
-        onto: Tensor | None = None,
-    ) -> Tensor:
+    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """K use by use where they do not overlap, else from rows written out for a block of the parameters."""
         assert isinstance(other, SumRows)
         total = onto

@@ -46,7 +46,7 @@ class Products(Solver):
         displacement = Displacement(problem.plan.parameters, base=vector)
         images = rows.matvec(vector)
         slope, curvature = line.slope(vector, images.sum(0)), sum_of_squares(images) / line.divisor
-        return answer_of_inexact(problem, displacement, slope, curvature, solution.ok)
+        return answer_of_inexact(problem, displacement, vector, slope, curvature, solution.ok)
 
     def size(self, problem: Problem, system: System, row_count: int) -> int:
         return 0

@@ -65,9 +65,6 @@ class Solver(ABC):
         """Rows of each matrix to be factored, or 0 for none, for so many factor rows."""
         return row_count + problem.batch.samples - problem.batch.curvature
 
-    def __repr__(self) -> str:
-        return repr(self.name)
-
 
 class Cholesky(Solver):
     """Exact: in sample space, or in parameter space where there are more rows than parameters."""
@@ -152,7 +149,7 @@ def answer_in_sample_space(
         images = rows.layer_matvec(vector)
         slope = line.slope(vector, torch.stack(images).sum(0))
         curvature = sum_of_squares(system.blocks.join([own[: line.curvature_rows] for own in images]))
-        return answer_of_inexact(problem, displacement, slope, curvature / line.divisor, step.ok)
+        return answer_of_inexact(problem, displacement, vector, slope, curvature / line.divisor, step.ok)
     if base is not None:
         return answer_of_vector(problem, displacement, damping, step.curvature, step.ok)
     # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other

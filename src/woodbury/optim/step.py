@@ -111,13 +111,12 @@ class Proposal(Answer):
 
 
 def answer_of_inexact(
-    problem: Problem, displacement: Displacement, slope: Scalar, curvature: Scalar, usable: Truth
+    problem: Problem, displacement: Displacement, vector: Vector, slope: Scalar, curvature: Scalar, usable: Truth
 ) -> Answer:
-    """The answer for a p that need not solve its system, with slope = g . p and curvature = p^T B p.
+    """The answer for a p that need not solve its system: vector is p, slope = g . p and curvature = p^T B p.
 
     m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2
     """
-    vector = displacement.dense()
     for name, decay in problem.hyper.weight_decay.items():
         if decay:
             own = vector[name]

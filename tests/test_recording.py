@@ -1,0 +1,134 @@
+"""When a step is recorded and what a recording holds for; on the CPU, with a stand-in for the CUDA graph."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import woodbury
+from changes import CHANGES, Scaled
+from woodbury.device import recording
+from woodbury.device.recording import Key, Recording, Recordings
+from woodbury.optim.step import StepInfo
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_statistics(monkeypatch):
+    """There are none of a device's memory here."""
+    monkeypatch.setattr(recording, "_bytes_ever_allocated", lambda device: 0)
+
+
+def record(inputs, targets, rates, state, device, dtype, run):
+    """Takes the place of `recording.record`: a replay runs the step again, on the same buffers."""
+    inputs, targets, state = (recording._buffers_like(tree) for tree in (inputs, targets, state))
+    buffers = [torch.as_tensor(rate, dtype=dtype) for rate in rates]
+    numbers = torch.zeros(6, dtype=torch.float64)
+
+    class Graph:
+        def replay(self):
+            computed, new = run(inputs, targets, buffers, state)
+            numbers.copy_(computed)
+            recording.overwrite(state, new)
+
+    return Recording(Graph(), inputs, targets, buffers, state, numbers, [None] * len(buffers))
+
+
+def on_a_device(optimizer, device):
+    """The moving state as another device than the CPU has it."""
+    moving = {"damping": torch.as_tensor(optimizer.state["damping"], dtype=torch.float64)}
+    return moving | {name: optimizer.state[name] for name in ("momentum",) if name in optimizer.state}
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.5, "weight_decay": 0.01}], ids=["plain", "dense"])
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+def test_replayed_steps_are_the_ordinary_ones(method, settings, monkeypatch):
+    monkeypatch.setattr(recording, "record", record)
+    monkeypatch.setattr(method, "_moving_state", on_a_device)
+    problem, same = problems.make("softmax"), problems.make("softmax")
+    ordinary, replaying = (
+        method(p.model, p.loss, curvature_samples=4, seed=0, **settings) for p in (problem, same)
+    )
+    replayed = 0
+    for step in range(8):
+        if step == 5:
+            ordinary.param_groups[0]["lr"] = replaying.param_groups[0]["lr"] = 0.25
+        a = ordinary.step(problem.inputs, problem.targets).as_dict()
+        numbers = replaying._replay(replaying._recordings, same.inputs, same.targets)
+        if numbers is None:
+            b = replaying.step(same.inputs, same.targets).as_dict()
+        else:
+            b, replayed = StepInfo.later(numbers).as_dict(), replayed + 1
+        assert a == pytest.approx(b, rel=1e-10)
+    assert replayed == 8 - recording.WARM_UP - (1 if "momentum" in settings else 0)  # the first has none to move
+    for p, q in zip(problem.model.parameters(), same.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recording, "record", fail)
+    problem = problems.make("softmax")
+    optimizer = woodbury.NaturalGradient(problem.model, problem.loss, curvature_samples=4, seed=0)
+    before = optimizer.state["generator"].clone()
+    for _ in range(recording.WARM_UP + 2):
+        assert optimizer._replay(optimizer._recordings, problem.inputs, problem.targets) is None
+    assert torch.equal(optimizer.state["generator"], before)
+    assert isinstance(optimizer.state["damping"], float) and optimizer._recordings._given_up
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_fingerprint_sees_what_changes_the_numbers(change, monkeypatch):
+    model = Scaled().double()
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples=5)
+
+    def fingerprint():
+        return optimizer._fingerprint(optimizer._plan(), {})
+
+    optimizer.step(torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,)))
+    before = fingerprint()
+    assert before == fingerprint() and hash(before) == hash(fingerprint())
+    change(model, optimizer, monkeypatch)
+    assert fingerprint() != before
+
+
+def test_a_step_is_due_after_two_of_its_kind_and_four_shapes_are_held():
+    recordings = Recordings()
+    for shape in range(6):
+        due = [recordings.is_due(Key("same", shape), CPU) for _ in range(3)]
+        assert due == [False, False, shape < 4]
+        if due[-1]:
+            recordings.add(Key("same", shape), object())
+    recordings.add(Key("other", 0), object())  # lets the others go
+    assert recordings.find(Key("same", 0)) is None and recordings.find(Key("other", 0)) is not None
+    recordings.give_up()
+    assert recordings.find(Key("other", 0)) is None and not recordings.is_due(Key("other", 0), CPU)
+
+
+def test_large_steps_are_not_due(monkeypatch):
+    allocated = iter(range(0, 100 * 2**30, 2 * 2**30))
+    monkeypatch.setattr(recording, "_bytes_ever_allocated", lambda device: next(allocated))
+    recordings = Recordings()
+    for _ in range(4):
+        assert not recordings.is_due(Key("large", 0), CPU)
+        recordings.ordinary_step_ended(CPU)
+
+
+def test_only_batches_a_graph_can_read_have_a_shape():
+    x, y = torch.randn(4, 3), torch.zeros(4)
+    assert recording.shape_of(x, y, CPU) == recording.shape_of(x.clone(), y, CPU)
+    assert recording.shape_of((x, 2.0), y, CPU) != recording.shape_of((x, 3.0), y, CPU)
+    assert recording.shape_of(x, None, CPU) != recording.shape_of(x, y, CPU)
+    for inputs in (x.to_sparse(), (x, x.numpy()), (x, object()), x.to("meta")):
+        assert recording.shape_of(inputs, y, CPU) is None
+
+
+def test_a_copy_starts_without_recordings():
+    optimizer = woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss())
+    optimizer._recordings.add(Key("a", 0), object())
+    assert copy.deepcopy(optimizer)._recordings.find(Key("a", 0)) is None
