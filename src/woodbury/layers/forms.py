@@ -170,22 +170,20 @@ class OuterRows:
 
     def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, OuterRows)
-        if other is self and scales is None and self.weight is not None:
-            self.inner = inner = _shifted_product(self.inputs, self.inputs, self.bias is not None, dtype)
-            outer = own_product(self.grads, dtype)
-        else:
-            inner, outer = self.input_gram(other.inputs, scales, dtype), self.outer_gram(other, dtype)
-        spread = self.layout.spread(inner, other.layout)
+        inner = self.input_gram(other.inputs, scales, dtype)
+        if other is self and scales is None:
+            self.inner = inner
+        outer, spread = self.outer_gram(other, dtype), self.layout.spread(inner, other.layout)
         return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
 
-    def outer_gram(self, other: OuterRows, dtype: torch.dtype | None) -> Tensor:
+    def outer_gram(self, other: OuterRows, dtype: Dtype) -> Tensor:
         """h . h', (r, r')."""
         return _product(self.grads, other.grads, dtype)
 
-    def input_gram(
-        self, inputs: Tensor, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def input_gram(self, inputs: Tensor, scales: Scales = None, dtype: Dtype = None) -> Tensor:
         """s_W v . v' + s_b, (n, n'), without the term of an absent or frozen parameter."""
+        if self.weight is not None and scales is None:
+            return _shifted_product(self.inputs, inputs, self.bias is not None, dtype)
         weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
         return _product(self.inputs, inputs, dtype) * weight + bias

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as hooks
 
-from woodbury.layers.forms import Layout, OuterRows, RowForm, layout_of, linear
+from woodbury.layers.forms import Layout, OuterRows, OuterSum, RowForm, layout_of, linear
 from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan
 
@@ -218,11 +218,9 @@ class ChainCapture:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         gradient: dict[str, Tensor] = {}
         for layer, form in zip(self.chain.layers, self.rows([weights]).values(), strict=True):
-            assert isinstance(form, OuterRows)
-            if form.weight is not None:
-                gradient[layer.parameters[form.weight]] = form.grads.t() @ form.inputs
-            if form.bias is not None:
-                gradient[layer.parameters[form.bias]] = form.grads.sum(0)
+            assert isinstance(form, OuterRows)  # with one row per sample, to be summed
+            total = OuterSum(form.inputs, form.grads, form.layout, form.weight, form.bias, None)
+            gradient |= {layer.parameters[local]: value for local, value in total.dense().items()}
         return {name: gradient[name] for name in self.plan.parameters}
 
     def call_of(self, layer: str) -> ChainCall | None:
