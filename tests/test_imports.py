@@ -28,9 +28,16 @@ FLOORS = {
         ["sums", "rules"],
         ["attention", "convolutions", "norms"],
     ],
-    "model": [["plan", "fallback"], ["call", "chain"], ["graph"], ["capture"], ["independence", "structure"]],
+    "model": [
+        ["buffers", "fallback"],
+        ["plan"],
+        ["call", "chain"],
+        ["graph"],
+        ["capture"],
+        ["independence", "structure"],
+    ],
     "optim": [
-        ["settings", "passes"],
+        ["settings", "passes", "transaction"],
         ["step"],
         ["base", "first_order", "linearize"],
         ["parameter_space"],

@@ -469,8 +469,8 @@ def words(**options):
         (Positions(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
         (Positions(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
         (Positions(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
-        (OverSamples(), "vectors", r"layer 'norm': LayerNorm .* the samples too"),
-        (Unbatched(), "vectors", r"layer 'a': Conv1d got an input of shape \(5, 4\)"),
+        (OverSamples(), "vectors", r"what layer 'norm' gives for one sample depends on the inputs of another"),
+        (Unbatched(), "vectors", r"what layer 'a' gives for one sample depends on the inputs of another"),
         (nn.Sequential(Standardised(4, 2, 1), nn.Flatten()), "signals", r"'0\.weight' of Standardised"),
         (
             nn.Sequential(prune.l1_unstructured(nn.Conv1d(4, 2, 1), "weight", 0.3), nn.Flatten()),

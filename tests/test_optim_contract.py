@@ -69,12 +69,8 @@ def taken(kind, settings):
 SOLVING = [kind for kind in SECOND_ORDER if method(kind).solves]
 
 
-def over(kinds, broken=(), reason=""):
-    """A test of each kind; of those with a known defect it must fail."""
-    defect = pytest.mark.xfail(strict=True, reason=reason)
-    return pytest.mark.parametrize(
-        "kind", [pytest.param(kind, marks=defect) if kind in broken else kind for kind in kinds]
-    )
+def over(kinds):
+    return pytest.mark.parametrize("kind", kinds)
 
 
 def that_take(name):
@@ -369,9 +365,7 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-@over(
-    SECOND_ORDER, broken=SECOND_ORDER, reason="buffers that a pass changes stay changed after direction and verify"
-)
+@every_second_order
 def test_direction_leaves_buffers_that_a_pass_changes(kind):
     problem = problems.make("softmax")
     problem.model = Counting().double()

@@ -11,7 +11,6 @@ import woodbury
 from changes import CHANGES, Scaled
 from woodbury.device import recording
 from woodbury.device.recording import Key, Recording, Recordings
-from woodbury.optim.step import StepInfo
 
 CPU = torch.device("cpu")
 
@@ -57,11 +56,11 @@ def test_replayed_steps_are_the_ordinary_ones(method, settings, monkeypatch):
         if step == 5:
             ordinary.param_groups[0]["lr"] = replaying.param_groups[0]["lr"] = 0.25
         a = ordinary.step(problem.inputs, problem.targets).as_dict()
-        numbers = replaying._replay(replaying._recordings, same.inputs, same.targets)
-        if numbers is None:
+        info = replaying._replay(replaying._recordings, same.inputs, same.targets, replaying._begin())
+        if info is None:
             b = replaying.step(same.inputs, same.targets).as_dict()
         else:
-            b, replayed = StepInfo.later(numbers).as_dict(), replayed + 1
+            b, replayed = info.as_dict(), replayed + 1
         assert a == pytest.approx(b, rel=1e-10)
     assert replayed == 8 - recording.WARM_UP - (1 if "momentum" in settings else 0)  # the first has none to move
     for p, q in zip(problem.model.parameters(), same.model.parameters(), strict=True):
@@ -77,7 +76,9 @@ def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss, curvature_samples=4, seed=0)
     before = optimizer.state["generator"].clone()
     for _ in range(recording.WARM_UP + 2):
-        assert optimizer._replay(optimizer._recordings, problem.inputs, problem.targets) is None
+        assert (
+            optimizer._replay(optimizer._recordings, problem.inputs, problem.targets, optimizer._begin()) is None
+        )
     assert torch.equal(optimizer.state["generator"], before)
     assert isinstance(optimizer.state["damping"], float) and optimizer._recordings._given_up
 

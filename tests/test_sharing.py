@@ -501,7 +501,7 @@ class OverBatch(nn.Module):
 
 
 def test_mixing_samples_without_a_layer_is_refused():
-    with pytest.raises(ValueError, match="change when it is run on its own"):
+    with pytest.raises(ValueError, match="outputs of one sample depend on the inputs of another"):
         woodbury.GaussNewton(OverBatch(), nn.MSELoss(), fallback="autograd").step(torch.randn(N, 4))
 
 
@@ -705,7 +705,7 @@ class Centred(nn.Module):
 
 def test_mixing_samples_before_the_first_layer_is_refused():
     model = Centred().double()
-    with pytest.raises(ValueError, match="change when it is run on its own"):
+    with pytest.raises(ValueError, match="outputs of 2 of 5 samples change when run apart from the others"):
         woodbury.GaussNewton(model, LOSS, curvature_samples=2).step(
             torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
         )
@@ -872,7 +872,7 @@ def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit():
     optimizer = woodbury.NaturalGradient(model, LOSS, curvature_samples=2, forward=forward)
     optimizer.step({"x": inputs, "mask": mask}, targets)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"tensor 2 of the inputs, of shape \(3, 3\), had no sample axis"):
+    with pytest.raises(ValueError, match=r"inputs\['mask'\], Tensor of shape \(3, 3\), had no sample axis"):
         optimizer.step({"x": inputs[:3], "mask": mask}, targets[:3])
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     optimizer.step({"x": inputs[:4], "mask": mask}, targets[:4])

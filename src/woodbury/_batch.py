@@ -1,9 +1,16 @@
-"""Batches of any nesting (tensor, tuple, dictionary): count, check and select their samples."""
+"""Batches of any nesting (tensor, tuple, dictionary): count, check and select their samples.
+
+Of a batch of n samples, an entry has a sample axis if it is a tensor or a NumPy array whose first axis has length
+n, or a list or tuple of n entries none of which has a sample axis itself (names, lengths, graphs of different
+sizes).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -56,52 +63,126 @@ def _check_finite(tensor: Tensor, what: str) -> None:
 
 
 def has_samples(leaf: Any, samples: int) -> bool:
-    """Whether a leaf of a batch is a tensor whose first axis is the sample axis."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples
+    """Whether an entry of a batch has one entry of its own for each sample."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0 and leaf.shape[0] == samples
+    if type(leaf) in (list, tuple):
+        return len(leaf) == samples and not any(has_samples(own, samples) for own in pytree.tree_leaves(leaf))
+    return _is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == samples
 
 
-def whole_leaves(tree: Any, samples: int, known: frozenset[Any]) -> frozenset[Any]:
-    """The places (structure, index) of tensors without a sample axis: those known and those in this tree.
+def _is_array(leaf: Any) -> bool:
+    """Whether it is a NumPy array; torch alone is needed here."""
+    return type(leaf).__module__ == "numpy" and hasattr(leaf, "ndim")
 
-    Raises if a tensor that had no sample axis before now has a first axis as long as the number of samples.
+
+def leaves_of(tree: Any, samples: int) -> tuple[list[Any], Any]:
+    """The entries of a batch and the structure around them; what has a sample axis is one entry."""
+    return pytree.tree_flatten(tree, is_leaf=lambda node: has_samples(node, samples))
+
+
+def sample_axes(tree: Any, samples: int, known: Mapping[str, bool]) -> Mapping[str, bool]:
+    """Which places in the inputs have a sample axis: those known from earlier batches, and those in this tree.
+
+    Raises if a place had one before and has none now, or the other way round: one of the two was a coincidence of
+    sizes, and an entry that is the same for all samples must not be cut.
     """
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) or samples == 1:  # of one sample nothing is cut
         return known
-    leaves, structure = pytree.tree_flatten(tree)
-    shape = str(structure)
-    for index, leaf in enumerate(leaves):
-        if has_samples(leaf, samples) and (shape, index) in known:
+    new: dict[str, bool] = {}
+    for path, node in _places(tree, samples):
+        new[path] = has = has_samples(node, samples)
+        if known.get(path, has) is not has:
+            size = f"of shape {tuple(node.shape)}" if hasattr(node, "shape") else f"with {len(node)} entries"
+            before, now = ("no", "as many") if has else ("a", "not as many")
             raise ValueError(
-                f"tensor {index + 1} of the inputs, of shape {tuple(leaf.shape)}, had no sample axis in an "
-                f"earlier batch, and now its first axis has as many entries as there are samples ({samples}): "
-                "whether it is to be cut by sample cannot be told. Keep what is the same for all samples in the "
-                "model, or in forward="
+                f"inputs{path}, {type(node).__name__} {size}, had {before} sample axis in an earlier batch, and "
+                f"now has {now} entries as there are samples ({samples}): whether to cut it by sample cannot be "
+                "told. Keep what is the same for all samples in the model, or in forward="
             )
-        if isinstance(leaf, Tensor) and not has_samples(leaf, samples):
-            known = known | {(shape, index)}
-    return known
+    return known if new.items() <= known.items() else {**known, **new}
+
+
+def _places(tree: Any, samples: int, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The path and the value of every tensor, array and list in a batch that may have a sample axis."""
+    if isinstance(tree, Tensor) or _is_array(tree):
+        if tree.ndim:
+            yield path, tree
+    elif isinstance(tree, dict):
+        for key, own in tree.items():
+            yield from _places(own, samples, f"{path}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        own = [leaf for leaf in tree if isinstance(leaf, Tensor)]
+        if path and len(own) == samples > len([leaf for leaf in own if has_samples(leaf, samples)]) > 0:
+            raise ValueError(
+                f"inputs{path} holds {samples} tensors for {samples} samples, and some of them have a first axis "
+                "of that length too: whether there is one per sample cannot be told. Pad and stack them"
+            )
+        if type(tree) in (list, tuple):
+            yield path, tree
+        if not has_samples(tree, samples):
+            for index, node in enumerate(tree):
+                yield from _places(node, samples, f"{path}[{index}]")
 
 
 def take(tree: Any, index: Tensor, samples: int) -> Any:
-    """The samples at `index` of every tensor in the tree whose first axis has `samples` entries."""
+    """The samples at `index` of every entry of the tree that has a sample axis.
+
+    Raises for an object of which the samples cannot be chosen.
+    """
 
     def select(leaf: Any) -> Any:
         if not has_samples(leaf, samples):
+            if not isinstance(leaf, Tensor) and not _is_array(leaf):
+                _check_plain(leaf)
             return leaf
+        if not isinstance(leaf, Tensor):
+            rows = index.tolist()
+            return leaf[rows] if _is_array(leaf) else type(leaf)([leaf[row] for row in rows])
         if leaf.is_cuda and leaf.layout is torch.strided and leaf.is_contiguous():
             return leaf[index]  # the same here, and faster to launch
         return leaf.index_select(0, index)
 
-    return select(tree) if isinstance(tree, Tensor) else pytree.tree_map(select, tree)
+    return select(tree) if isinstance(tree, Tensor) else _map_leaves(select, tree, samples)
+
+
+def _check_plain(leaf: Any) -> None:
+    """Raise for an entry that may hold samples of its own in a way not known here."""
+    if not isinstance(leaf, _PLAIN) and not callable(leaf):
+        raise TypeError(
+            f"inputs hold a {type(leaf).__name__}, of which the curvature samples cannot be chosen: pass tensors, "
+            "NumPy arrays or lists with one entry per sample, or take the curvature from the whole batch"
+        )
+
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    Enum,
+)
 
 
 def part(tree: Any, window: slice, samples: int) -> Any:
-    """The samples of a window, as views."""
+    """The samples of a window, as views where they are tensors."""
 
     def select(leaf: Any) -> Any:
         return leaf[window] if has_samples(leaf, samples) else leaf
 
-    return select(tree) if isinstance(tree, Tensor) else pytree.tree_map(select, tree)
+    return select(tree) if isinstance(tree, Tensor) else _map_leaves(select, tree, samples)
+
+
+def _map_leaves(function: Callable[[Any], Any], tree: Any, samples: int) -> Any:
+    leaves, structure = leaves_of(tree, samples)
+    return pytree.tree_unflatten([function(leaf) for leaf in leaves], structure)
 
 
 def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
@@ -117,6 +198,7 @@ class Batch:
     targets: Tensor | None
     samples: int  # N1
     curvature: int  # N2
+    order: Tensor | None = None  # of its samples in the batch as it was given; None: the same
 
     def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
         """S2 and the samples outside it, as (inputs, targets, samples)."""
@@ -131,7 +213,7 @@ class Batch:
 def ordered_batch(inputs: Any, targets: Tensor | None, samples: int, order: Tensor, curvature: int) -> Batch:
     """The batch with its samples in this order, the first `curvature` of them S2."""
     targets = None if targets is None else take(targets, order, samples)
-    return Batch(take(inputs, order, samples), targets, samples, curvature)
+    return Batch(take(inputs, order, samples), targets, samples, curvature, order)
 
 
 def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:

@@ -91,25 +91,38 @@ class Displacement:
         """Inside, the model computes at theta + p; the parameters are bit-identical afterwards."""
         return moved_model(plan, self._changes(), self._forwards(None, 0))
 
-    def add_(self, rates: Mapping[str, float | Tensor], accepted: Truth | Tensor) -> None:
+    def add_(
+        self,
+        rates: Mapping[str, float | Tensor],
+        accepted: Truth | Tensor,
+        versions: Mapping[str, int] | None = None,
+    ) -> None:
         """theta <- theta + rate p where accepted, with rates by parameter name; does not wait for the device.
 
-        Call it under torch.no_grad().
+        Call it under torch.no_grad(). Parameters whose version is not the one in `versions` any more have moved
+        already: so the call can be repeated after an interrupt.
         """
+        parameters = self.parameters
+        if versions is not None:
+            parameters = {name: own for name, own in parameters.items() if own._version == versions[name]}
         holds = None  # the step is known to be accepted
         if not is_known(accepted):
             holds = compute(accepted)[0].bool()
         elif not accepted:
             return
         for name, change in self._vector.items():
+            if name not in parameters:
+                continue
             moved = rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
-            self.parameters[name].add_(moved)
+            parameters[name].add_(moved)
         for layer, total in self._only_factored():
             contracted = total.contracted
             inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
             last_rate, change = None, contracted.t()
             for local in total.parameters:
                 name = layer.parameters[local]
+                if name not in parameters:
+                    continue
                 rate = rates[name]
                 # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
                 if holds is not None or isinstance(rate, Tensor):
@@ -118,10 +131,10 @@ class Displacement:
                         last_rate, change = rate, scaled.t()
                     rate = 1.0
                 if local == total.weight:
-                    self.parameters[name].addmm_(change, inputs, alpha=-rate)
+                    parameters[name].addmm_(change, inputs, alpha=-rate)
                 else:
                     all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
-                    self.parameters[name].addmv_(change, all_samples, alpha=-rate)
+                    parameters[name].addmv_(change, all_samples, alpha=-rate)
 
     def _only_factored(self) -> list[_Factored]:
         """The layers whose p is factored and not formed as well."""

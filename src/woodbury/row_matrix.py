@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from woodbury._batch import check_batch
 from woodbury._choice import FALLBACKS, part_named
+from woodbury._random import restore, snapshot
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import OuterRows, RowForm, byte_limit, windows
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_term_count, loss_rule
+from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model, capture
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
@@ -269,11 +271,17 @@ def rows(
     kind, rule = part_named("curvature", curvature, CURVATURES), loss_rule(loss)
     has_fallback = part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
-    captured = capture(plan, model, forward or call_model, inputs, check_batch(inputs, targets))
-    check_samples_apart(captured)
-    outputs = captured.outputs.detach()
-    prepared = rule.prepare(loss, captured.raw, targets)
-    columns = kind.factor(rule, loss, outputs, prepared).columns()
-    n, k, _ = columns.shape
-    divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
-    return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)
+    samples, random = check_batch(inputs, targets), snapshot(plan.device)
+    buffers = Buffers(plan.buffers, {})
+    try:
+        captured = capture(plan, model, buffers.preserved(forward or call_model, inputs), inputs, samples)
+        check_samples_apart(captured)
+        outputs = captured.outputs.detach()
+        prepared = rule.prepare(loss, captured.raw, targets)
+        columns = kind.factor(rule, loss, outputs, prepared).columns()
+        n, k, _ = columns.shape
+        divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
+        return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)
+    finally:
+        buffers.put_back()
+        restore(random)

@@ -42,8 +42,8 @@ class Recording:
     numbers: Tensor
     known_rates: list[float | None]  # the values in `rates`, None where not known
 
-    def replay(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> Tensor:
-        """Take the step on a batch, with its samples in this order, and return a copy of the numbers."""
+    def load(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> None:
+        """Copy in a batch, with its samples in this order, and the learning rates, for `graph.replay`."""
         samples = 0 if order is None else order.shape[0]
         pairs = [(self.inputs, inputs)]
         if not isinstance(inputs, Tensor):
@@ -64,8 +64,6 @@ class Recording:
             elif rate != self.known_rates[index]:
                 self.rates[index].fill_(rate)
                 self.known_rates[index] = rate
-        self.graph.replay()
-        return self.numbers.clone()
 
 
 class Recordings:

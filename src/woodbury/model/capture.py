@@ -34,6 +34,11 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
     return outputs
 
 
+def calls_model(forward: Forward) -> bool:
+    """Whether a forward is the default one, as it is or wrapped."""
+    return getattr(forward, "__wrapped__", forward) is call_model
+
+
 class Capture(Protocol):
     """What a pass over a batch leaves, whether autograd followed it or a chain was run by hand."""
 
@@ -140,9 +145,6 @@ class GraphCapture:
         if names:
             parameters = {name: plan.parameters[name] for name in names}
             forward_pass = Pass(self.model, self.forward, self.inputs, self.outputs)
-            modes = tuple(module.training for module in self.model.modules())
-            if modes != plan.findings.modes:
-                plan.findings.fallback_method, plan.findings.modes = None, modes
             rows, plan.findings.fallback_method = written_rows(
                 forward_pass, parameters, own_columns, start, plan.findings.fallback_method, plan.max_bytes
             )
@@ -180,7 +182,7 @@ class GraphCapture:
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
         # gradients stay on where the model itself may take some
-        by_autograd = self.forward is not call_model or self.plan.has_fallback
+        by_autograd = not calls_model(self.forward) or self.plan.has_fallback
         with (
             moved_model(self.plan, changes, forwards),
             torch.set_grad_enabled(by_autograd),

@@ -23,7 +23,7 @@ from torch.nn.modules import module as hooks
 
 from woodbury.layers.forms import Layout, OuterRows, OuterSum, RowForm, layout_of, linear
 from woodbury.layers.rules import has_own_parameters, linear_rows
-from woodbury.model.plan import Layer, Plan
+from woodbury.model.plan import Layer, Plan, is_plain
 
 aten = torch.ops.aten
 
@@ -143,11 +143,12 @@ class Chain:
         """
         if model is not self.plan.model or model.training != self.plan.training or hooks._has_any_global_hook():
             return False
+        dtype = self.plan.dtype
         for layer, weight, bias in zip(self.layers, self.weights, self.biases, strict=True):
             own = layer.module._parameters
-            if own.get("weight") is not weight or own.get("bias") is not bias or not weight.requires_grad:
+            if own.get("weight") is not weight or own.get("bias") is not bias:
                 return False
-            if bias is not None and not bias.requires_grad:
+            if not is_plain(weight, dtype) or not (bias is None or is_plain(bias, dtype)):
                 return False
         if self.flatten is not None and (self.flatten.start_dim, self.flatten.end_dim) != (1, -1):
             return False

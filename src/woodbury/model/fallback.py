@@ -96,11 +96,11 @@ def written_rows(
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
 
 
-def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5) -> bool:
-    """Whether the outputs of two passes outputs_agree in this share of their digits."""
+def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5, dtype: torch.dtype | None = None) -> bool:
+    """Whether the outputs of two passes agree in this share of their digits, or those of `dtype`."""
     if a.shape != b.shape:
         return False
-    tolerance, size = torch.finfo(a.dtype).eps ** digits, float(b.detach().abs().max())
+    tolerance, size = torch.finfo(dtype or a.dtype).eps ** digits, float(b.detach().abs().max())
     return math.isfinite(size) and torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * size)
 
 
@@ -116,8 +116,10 @@ def rows_by_func(
     bound = _Bound(model, forward)
     samples, per_sample, _ = columns.shape
     point = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    leaves, structure = pytree.tree_flatten(inputs)
+    leaves, structure = _batch.leaves_of(inputs, samples)
     mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
+    if not all(isinstance(leaves[index], Tensor) for index in mapped):
+        raise TypeError("torch.func maps over tensors alone")  # the next method takes lists too
 
     def rows_of_sample(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Vector]:
         own = list(leaves)

@@ -2,68 +2,177 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
-from woodbury.model.capture import GraphCapture
-from woodbury.model.fallback import outputs_agree
+from woodbury._batch import Batch
+from woodbury.model.capture import GraphCapture, capture, casting
+from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import graph_edges
+from woodbury.model.plan import Plan
+
+_MIXED = "rows per sample do not exist where the model mixes the samples of a batch"
 
 
-def check_samples_apart(capture: GraphCapture, first: bool = True) -> None:
-    """Raise if the outputs of the first or the last sample depend on another sample's activations.
+def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = True) -> None:
+    """Raise if outputs of some samples depend on other samples, as far as looks at this batch can show.
+
+    Seeds on a random half of the outputs must give no gradient in what layers return, and in the inputs, for the
+    other half. Run on their own, the first sample, the last one and a random half of all, in another order, must
+    give the outputs they have in the batch; a model that draws random numbers cannot be compared so.
 
     A first axis may only look like the sample axis, where a layer sees as many positions as there are samples:
-    with a fallback such a layer is left to it. Then, and if `first`, the first sample is also run on its own, as
-    samples may be mixed outside every layer.
+    with a fallback such a layer is left to it. `look` is the number of the look; each takes other halves.
+    alone=False makes no more passes through the model, so that only the gradients in what layers return are seen.
     """
-    for _ in graph_edges(capture.outputs):  # raises where autograd cannot see inside
+    for _ in graph_edges(captured.outputs):  # raises where autograd cannot see inside
         pass
-    samples = len(capture.outputs)
+    samples = len(captured.outputs)
     if samples < 2:
         return
-    capture.check_inputs()
-    for sample, others in ((0, slice(1, None)), (samples - 1, slice(0, samples - 1))):
-        seed = torch.zeros_like(capture.outputs)
-        seed[sample] = torch.linspace(0.5, 1.5, seed.shape[1])  # not random: the pass must be repeatable
-        edges = [call.edge for call in capture.calls]
-        if not edges:
-            break
-        grads = torch.autograd.grad(capture.outputs, edges, seed, retain_graph=True, allow_unused=True)
-        for call, grad in zip(list(capture.calls), grads, strict=True):
-            if grad is None or not bool((grad[others].abs() > 0).any()):  # nan is checked elsewhere
-                continue
-            if not capture.plan.has_fallback:
-                raise ValueError(
-                    f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: rows "
-                    "per sample do not exist where the model mixes the samples of a batch"
-                )
-            capture.plan.findings.uncapturable.add(call.layer.name)
-            capture.calls = [other for other in capture.calls if other.layer is not call.layer]
-            first = True
-    if first:
-        _check_first_alone(capture)
+    captured.check_inputs()
+    generator = torch.Generator().manual_seed(look)  # not torch's own: the pass must be repeatable
+    rank = torch.randperm(samples, generator=generator)
+    # by the bits of the ranks: so few halves part any two of up to 16 samples
+    for bit in reversed(range(min(4, (samples - 1).bit_length()) if look == 1 else 1)):
+        halves = [(rank >> bit & 1 == side).nonzero().flatten() for side in (0, 1)]
+        for seeded, others in (halves, halves[::-1]):
+            _check_layers(captured, seeded, others, generator)
+    if not alone:
+        return
+    _check_inputs_apart(captured, halves, generator)
+    for index in (torch.tensor([0]), torch.tensor([samples - 1]), halves[0].flip(0)):
+        _check_alone(captured, index)
 
 
-def _check_first_alone(capture: GraphCapture) -> None:
-    """Raise if the first sample gives other outputs on its own than in the batch."""
-    samples = len(capture.outputs)
-    random = _random.snapshot(capture.outputs.device)
+def _seed(outputs: Tensor, seeded: Tensor, generator: torch.Generator) -> Tensor:
+    """Random weights of the outputs, zero but for some samples."""
+    seed = torch.zeros(outputs.shape)
+    seed[seeded] = torch.rand(len(seeded), *outputs.shape[1:], generator=generator) + 0.5
+    return seed.to(outputs)
+
+
+def _depends(grad: Tensor | None, others: Tensor) -> bool:
+    """Whether a gradient is not zero at these samples; nan is checked elsewhere."""
+    return grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any())
+
+
+def _check_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, generator: torch.Generator) -> None:
+    """Raise if outputs of one half depend on what a layer gives for the other; or leave it to the fallback."""
+    edges = [call.edge for call in captured.calls]
+    if not edges:
+        return
+    seed = _seed(captured.outputs, seeded, generator)
+    grads = torch.autograd.grad(captured.outputs, edges, seed, retain_graph=True, allow_unused=True)
+    for call, grad in zip(list(captured.calls), grads, strict=True):
+        if not _depends(grad, others):
+            continue
+        if not captured.plan.has_fallback:
+            raise ValueError(
+                f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
+            )
+        captured.plan.findings.uncapturable.add(call.layer.name)
+        captured.calls = [other for other in captured.calls if other.layer is not call.layer]
+
+
+def _check_inputs_apart(captured: GraphCapture, halves: list[Tensor], generator: torch.Generator) -> None:
+    """Raise if outputs of one half depend on the inputs of the other. Random numbers do no harm here."""
+    samples = len(captured.outputs)
+    leaves, structure = _batch.leaves_of(captured.inputs, samples)
+    sources: list[Tensor] = []
+    with torch.enable_grad():
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and _batch.has_samples(leaf, samples):
+                sources.append(leaf.detach().clone().requires_grad_())
+                leaves[index] = sources[-1] * 1  # not a leaf of the graph: the model may write into it
+    if not sources:
+        return
+    inputs = pytree.tree_unflatten(leaves, structure)
+    random = _random.snapshot(captured.outputs.device)
     try:
-        alone = capture.forward(capture.model, _batch.part(capture.inputs, slice(0, 1), samples))
-        drawn = _random.drawn_since(random)
-    except Exception:  # whatever a model does not like about one sample
+        again = capture(captured.plan, captured.model, captured.forward, inputs, samples, captured.autocast)
+        mixed = _is_mixed(again.outputs, sources, halves, generator)
+        calls = again.calls if mixed else []
+        names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
+    except Exception:  # what a model does not like about inputs that are differentiated
         return
     finally:
         _random.restore(random)
-    capture.check_inputs()
-    first = capture.outputs[:1].detach()
-    if drawn or not bool(torch.isfinite(first).all()):  # nan is checked elsewhere
+    if mixed:
+        what = (
+            f"what layer {names[0]!r} gives for one sample depends"
+            if names
+            else "the outputs of one sample depend"
+        )
+        raise ValueError(f"{what} on the inputs of another: {_MIXED}")
+
+
+def _is_mixed(outputs: Tensor, sources: list[Tensor], halves: list[Tensor], generator: torch.Generator) -> bool:
+    """Whether outputs of one half of the samples depend on the inputs of the other."""
+    for seeded, others in (halves, halves[::-1]):
+        seed = _seed(outputs, seeded, generator)
+        grads = torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True)
+        if any(_depends(grad, others) for grad in grads):
+            return True
+    return False
+
+
+def _outputs_of(model: nn.Module, forward: Forward, inputs: Any, count: int) -> tuple[Tensor, bool]:
+    """The outputs of some samples, (count, C), and whether random numbers were drawn; those are put back."""
+    device = next(model.parameters()).device
+    random = _random.snapshot(device)
+    try:
+        return forward(model, inputs).detach().reshape(count, -1), _random.drawn_since(random)
+    finally:
+        _random.restore(random)
+
+
+def _same(part: Tensor, whole: Tensor, autocast: torch.dtype | None) -> bool:
+    """Whether the outputs of part of a batch are those in the batch; nan is checked elsewhere."""
+    if not bool(torch.isfinite(whole).all()):
+        return True
+    # loosely on a GPU, which computes few samples by other kernels than many
+    digits = 0.5 if whole.device.type == "cpu" else 0.25
+    return outputs_agree(part.to(whole.dtype), whole, digits, autocast)
+
+
+def _check_alone(captured: GraphCapture, index: Tensor) -> None:
+    """Raise if these samples give other outputs on their own than in the batch."""
+    samples, outputs = len(captured.outputs), captured.outputs.detach()
+    index = index.to(outputs.device)
+    try:
+        inputs = _batch.take(captured.inputs, index, samples)
+        with casting(captured.autocast, captured.plan):
+            alone, drawn = _outputs_of(captured.model, captured.forward, inputs, len(index))
+    except Exception:  # whatever a model does not like about fewer samples; `check_part` raises where it matters
         return
-    # loosely: a GPU computes one sample by other kernels than many
-    if not outputs_agree(alone.detach().reshape(1, -1), first, digits=0.25):
+    captured.check_inputs()
+    if not drawn and not _same(alone, outputs[index], captured.autocast):
+        which = "one" if len(index) == 1 else f"{len(index)}"
         raise ValueError(
-            f"the outputs of the first sample of {samples} change when it is run on its own: rows per sample do "
-            "not exist where the model mixes the samples of a batch, or changes from one run to the next (as "
-            "spectral_norm does in training mode; call .eval() on it)"
+            f"the outputs of {which} of {samples} samples change when run apart from the others: {_MIXED}, or "
+            "changes from one run to the next"
+        )
+
+
+def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None) -> None:
+    """Raise unless the model gives the curvature samples, on their own, the outputs they have in the batch."""
+    model = plan.model
+    with torch.enable_grad(), casting(autocast, plan):  # some models do not run without gradients
+        whole, drawn = _outputs_of(model, forward, batch.inputs, batch.samples)
+        try:
+            part, _ = _outputs_of(model, forward, batch.pieces()[0][0], batch.curvature)
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot be run on {batch.curvature} of {batch.samples} samples ({error}), so the "
+                "curvature cannot be taken from part of the batch: pass curvature_samples=None and no subset"
+            ) from error
+    if not drawn and not _same(part, whole[: batch.curvature], autocast):
+        raise ValueError(
+            f"the outputs of {batch.curvature} of {batch.samples} samples change when run apart from the others: "
+            f"{_MIXED}, or changes from one run to the next"
         )

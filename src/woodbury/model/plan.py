@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from woodbury.layers.registry import Rule, layer_rule
+from woodbury.model.buffers import Holder, changing_buffers
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Layer:
     parameters: dict[str, str]  # the module's own name -> name in the model
 
 
-# one step from a model towards a layer: the submodules of a module, the name of one, and that submodule
-PathStep = tuple[Mapping[str, "nn.Module | None"], str, nn.Module]
+# a module, its submodules, and whether it is in training mode
+ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool]
 
 
 @dataclass
@@ -33,8 +34,19 @@ class Findings:
 
     uncapturable: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
-    modes: tuple[bool, ...] = ()  # module.training of every module at that time
     passes: int = 0  # how many, over more than one sample
+    parts: int = 0  # how many steps with curvature samples that are part of the batch
+    quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
+
+
+def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is trainable, of this type, and without hooks on its gradient."""
+    return (
+        parameter.requires_grad
+        and parameter.dtype is dtype
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )
 
 
 def _mixes_samples(norm: nn.Module) -> bool:
@@ -54,13 +66,14 @@ class Plan:
     owned: dict[str, dict[str, str]]  # module -> its own name of each parameter -> name in the model
     uncovered: frozenset[str]  # parameters that no layer rule covers
     parameters: dict[str, nn.Parameter]
+    dtype: torch.dtype  # of all of them
     has_fallback: bool  # whether autograd computes the rows that no rule gives; else they raise an error
     max_bytes: int | None  # for temporaries of the rows; None: a default
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # batch norms, which must stay in eval mode
     tied: bool  # whether some parameter is used by several layers
-    training: bool  # model.training: what a pass shows holds for one mode
-    module_paths: tuple[PathStep, ...]  # from the model to each layer
+    modules: tuple[ModuleState, ...]  # all of them: what a pass shows holds for one structure in one mode
+    buffers: tuple[Holder, ...]  # those that a pass may change
     findings: Findings = field(default_factory=Findings, compare=False)
 
     @cached_property
@@ -68,10 +81,10 @@ class Plan:
         """Parameter name -> its module, and its name there."""
         return {full: (block, own) for block, names in self.owned.items() for own, full in names.items()}
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The type of the parameters."""
-        return next(iter(self.parameters.values())).dtype
+    @property
+    def training(self) -> bool:
+        """model.training."""
+        return self.modules[0][2]
 
     @property
     def device(self) -> torch.device:
@@ -99,11 +112,11 @@ class Plan:
         return [tuple(names.values()) for names in self.owned.values()]
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether a new plan would be the same, as far as this shows without a walk over all modules."""
-        if model is not self.model or model.training != self.training:
+        """Whether a new plan would be the same, and what passes have shown still holds."""
+        if model is not self.model:
             return False
-        for modules, key, module in self.module_paths:
-            if modules.get(key) is not module:
+        for module, children, training in self.modules:
+            if module.training is not training or tuple(module._modules.values()) != children:
                 return False
         for layer in self.layers:
             own = layer.module._parameters
@@ -118,7 +131,7 @@ class Plan:
             if local not in own or own[local] is not self.parameters[name]:  # a scripted module has no `get`
                 return False
         return (
-            all(parameter.requires_grad for parameter in self.parameters.values())
+            all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
             and not any(_mixes_samples(norm) for norm in self.norms)
         )
@@ -148,11 +161,22 @@ def plan_layers(
             else "none of the optimizer's belongs to the model any more"
         )
         raise ValueError(f"no trainable parameter: {why}")
+    first = next(iter(parameters.values()))
     for name, parameter in parameters.items():
         if parameter.is_complex():
             raise ValueError(
                 f"parameter {name!r} is complex, and a step is defined for real numbers: keep it as a real "
                 "parameter of shape (..., 2) and take torch.view_as_complex of it in forward"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has a hook on its gradient, which a step here would not run: remove it (a "
+                "mask belongs into the model)"
+            )
+        if parameter.dtype != first.dtype:
+            raise ValueError(
+                f"parameter {name!r} is of type {parameter.dtype}, another of {first.dtype}: bring the model to "
+                "one type, model.float() or model.double()"
             )
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
@@ -200,24 +224,12 @@ def plan_layers(
         owned,
         frozenset(uncovered),
         parameters,
+        first.dtype,
         has_fallback,
         max_bytes,
         frozen,
         tuple(norms),
         tied,
-        model.training,
-        tuple(_module_paths(model, layers)),
+        tuple((module, tuple(module._modules.values()), module.training) for module in model.modules()),
+        changing_buffers(model),
     )
-
-
-def _module_paths(model: nn.Module, layers: Sequence[Layer]) -> Iterator[PathStep]:
-    """Every step on the paths from the model to its layers, each once."""
-    visited: set[str] = set()
-    for layer in layers:
-        module, path = model, ""
-        for name in layer.name.split(".") if layer.name else ():
-            holder, path = module._modules, f"{path}.{name}"
-            module = model.get_submodule(path[1:])
-            if path not in visited:
-                visited.add(path)
-                yield holder, name, module

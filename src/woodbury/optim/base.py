@@ -60,6 +60,7 @@ from woodbury.optim.settings import (
     with_names,
 )
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo
+from woodbury.optim.transaction import Transaction
 
 
 def _many_times() -> AbstractContextManager[None]:
@@ -120,7 +121,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.forward = forward or call_model
         self.last: StepInfo | None = None
         self._structure = Structure(has_fallback, self._by_layers, self.max_bytes)
-        self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
+        self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
         self._recordings: Recordings | None = None
         self._orders = _random.Orders()
         self._rule = loss_rule(loss)
@@ -163,26 +164,24 @@ class SecondOrder(torch.optim.Optimizer):
             full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
                 over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
         """
-        drawn_before = self._draws()
+        transaction = self._begin()
         try:
-            numbers: Numbers | Tensor | None = None
             device = self._device()
             recordings = self._recordings if device.type == "cuda" else None
             if recordings is not None and subset is None and full is None:
-                numbers = self._replay(recordings, inputs, targets)
-            if numbers is None:
-                problem = self._pose(inputs, targets, subset, full)
-                random = None if problem.chain is not None else _random.snapshot(device)
-                numbers = self._take(problem, random)
-                if recordings is not None:
-                    recordings.ordinary_step_ended(device)
-                    if random is not None and _random.drawn_since(random):
-                        recordings.give_up()
-        except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
-            self.state.update(drawn_before)
+                info = self._replay(recordings, inputs, targets, transaction)
+                if info is not None:
+                    return info
+            problem = self._pose(inputs, targets, subset, full, transaction)
+            info = self._take(problem, transaction)
+            if recordings is not None:
+                recordings.ordinary_step_ended(device)
+                if transaction.random is not None and _random.drawn_since(transaction.random):
+                    recordings.give_up()
+        except BaseException:  # bad input, or an interrupt
+            transaction.end()
             raise
-        self.last = StepInfo.later(numbers)
-        return self.last
+        return info
 
     @property
     def blocks(self) -> str:
@@ -205,15 +204,13 @@ class SecondOrder(torch.optim.Optimizer):
 
         It is the p the next `step` on the same batch would use.
         """
-        drawn_before = self._draws()
-        random = _random.snapshot(self._device())
+        transaction = self._begin()
         try:
-            problem = self._pose(inputs, targets, subset, full)
+            problem = self._pose(inputs, targets, subset, full, transaction)
             with self._derivatives(problem):
                 return self._propose(problem).displacement.dense()
         finally:
-            self.state.update(drawn_before)
-            _random.restore(random)
+            transaction.undo()
 
     def verify(self, inputs: Any, targets: Tensor | None = None, *, subset: Tensor | None = None) -> Tensor:
         """Relative residual |(B + lambda I) p + g| / |g| of the step on this batch, as a 0-dim tensor.
@@ -221,15 +218,20 @@ class SecondOrder(torch.optim.Optimizer):
         B and g come from matrix-free autograd products that share no code with the solve. With weight decay
         and momentum it is the residual of the system they turn this into. Nothing changes.
         """
-        drawn_before = self._draws()
-        random = _random.snapshot(self._device())
+        transaction = self._begin()
         try:
-            problem = self._pose(inputs, targets, subset, None)
+            problem = self._pose(inputs, targets, subset, None, transaction)
+            random = _random.snapshot(self._device())
             with _random.replayed(random), self._derivatives(problem, twice=True):
                 proposal = self._propose(problem)
-            # in the pieces the step ran, so that dropout masks agree
+                drawn = _random.drawn_since(random)
+            forward = problem.passes.forward
             with _random.replayed(random), _many_times(), torch.enable_grad():
-                outputs = torch.cat([self.forward(self.model, part) for part in proposal.parts])
+                if drawn:  # in the pieces the step ran, so that dropout masks agree
+                    outputs = torch.cat([forward(self.model, part) for part in proposal.parts])
+                else:  # as it was given, in one piece: a model that mixes samples gives itself away
+                    outputs = forward(self.model, inputs)
+                    outputs = outputs if problem.batch.order is None else outputs[problem.batch.order]
             return products.relative_residual(
                 outputs,
                 self.loss,
@@ -243,8 +245,7 @@ class SecondOrder(torch.optim.Optimizer):
                 at_outputs=self.curvature.at_outputs,
             )
         finally:
-            self.state.update(drawn_before)
-            _random.restore(random)
+            transaction.undo()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""
@@ -258,20 +259,24 @@ class SecondOrder(torch.optim.Optimizer):
 
     # -- parts -------------------------------------------------------------------------------------------
 
-    def _take(self, problem: Problem, random: _random.Snapshot | None) -> Numbers:
-        """Propose, judge and move.
+    def _begin(self) -> Transaction:
+        """Note the part of the state that posing a problem changes."""
+        return Transaction(self.state, ("generator", "largest_batch"))
 
-        random is where the generators stood before the first pass, for the trial pass to repeat.
-        """
+    def _take(self, problem: Problem, transaction: Transaction) -> StepInfo:
+        """Propose, judge and move. The trial pass repeats the random numbers of the first."""
         by_hand = problem.chain is not None and self._keeps_nothing
+        random = transaction.random
         with torch.inference_mode() if by_hand else self._derivatives(problem):
             proposal = self._propose(problem)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
         with torch.no_grad():
-            return self._conclude(problem, proposal, actual)
+            return self._conclude(problem, proposal, actual, transaction)
 
-    def _conclude(self, problem: Problem, proposal: Proposal, actual: Scalar) -> Numbers:
+    def _conclude(
+        self, problem: Problem, proposal: Proposal, actual: Scalar, transaction: Transaction
+    ) -> StepInfo:
         """Judge a proposal by the actual decrease, and move."""
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
@@ -281,9 +286,23 @@ class SecondOrder(torch.optim.Optimizer):
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
         damping, *computed = compute(self._next_damping(problem, proposal, ratio), *numbers)
         numbers = Numbers(*computed)
-        proposal.displacement.add_(problem.hyper.lr, numbers.accepted)
-        self._remember(problem, proposal, damping, numbers.accepted, vector)
-        return numbers
+        state = self._next_state(problem, proposal, damping, numbers.accepted, vector)
+        info, buffers, displacement = StepInfo.later(numbers), transaction.buffers, proposal.displacement
+        versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
+        if buffers is not None:
+            random = transaction.random
+            with nullcontext() if random is None else _random.replayed(random):
+                buffers.prepare(lambda: problem.passes.forward(self.model, problem.batch.inputs))
+
+        def finish() -> None:
+            displacement.add_(problem.hyper.lr, numbers.accepted, versions)
+            if buffers is not None:
+                buffers.settle(numbers.accepted)
+            self.state.update(state)
+            self.last = info
+
+        transaction.commit(finish)
+        return info
 
     def _derivatives(self, problem: Problem, twice: bool = False) -> AbstractContextManager[Any]:
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
@@ -291,8 +310,10 @@ class SecondOrder(torch.optim.Optimizer):
             return torch.no_grad()  # by hand
         return _many_times() if twice or self._twice_differentiated else nullcontext()
 
-    def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Tensor | None:
-        """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
+    def _replay(
+        self, recordings: Recordings, inputs: Any, targets: Tensor | None, transaction: Transaction
+    ) -> StepInfo | None:
+        """A step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
         device = self._device()
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
@@ -308,7 +329,6 @@ class SecondOrder(torch.optim.Optimizer):
             if any(parameter.device != device for parameter in self.model.parameters()):
                 recordings.give_up()
                 return None
-        drawn_before = self._draws()
         curvature_samples = self._curvature_count(samples)
         order = None
         if curvature_samples < samples:
@@ -320,24 +340,36 @@ class SecondOrder(torch.optim.Optimizer):
                 inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
             ) -> tuple[Tensor, dict[str, Any]]:
                 self.state.update(state)
-                batch = Batch(inputs, targets, samples, curvature_samples)
-                numbers = self._take(self._problem(plan, batch, None, rates), None)
+                batch, inner = Batch(inputs, targets, samples, curvature_samples), self._begin()
+                numbers = self._take(self._problem(plan, batch, None, inner, rates), inner)._numbers
                 return torch.stack([as_double(value) for value in numbers]), {n: self.state[n] for n in state}
 
-            wide = torch.promote_types(plan.dtype, torch.float32)
+            wide, last = torch.promote_types(plan.dtype, torch.float32), self.last
+            transaction.watch(plan, None)
             try:
                 replayable = recording.record(inputs, targets, rates, moving, device, wide, run)
             except RuntimeError:  # what a graph cannot hold: a wait for the device, say
-                self.state.update(drawn_before)
+                transaction.undo()
                 recordings.give_up()
                 return None
             finally:  # recording computes nothing: what it left behind holds no numbers
                 self.state.update(moving)
+                self.last = last
             recordings.add(key, replayable)
         for name, value in moving.items():
             recording.overwrite(replayable.state[name], value)
         self.state.update(replayable.state)
-        return replayable.replay(inputs, targets, order, rates)
+        replayable.load(inputs, targets, order, rates)
+        launched = False
+
+        def finish() -> None:
+            nonlocal launched
+            # in one line: an interrupt falls before it or after it
+            launched = launched or replayable.graph.replay() is None  # type: ignore[func-returns-value]
+            self.last = StepInfo.later(replayable.numbers.clone())
+
+        transaction.commit(finish)
+        return self.last
 
     def _fingerprint(self, plan: Plan, moving: Mapping[str, Any]) -> Hashable:
         """All that the numbers of a step depend on beside its batch, the learning rates and the moving state."""
@@ -381,27 +413,48 @@ class SecondOrder(torch.optim.Optimizer):
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
-    def _pose(self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None) -> Problem:
+    def _pose(
+        self,
+        inputs: Any,
+        targets: Tensor | None,
+        subset: Tensor | None,
+        full: Batches | None,
+        transaction: Transaction,
+    ) -> Problem:
         """Check the batch, choose S2 and read the settings."""
         self._check_surroundings()
         samples = _batch.check_batch(inputs, targets)
-        self._whole = _batch.whole_leaves(inputs, samples, self._whole)
+        self._sample_axes = _batch.sample_axes(inputs, samples, self._sample_axes)
         plan = self._plan()
         batch = self._choose(inputs, targets, samples, subset)
         self.state["damping"] = to_device(self.state["damping"], self._device())
-        return self._problem(plan, batch, full)
+        return self._problem(plan, batch, full, transaction)
 
     def _problem(
-        self, plan: Plan, batch: Batch, full: Batches | None, rates: Sequence[float | Tensor] | None = None
+        self,
+        plan: Plan,
+        batch: Batch,
+        full: Batches | None,
+        transaction: Transaction,
+        rates: Sequence[float | Tensor] | None = None,
     ) -> Problem:
-        """The problem of this batch with the settings as they are now, or with other learning rates by group."""
+        """The problem of this batch with the settings as they are now.
+
+        While a step is recorded, its learning rates by group are given.
+        """
         hyper = read_settings(self.param_groups, self._structure.names, rates)
         damping = as_number(self.state["damping"]) + self.damping.floor
         chain = None if full is not None else self._chain_for(batch.inputs)
-        is_chain = chain is not None
-        if not is_chain and self.autocast is None:  # which casts between layers
-            is_chain = self._structure.shows_chain(plan, self.forward, batch.inputs, batch.samples)
-        passes = Passes(plan, chain, self.forward, self.autocast, self.loss, self._rule)
+        is_chain, forward = chain is not None, self.forward
+        if not is_chain:
+            transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
+            if transaction.buffers is not None:
+                forward = transaction.buffers.preserved(forward, batch.inputs)
+            if self.autocast is None:  # which casts between layers
+                is_chain = self._structure.shows_chain(plan, forward, batch.inputs, batch.samples)
+        passes = Passes(plan, chain, forward, self.autocast, self.loss, self._rule)
+        if chain is None:
+            passes.check_parts(batch)
         return Problem(passes, batch, damping, hyper, full, self._previous(plan, hyper), is_chain)
 
     def _check_surroundings(self) -> None:
@@ -415,10 +468,6 @@ class SecondOrder(torch.optim.Optimizer):
                 "a step inside torch.autocast is not supported: take it outside, and pass autocast=torch.bfloat16 "
                 "to GaussNewton or NaturalGradient for passes through the model in that type"
             )
-
-    def _draws(self) -> dict[str, Any]:
-        """The part of the state that posing a problem changes."""
-        return {key: self.state[key] for key in ("generator", "largest_batch")}
 
     def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:
         """Order the batch so that S2 leads."""
@@ -492,17 +541,17 @@ class SecondOrder(torch.optim.Optimizer):
             value = proposal.damping - self.damping.floor
         return self.damping.next(value, ratio)
 
-    def _remember(
+    def _next_state(
         self, problem: Problem, proposal: Proposal, damping: Scalar, accepted: Truth, vector: Vector | None
-    ) -> None:
-        """Keep lambda, the momentum and what the method keeps for itself."""
-        self.state.update(proposal.memory)
-        self.state["damping"] = damping
+    ) -> dict[str, Any]:
+        """What the state gains by the step: lambda, the momentum and what the method keeps for itself."""
+        state = {**proposal.memory, "damping": damping}
         if problem.hyper.any_momentum and vector is not None:
             moved = as_truth(accepted)
-            self.state["momentum"] = {  # a rejected step leaves none behind
+            state["momentum"] = {  # a rejected step leaves none behind
                 name: torch.where(moved, value, torch.zeros_like(value)) for name, value in vector.items()
             }
+        return state
 
     # -- copying ----------------------------------------------------------------------------------------
 

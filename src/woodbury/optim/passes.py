@@ -17,10 +17,10 @@ from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
 from woodbury.losses.rules import LossRule, check_term_count
-from woodbury.model.capture import Capture, call_model, capture, casting
+from woodbury.model.capture import Capture, calls_model, capture, casting
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
-from woodbury.model.independence import check_samples_apart
+from woodbury.model.independence import check_part, check_samples_apart
 from woodbury.model.plan import Plan
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
@@ -93,10 +93,28 @@ class Passes:
         if samples > 1:
             findings = self.plan.findings
             findings.passes = passes = findings.passes + 1
-            # again at 2, 4, 8, ...: what a model does may depend on the data. A device would have to wait for it.
-            if passes == 1 or (passes & (passes - 1) == 0 and self.plan.device.type == "cpu"):
-                check_samples_apart(captured, first=passes == 1)
+            if self._is_due(passes, 2):
+                check_samples_apart(captured, passes, alone=self._is_due(passes, 4))
         return captured
+
+    def _is_due(self, passes: int, factor: int) -> bool:
+        """Whether to look again, at powers of a factor: what a model does may depend on the data.
+
+        Only at the first on a device, which would have to wait for it.
+        """
+        if passes > 1 and self.plan.device.type != "cpu":
+            return False
+        while passes % factor == 0:
+            passes //= factor
+        return passes == 1
+
+    def check_parts(self, batch: Batch) -> None:
+        """Raise if the model gives other outputs for the curvature samples than for the batch they belong to."""
+        if batch.curvature < batch.samples:
+            findings = self.plan.findings
+            findings.parts = parts = findings.parts + 1
+            if self._is_due(parts, 4):
+                check_part(self.plan, self.forward, batch, self.autocast)
 
     def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
         """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
@@ -184,7 +202,7 @@ class Passes:
 
         def evaluate(displacement: Displacement) -> Scalar:
             after = torch.zeros_like(before)
-            by_autograd = self.forward is not call_model or self.plan.has_fallback
+            by_autograd = not calls_model(self.forward) or self.plan.has_fallback
             with displacement.applied(self.plan), torch.set_grad_enabled(by_autograd):
                 for inputs, targets in full:
                     with casting(self.autocast, self.plan):
