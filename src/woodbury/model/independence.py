@@ -35,18 +35,26 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     if samples < 2:
         return
     captured.check_inputs()
-    generator = torch.Generator().manual_seed(look)  # not torch's own: the pass must be repeatable
-    rank = torch.randperm(samples, generator=generator)
-    # by the bits of the ranks: so few halves part any two of up to 16 samples
-    for bit in reversed(range(min(4, (samples - 1).bit_length()) if look == 1 else 1)):
-        halves = [(rank >> bit & 1 == side).nonzero().flatten() for side in (0, 1)]
-        for seeded, others in (halves, halves[::-1]):
-            _check_layers(captured, seeded, others, generator)
+    halves, generator = _halves(samples, look)
+    for seeded, others in halves:
+        _check_layers(captured, seeded, others, generator)
     if not alone:
         return
-    _check_inputs_apart(captured, halves, generator)
-    for index in (torch.tensor([0]), torch.tensor([samples - 1]), halves[0].flip(0)):
+    _check_inputs_apart(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
+    for index in (torch.tensor([0]), torch.tensor([samples - 1]), halves[0][0].flip(0)):
         _check_alone(captured, index)
+
+
+def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generator]:
+    """Pairs of halves of the samples, each also the other way round, and a generator for seeds.
+
+    By the bits of random ranks: at the first look these part any two of up to 16 samples.
+    """
+    generator = torch.Generator().manual_seed(look)  # not torch's own: the pass must be repeatable
+    rank = torch.randperm(samples, generator=generator)
+    bits = range(min(4, (samples - 1).bit_length()) if look == 1 else 1)
+    halves = [[(rank >> bit & 1 == side).nonzero().flatten() for side in (0, 1)] for bit in bits]
+    return halves + [[others, seeded] for seeded, others in halves], generator
 
 
 def _seed(outputs: Tensor, seeded: Tensor, generator: torch.Generator) -> Tensor:
@@ -79,10 +87,12 @@ def _check_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, genera
         captured.calls = [other for other in captured.calls if other.layer is not call.layer]
 
 
-def _check_inputs_apart(captured: GraphCapture, halves: list[Tensor], generator: torch.Generator) -> None:
+def _check_inputs_apart(
+    plan: Plan, forward: Forward, batch: Any, samples: int, autocast: torch.dtype | None, look: int
+) -> None:
     """Raise if outputs of one half depend on the inputs of the other. Random numbers do no harm here."""
-    samples = len(captured.outputs)
-    leaves, structure = _batch.leaves_of(captured.inputs, samples)
+    halves, generator = _halves(samples, look)
+    leaves, structure = _batch.leaves_of(batch, samples)
     sources: list[Tensor] = []
     with torch.enable_grad():
         for index, leaf in enumerate(leaves):
@@ -92,9 +102,9 @@ def _check_inputs_apart(captured: GraphCapture, halves: list[Tensor], generator:
     if not sources:
         return
     inputs = pytree.tree_unflatten(leaves, structure)
-    random = _random.snapshot(captured.outputs.device)
+    random = _random.snapshot(plan.device)
     try:
-        again = capture(captured.plan, captured.model, captured.forward, inputs, samples, captured.autocast)
+        again = capture(plan, plan.model, forward, inputs, samples, autocast)
         mixed = _is_mixed(again.outputs, sources, halves, generator)
         calls = again.calls if mixed else []
         names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
@@ -111,9 +121,11 @@ def _check_inputs_apart(captured: GraphCapture, halves: list[Tensor], generator:
         raise ValueError(f"{what} on the inputs of another: {_MIXED}")
 
 
-def _is_mixed(outputs: Tensor, sources: list[Tensor], halves: list[Tensor], generator: torch.Generator) -> bool:
+def _is_mixed(
+    outputs: Tensor, sources: list[Tensor], halves: list[list[Tensor]], generator: torch.Generator
+) -> bool:
     """Whether outputs of one half of the samples depend on the inputs of the other."""
-    for seeded, others in (halves, halves[::-1]):
+    for seeded, others in halves:
         seed = _seed(outputs, seeded, generator)
         grads = torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True)
         if any(_depends(grad, others) for grad in grads):
@@ -159,8 +171,11 @@ def _check_alone(captured: GraphCapture, index: Tensor) -> None:
         )
 
 
-def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None) -> None:
-    """Raise unless the model gives the curvature samples, on their own, the outputs they have in the batch."""
+def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None, look: int) -> None:
+    """Raise unless the model gives the curvature samples, on their own, the outputs they have in the batch.
+
+    Where it draws random numbers, the gradients in the inputs of the whole batch must do.
+    """
     model = plan.model
     with torch.enable_grad(), casting(autocast, plan):  # some models do not run without gradients
         whole, drawn = _outputs_of(model, forward, batch.inputs, batch.samples)
@@ -171,7 +186,9 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
                 f"the model cannot be run on {batch.curvature} of {batch.samples} samples ({error}), so the "
                 "curvature cannot be taken from part of the batch: pass curvature_samples=None and no subset"
             ) from error
-    if not drawn and not _same(part, whole[: batch.curvature], autocast):
+    if drawn:
+        _check_inputs_apart(plan, forward, batch.inputs, batch.samples, autocast, look)
+    elif not _same(part, whole[: batch.curvature], autocast):
         raise ValueError(
             f"the outputs of {batch.curvature} of {batch.samples} samples change when run apart from the others: "
             f"{_MIXED}, or changes from one run to the next"

@@ -39,6 +39,11 @@ class Findings:
     quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
 
 
+def _is_distributed(kind: type) -> bool:
+    """Whether it is a class, or derives from one, of DataParallel, DistributedDataParallel, FSDP or DTensor."""
+    return any(base.__module__.startswith(("torch.distributed.", "torch.nn.parallel.")) for base in kind.__mro__)
+
+
 def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
     """Whether it is trainable, of this type, and without hooks on its gradient."""
     return (
@@ -168,6 +173,10 @@ def plan_layers(
                 f"parameter {name!r} is complex, and a step is defined for real numbers: keep it as a real "
                 "parameter of shape (..., 2) and take torch.view_as_complex of it in forward"
             )
+        if _is_distributed(type(parameter)):
+            raise ValueError(
+                f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices: not supported"
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"parameter {name!r} has a hook on its gradient, which a step here would not run: remove it (a "
@@ -186,6 +195,11 @@ def plan_layers(
     owned_names: set[str] = set()
     tied = False
     for path, module in model.named_modules():
+        if _is_distributed(type(module)):
+            raise ValueError(
+                f"the model is wrapped in {type(module).__name__}, which spreads it or its batches over several "
+                "devices: not supported yet, as nothing would be reduced between them. Pass the module inside"
+            )
         if isinstance(module, _BatchNorm):
             norms.append(module)
             if _mixes_samples(module):

@@ -68,6 +68,9 @@ def _many_times() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
+
+
 @cache
 def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
@@ -100,7 +103,10 @@ class SecondOrder(torch.optim.Optimizer):
         forward: Forward | None = None,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
+        process_group: str | None = None,
     ) -> None:
+        self.process_group = process_group
+        part_named("process_group", process_group, PROCESS_GROUPS)
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
@@ -129,6 +135,7 @@ class SecondOrder(torch.optim.Optimizer):
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
         self._plan()
+        self._check_processes()
         self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
@@ -460,6 +467,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _check_surroundings(self) -> None:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
+        self._check_processes()
         device = self._device().type
         if device == "meta":
             raise ValueError("the model is on the meta device, which holds no numbers: bring it to another first")
@@ -467,6 +475,17 @@ class SecondOrder(torch.optim.Optimizer):
             raise RuntimeError(
                 "a step inside torch.autocast is not supported: take it outside, and pass autocast=torch.bfloat16 "
                 "to GaussNewton or NaturalGradient for passes through the model in that type"
+            )
+
+    def _check_processes(self) -> None:
+        """Raise where several processes may take each other for parts of one run, without consent."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return
+        world_size = torch.distributed.get_world_size()
+        if world_size > 1 and not PROCESS_GROUPS[self.process_group]:
+            raise RuntimeError(
+                f"torch.distributed is initialised with {world_size} processes, and steps are not reduced between "
+                "them yet: their models would drift apart. Pass process_group='self' if each trains its own"
             )
 
     def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:

@@ -92,9 +92,10 @@ class Passes:
         captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
         if samples > 1:
             findings = self.plan.findings
-            findings.passes = passes = findings.passes + 1
+            passes = findings.passes + 1
             if self._is_due(passes, 2):
                 check_samples_apart(captured, passes, alone=self._is_due(passes, 4))
+            findings.passes = passes  # after an error the next step looks again
         return captured
 
     def _is_due(self, passes: int, factor: int) -> bool:
@@ -112,9 +113,10 @@ class Passes:
         """Raise if the model gives other outputs for the curvature samples than for the batch they belong to."""
         if batch.curvature < batch.samples:
             findings = self.plan.findings
-            findings.parts = parts = findings.parts + 1
+            parts = findings.parts + 1
             if self._is_due(parts, 4):
-                check_part(self.plan, self.forward, batch, self.autocast)
+                check_part(self.plan, self.forward, batch, self.autocast, parts)
+            findings.parts = parts
 
     def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
         """Run the model at theta on part of the batch; also its detached outputs (n, C)."""

@@ -24,6 +24,7 @@ class Common(TypedDict, total=False):
     forward: Forward | None
     seed: int | None
     params: Iterable[Any] | None
+    process_group: str | None
 
 
 def full_signature(own: Callable[..., None], common: Callable[..., None]) -> Signature:

@@ -229,6 +229,8 @@ class GaussNewton(_SampleSpace):
         seed: of the draws of S2; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
+        process_group: "self" where torch.distributed runs several processes and each trains a model of its own;
+            steps are not reduced between processes yet, so that without this word they are refused.
     """
 
     curvature = CURVATURES["gauss-newton"]
