@@ -168,6 +168,10 @@ def test_a_module_exchanged_later_is_looked_at_again():
         optimizer.step(inputs)
 
 
+def _values(weights):
+    return weights.tolist() if isinstance(weights, torch.Tensor) else weights
+
+
 class Scaled(nn.Module):
     """Weights of samples that come as a list, a tuple or an array."""
 
@@ -176,7 +180,7 @@ class Scaled(nn.Module):
         self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
 
     def forward(self, batch):
-        weights = torch.tensor([float(weight) for weight in batch["weights"]], dtype=torch.float64)
+        weights = torch.tensor([float(weight) for weight in _values(batch["weights"])], dtype=torch.float64)
         return self.head(torch.tanh(self.inner(batch["x"]))) * weights.unsqueeze(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from woodbury import _random
@@ -38,14 +39,15 @@ class Transaction:
         self.buffers = Buffers(plan.buffers, plan.findings.quiet_buffers) if plan.buffers else None
 
     def commit(self, finish: Callable[[], None]) -> None:
-        """Change everything, by a function that may be called again if it was interrupted."""
+        """Change everything, by a function that may be called again if it was interrupted; gradients are off."""
         self._finish = finish
         finish()
 
     def end(self) -> None:
         """After an error or an interrupt: finish what was begun, else undo."""
         if self._finish is not None:
-            self._finish()
+            with torch.no_grad():
+                self._finish()
         else:
             self.undo()
 

@@ -1,0 +1,362 @@
+"""What a step must not touch, and that it happens as a whole or not at all."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import problems
+import woodbury
+from woodbury.optim import OPTIMIZERS
+
+N = 6
+ROOT = Path(woodbury.__file__).parent
+SECOND_ORDER = [kind for kind, build in OPTIMIZERS.items() if kind not in ("sgd", "adam")]
+
+
+def batch(*shape):
+    return torch.randn(N, *shape, dtype=torch.float64)
+
+
+def state_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(a, b, names=None):
+    assert a.keys() == b.keys()
+    for name in a if names is None else names:
+        assert torch.equal(a[name], b[name]), name
+
+
+# -- buffers ---------------------------------------------------------------------------------------------
+
+
+class Running(nn.Module):
+    """Running statistics by torch's own layer, in place and by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(3, track_running_stats=True)
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(()))
+        self.head = nn.Linear(15, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.total += 1
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return self.head(self.norm(x).flatten(1))
+
+
+BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "total", "largest"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"subset": [3, 1]}], ids=["whole", "part"])
+@pytest.mark.parametrize("kind", SECOND_ORDER)
+def test_an_accepted_step_leaves_the_buffers_of_one_ordinary_pass(kind, settings):
+    torch.manual_seed(0)
+    model, inputs, targets = Running().double(), batch(3, 5), batch(2)
+    optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=1.0)
+    for _ in range(3):
+        twin = copy.deepcopy(model)
+        twin(inputs)
+        before = state_of(model)
+        optimizer.direction(inputs, targets, **settings)
+        optimizer.verify(inputs, targets, **settings)
+        assert_same(state_of(model), before)
+        assert optimizer.step(inputs, targets, **settings).accepted
+        after, ordinary = state_of(model), state_of(twin)
+        for name in BUFFERS:  # up to the order of the samples in sums
+            torch.testing.assert_close(after[name], ordinary[name], rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", SECOND_ORDER)
+def test_a_rejected_step_leaves_the_buffers_of_before(kind):
+    torch.manual_seed(0)
+    model, inputs, targets = Running().double(), batch(3, 5), batch(2)
+    optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), accept=float("inf"))
+    before = state_of(model)
+    assert not optimizer.step(inputs, targets).accepted
+    assert_same(state_of(model), before)
+
+
+def test_a_step_over_a_loader_leaves_the_buffers_of_one_pass_over_its_own_batch():
+    torch.manual_seed(0)
+    model, inputs, targets = Running().double(), batch(3, 5), batch(2)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1.0)
+    twin = copy.deepcopy(model)
+    twin(inputs)
+    optimizer.step(inputs, targets, full=[(batch(3, 5), batch(2)), (inputs, targets)])
+    assert_same(state_of(model), state_of(twin), BUFFERS)
+
+
+def test_rows_and_errors_leave_the_buffers_of_before():
+    torch.manual_seed(0)
+    model, inputs, targets = Running().double(), batch(3, 5), batch(2)
+    before = state_of(model)
+    woodbury.rows(model, nn.MSELoss(), inputs, targets)
+    assert_same(state_of(model), before)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss())
+    with pytest.raises(ValueError, match="do not fit outputs"):
+        optimizer.step(inputs, targets[:, :1])
+    assert_same(state_of(model), before)
+
+
+def test_passes_that_read_the_buffers_they_change_repeat_each_other():
+    """spectral_norm in training mode improves its vectors in every pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
+    inputs, targets = batch(3), batch(2)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1.0, fallback="autograd")
+    twin = copy.deepcopy(model)
+    assert optimizer.verify(inputs, targets) < 1e-12
+    info = optimizer.step(inputs, targets)
+    torch.testing.assert_close(info.loss, nn.functional.mse_loss(twin(inputs), targets).detach())
+    names = [name for name in state_of(model) if name.endswith(("_u", "_v"))]
+    assert len(names) == 2
+    assert_same(state_of(model), state_of(twin), names)
+
+
+def test_a_large_buffer_that_passes_leave_alone_is_not_copied_again():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(2**18))
+            self.writes = False
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x):
+            if self.writes:
+                self.table += 1
+            return self.head(x * self.table[:3])
+
+    torch.manual_seed(0)
+    model, inputs = Table().double(), batch(3)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss())
+    optimizer.step(inputs)
+    model.writes = True
+    with pytest.warns(RuntimeWarning, match="buffer 'table' is large"):
+        optimizer.direction(inputs)
+
+
+# -- types and hooks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["softmax", "pictures"])
+@pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "hf"])
+def test_a_model_brought_to_another_type_after_a_step_is_seen(kind, name):
+    problem, fresh = problems.make(name), problems.make(name)
+    optimizer = OPTIMIZERS[kind](problem.model, problem.loss, damping=1.0)
+    for dtype in (torch.float32, torch.float64):
+        optimizer.step(problem.inputs.to(next(problem.model.parameters()).dtype), problem.targets)
+        problem.model.to(dtype)
+        fresh.model.to(dtype).load_state_dict(problem.model.state_dict())
+        inputs = problem.inputs.to(dtype)
+        p = optimizer.direction(inputs, problem.targets)
+        expected = OPTIMIZERS[kind](fresh.model, fresh.loss, damping=1.0).direction(inputs, problem.targets)
+        assert all(value.dtype == dtype for value in p.values())
+        if kind != "hf":  # which starts from its last p
+            assert all(torch.equal(p[name], expected[name]) for name in p)
+    if kind != "hf":
+        problem.model.half()
+        with pytest.raises(ValueError, match=r"cannot be solved in torch.float16: pass gram_dtype=torch.float32"):
+            optimizer.step(problem.inputs.half(), problem.targets)
+
+
+@pytest.mark.parametrize("kind", SECOND_ORDER)
+def test_parameters_of_several_types_are_refused_by_name(kind):
+    problem = problems.make("softmax")
+    optimizer = OPTIMIZERS[kind](problem.model, problem.loss)
+    optimizer.step(problem.inputs, problem.targets)
+    problem.model[-1].float()
+    with pytest.raises(
+        ValueError, match=r"parameter '\d\.weight' is of type torch.float32, another of torch.float64"
+    ):
+        optimizer.step(problem.inputs, problem.targets)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["softmax", "pictures"])
+@pytest.mark.parametrize("kind", ["smw-gn", "hf"])
+def test_hooks_on_parameters_are_refused_by_name(kind, name, register):
+    problem = problems.make(name)
+    optimizer = OPTIMIZERS[kind](problem.model, problem.loss)
+    optimizer.step(problem.inputs, problem.targets)
+    first, parameter = next(problem.model.named_parameters())
+    handle = getattr(parameter, register)(lambda grad: None)
+    with pytest.raises(ValueError, match=f"parameter '{first}' has a hook on its gradient"):
+        optimizer.step(problem.inputs, problem.targets)
+    handle.remove()
+    assert optimizer.step(problem.inputs, problem.targets).accepted
+
+
+# -- all or nothing --------------------------------------------------------------------------------------
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt before line `at` of the package that is run inside; counts the lines."""
+
+    def __init__(self, at):
+        self.at, self.lines = at, 0
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _call(self, frame, event, arg):
+        return self._line if frame.f_code.co_filename.startswith(str(ROOT)) else None
+
+    def _line(self, frame, event, arg):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def everything(model, optimizer):
+    """Parameters, buffers and state, as plain values to compare."""
+    state = optimizer.state_dict()["state"]
+    return {
+        **{name: value.tolist() for name, value in model.state_dict().items()},
+        **{str(key): _plain(value) for key, value in state.items()},
+    }
+
+
+def _plain(value):
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return {key: _plain(own) for key, own in value.items()} if isinstance(value, dict) else value
+
+
+def with_running_statistics():
+    torch.manual_seed(0)
+    return Running().double(), nn.MSELoss(), batch(3, 5), batch(2)
+
+
+def plain_chain():
+    problem = problems.make("softmax")
+    return problem.model, problem.loss, problem.inputs, problem.targets
+
+
+CASES = {
+    "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 3),
+    "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 4),
+    "buffers": (with_running_statistics, "smw-gn", {"curvature_samples": 4}, 7),
+    "hf": (with_running_statistics, "hf", {"curvature_samples": 4}, 97),
+    "kfac": (plain_chain, "kfac", {}, 7),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupt_at_any_line_leaves_what_was_before_the_step_or_comes_after(case):
+    make, kind, settings, stride = CASES[case]
+
+    def prepared():
+        model, loss, inputs, targets = make()
+        optimizer = OPTIMIZERS[kind](model, loss, damping=woodbury.LevenbergMarquardt(), seed=0, **settings)
+        for _ in range(2):  # with a momentum, and past the first looks at the model
+            optimizer.step(inputs, targets)
+        return model, optimizer, inputs, targets
+
+    model, optimizer, inputs, targets = prepared()
+    before = everything(model, optimizer)
+    with Interrupter(at=0) as counter:
+        optimizer.step(inputs, targets)
+    after = everything(model, optimizer)
+    assert before != after
+    outcomes = set()
+    # every stride-th line, and each of the last hundred, where things are changed
+    lines = sorted({*range(1, counter.lines, stride), *range(max(1, counter.lines - 100), counter.lines + 1)})
+    model, optimizer, inputs, targets = prepared()
+    for at in lines:
+        with pytest.raises(KeyboardInterrupt), Interrupter(at):
+            optimizer.step(inputs, targets)
+        left = everything(model, optimizer)
+        assert left in (before, after), at
+        assert not any("forward" in vars(module) for module in model.modules())
+        outcomes.add(left == after)
+        if left == after:
+            model, optimizer, inputs, targets = prepared()
+    assert outcomes == {True, False}
+
+
+def test_an_error_in_the_model_leaves_everything_as_it_was():
+    model, loss, inputs, targets = with_running_statistics()
+    optimizer = woodbury.GaussNewton(model, loss, curvature_samples=4, seed=0)
+    optimizer.step(inputs, targets)
+    before, left = everything(model, optimizer), []
+
+    def fail(*_):
+        if left.pop():
+            raise RuntimeError("out of order")
+
+    model.head.register_forward_hook(fail)
+    for good_passes in (0, 1, 2):
+        left[:] = [True] + [False] * good_passes
+        random = torch.get_rng_state()
+        with pytest.raises((RuntimeError, ValueError), match="out of order"):
+            optimizer.step(inputs, targets)
+        assert everything(model, optimizer) == before and torch.equal(torch.get_rng_state(), random)
+
+
+# -- several processes -----------------------------------------------------------------------------------
+
+
+def test_models_spread_over_devices_or_processes_are_refused():
+    model = problems.mlp(3, 4, 2)
+    with pytest.raises(ValueError, match="wrapped in DataParallel"):
+        woodbury.GaussNewton(nn.DataParallel(model), nn.MSELoss())
+    with pytest.raises(ValueError, match="wrapped in DataParallel"):
+        woodbury.rows(nn.Sequential(nn.DataParallel(model)), nn.MSELoss(), torch.randn(2, 3))
+
+
+SCRIPT = """
+    import sys, torch, woodbury
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    init = f"file://{folder}/store{world}"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    inputs, targets = torch.randn(5, 3), torch.randn(5, 1)
+    try:
+        woodbury.GaussNewton(DistributedDataParallel(model), nn.MSELoss(), process_group="self")
+    except ValueError as error:
+        print("ddp", "wrapped in DistributedDataParallel" in str(error))
+    try:
+        woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, targets)
+        print("stepped")
+    except RuntimeError as error:
+        print("refused", "process_group='self'" in str(error))
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), process_group="self")
+    print("own", bool(optimizer.step(inputs, targets).accepted))
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("world", [1, 2])
+def test_several_processes_are_refused_without_a_word_of_consent(world, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        shown, _ = process.communicate(timeout=120)
+        second = "stepped" if world == 1 else "refused True"
+        assert shown.split("\n")[:3] == ["ddp True", second, "own True"]
