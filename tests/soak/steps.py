@@ -1,0 +1,124 @@
+"""Many steps, with the memory and the time they take: both must stay flat.
+
+    python -m tests.soak.steps --steps 50000
+    python -m tests.soak.steps --steps 100000 --device cuda     one recorded step after the other
+
+Batches change their size from step to step on the CPU. Every tenth of the run is a line: the median time of a step,
+the memory of the process (on a GPU that which torch has allocated), live tensors and live objects. Exit status 1 if
+the last line exceeds the second, past the warm-up, by more than the bounds below.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+import woodbury
+
+MEMORY = 16 * 2**20  # bytes: allocators keep what they have got, in pieces of some MiB
+TENSORS = 50  # StepInfo and caches of bounded size
+OBJECTS = 2000
+
+
+class Images(nn.Module):
+    """Convolutions, a norm with running statistics and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(4 * 36, 10)
+
+    def forward(self, x):
+        return self.head(self.drop(torch.relu(self.norm(self.conv(x))).flatten(1)))
+
+
+def runs(device):
+    """(name, optimizer, function of a batch size that draws a batch)."""
+    torch.manual_seed(0)
+    data, labels = torch.randn(64, 1, 8, 8, device=device), torch.randint(10, (64,), device=device)
+
+    def flat(size):
+        return data[:size].flatten(1), labels[:size]
+
+    def images(size):
+        return data[:size], labels[:size]
+
+    loss = nn.CrossEntropyLoss()
+    mlp = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).to(device)
+    yield "ng, chain", woodbury.NaturalGradient(mlp, loss, lr=0.1, curvature_samples=0.5), flat
+    if device == "cpu":
+        other = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+        yield "gn, momentum", woodbury.GaussNewton(other, loss, lr=0.1, momentum=0.9, curvature_samples=0.25), flat
+        yield "ng, images", woodbury.NaturalGradient(Images(), loss, lr=0.1), images
+
+
+def memory(device):
+    if device != "cpu":
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def live():
+    gc.collect()
+    objects = gc.get_objects()
+    return sum(issubclass(type(own), torch.Tensor) for own in objects), len(objects)
+
+
+def soak(name, optimizer, draw, steps, device, progress):
+    """The lines of one run: (median microseconds, bytes, tensors, objects) of each tenth."""
+    generator = torch.Generator().manual_seed(1)
+    lines = []
+    for tenth in range(10):
+        times = []
+        for step in range(steps // 10):
+            size = int(torch.randint(4, 65, (), generator=generator)) if device == "cpu" else 60
+            inputs, targets = draw(size)
+            start = time.perf_counter()
+            info = optimizer.step(inputs, targets)
+            times.append(time.perf_counter() - start)
+            if progress and step % 500 == 0:
+                print(f"\r{name}: {tenth * steps // 10 + step:,} of {steps:,} steps", end="", file=sys.stderr)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        lines.append((1e6 * median(times), memory(device), *live()))
+        assert all(bool(torch.isfinite(p).all()) for p in optimizer.model.parameters()), info
+    if progress:
+        print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    return lines
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50_000, help="in all (default 50000)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    arguments = parser.parse_args()
+    problems = list(runs(arguments.device))
+    grown = False
+    for name, optimizer, draw in problems:
+        steps = arguments.steps // len(problems)
+        lines = soak(name, optimizer, draw, steps, arguments.device, not arguments.quiet)
+        print(f"{name}: {steps:,} steps on {arguments.device}, torch {torch.__version__}")
+        print("  tenth   us/step   MiB       tensors   objects")
+        for tenth, (microseconds, size, tensors, objects) in enumerate(lines, 1):
+            print(f"  {tenth:5}   {microseconds:7.0f}   {size / 2**20:7.1f}   {tensors:7}   {objects:7}")
+        second, last = lines[1], lines[-1]
+        bounds = zip(second[1:], last[1:], (MEMORY, TENSORS, OBJECTS), strict=True)
+        if any(b > a + bound for a, b, bound in bounds):
+            print("  grown")
+            grown = True
+        if optimizer._recordings is not None and arguments.device != "cpu":
+            print(f"  recordings: {len(optimizer._recordings._recordings)}")
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.exit(main())
