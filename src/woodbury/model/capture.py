@@ -146,7 +146,13 @@ class GraphCapture:
             parameters = {name: plan.parameters[name] for name in names}
             forward_pass = Pass(self.model, self.forward, self.inputs, self.outputs)
             rows, plan.findings.fallback_method = written_rows(
-                forward_pass, parameters, own_columns, start, plan.findings.fallback_method, plan.max_bytes
+                forward_pass,
+                parameters,
+                own_columns,
+                start,
+                plan.findings.fallback_method,
+                plan.max_bytes,
+                plan.findings.checked_rows,
             )
             for block in written:
                 own = {local: rows[full].flatten(0, 1) for local, full in plan.owned[block].items()}

@@ -8,7 +8,8 @@ Three exact methods, from fast to slow, for a model that was run on a batch of n
 
 `func` needs a model that torch.func can transform. Both `func` and `chunks` need one whose outputs for some
 samples are those it gives for the whole batch (so no dropout). The outputs are compared at every batch, as a model
-may change (`model.train()`).
+may change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations
+(the backward pass of `prelu`, mapped twice over as many samples as seeds).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from woodbury.layers.forms import byte_limit, windows
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
+_MAX_CHECKED = 256  # shapes of columns that are remembered
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
 
 
@@ -62,10 +64,12 @@ def written_rows(
     start: int,
     method: str | None,
     max_bytes: int | None,
+    checked: set[tuple[str, torch.Size]],
 ) -> tuple[Vector, str]:
     """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on, and the method.
 
-    `method` is the one that worked for this model before, if any; faster ones are not tried then.
+    `method` is the one that worked for this model before, if any; faster ones are not tried then. `checked` are
+    the methods and the shapes of columns whose rows were checked; it gains this one.
     """
     model, forward, outputs_of_all = forward_pass.model, forward_pass.forward, forward_pass.outputs
     window = slice(start, start + len(columns))
@@ -79,7 +83,7 @@ def written_rows(
             continue
         # A comparison would make a device wait: there a method that worked is trusted until the model's mode
         # changes.
-        known = method is not None and columns.device.type != "cpu"
+        known = method is not None and columns.device.type != "cpu" and (name, columns.shape) in checked
         random = None if known else _random.snapshot(columns.device)
         try:
             outputs, rows = compute()
@@ -88,12 +92,45 @@ def written_rows(
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
             method = None
         else:
-            if random is None or outputs_agree(outputs, outputs_of_all[window]):
+            shape = (name, columns.shape)
+            if random is None:
+                return rows, name
+            if outputs_agree(outputs, outputs_of_all[window]) and (
+                shape in checked or _rows_add_up(rows, outputs_of_all, parameters, columns, start)
+            ):
+                if len(checked) >= _MAX_CHECKED:
+                    checked.clear()
+                checked.add(shape)
                 return rows, name
             method = None
         if random is not None:
             _random.restore(random)
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
+
+
+def _rows_add_up(
+    rows: Vector, outputs: Tensor, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
+) -> bool:
+    """Whether sum_ik c_ik row_ik is the gradient of sum_ik c_ik columns_ik . outputs_i, for some fixed c."""
+    m, k, _ = columns.shape
+    c = torch.rand(m, k, generator=torch.Generator().manual_seed(0)).to(columns) + 0.5
+    seed = torch.zeros_like(outputs)
+    seed[start : start + m] = torch.einsum("nk,nkc->nc", c, columns)
+    grads = torch.autograd.grad(
+        outputs, list(parameters.values()), seed, retain_graph=True, materialize_grads=True
+    )
+    for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
+        own = rows[name]
+        if own.shape != (m, k, *parameter.shape):
+            return False
+        flat = own.reshape(m * k, -1)
+        size = (
+            float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
+        )  # of the terms that add up
+        tolerance = torch.finfo(own.dtype).eps ** 0.5 * size
+        if not math.isfinite(size) or not bool((c.flatten() @ flat - grad.flatten()).abs().max() <= tolerance):
+            return False
+    return True
 
 
 def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5, dtype: torch.dtype | None = None) -> bool:
