@@ -81,8 +81,9 @@ class Plan:
 
     @cached_property
     def all_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the model by name, trained or not."""
-        return dict(self.model.named_parameters())
+        """The parameters of the model by name, trained or not; without those that a first pass has to make."""
+        named = self.model.named_parameters()
+        return {name: parameter for name, parameter in named if not nn.parameter.is_lazy(parameter)}
 
     def versions(self) -> list[tuple[int, int]]:
         """How often each of all parameters was changed in place so far, and its address."""
