@@ -50,7 +50,8 @@ def _check_first_alone(capture: GraphCapture) -> None:
     samples = len(capture.outputs)
     random = _random.snapshot(capture.outputs.device)
     try:
-        alone = capture.forward(capture.model, _batch.part(capture.inputs, slice(0, 1), samples))
+        with torch.enable_grad():  # as in the pass itself: without gradients a model may take another path
+            alone = capture.forward(capture.model, _batch.part(capture.inputs, slice(0, 1), samples))
         drawn = _random.drawn_since(random)
     except Exception:  # whatever a model does not like about one sample
         return
