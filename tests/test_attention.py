@@ -33,7 +33,7 @@ class Padded(nn.Module):
 
 
 class Spread(nn.Module):
-    """A Linear layer on one vector per sample in front of an encoder that may be frozen, with a mask of its own."""
+    """A Linear layer on one vector per sample in front of an encoder that may be frozen, with a mask."""
 
     def __init__(self):
         super().__init__()

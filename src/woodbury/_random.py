@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Snapshot(NamedTuple):
-    """The state of the global generators a forward pass on a device may draw from: torch's, Python's and NumPy's."""
+    """The state of the global generators a forward pass on a device may draw from."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -113,8 +113,8 @@ _numpy_seen: tuple[bytes, tuple[Any, ...]] | None = None  # the last state read,
 def _numpy_state() -> tuple[Any, ...] | None:
     """The state of NumPy's global generator; the same object as long as nothing was drawn.
 
-    NumPy takes 0.1 ms to write its state out, so the words are compared in memory first. They do not show whether a
-    Gaussian is kept for the next call: a state that holds one is written out each time. None for a generator of
+    NumPy takes 0.1 ms to write its state out, so the words are compared in memory first. They do not show whether
+    a Gaussian is kept for the next call: a state that holds one is written out each time. None for a generator of
     another kind, if someone has set one.
     """
     global _numpy_seen

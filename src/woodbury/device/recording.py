@@ -42,7 +42,7 @@ class Recording:
     state: dict[str, Any]  # part of the optimizer's state, as buffers
     numbers: Tensor
     known_rates: list[float | None]  # the values in `rates`, None where not known
-    constants: list[Tensor]  # which the graph reads too: they must stay where they are
+    constants: Sequence[Tensor] = ()  # which the graph reads too: they must stay where they are
 
     def replay(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> Tensor:
         """Take the step on a batch, with its samples in this order, and return a copy of the numbers."""

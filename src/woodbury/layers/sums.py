@@ -149,9 +149,8 @@ class SumRows:
         rows_at_once = len(left) + (0 if other is self else len(right))
         bytes_per_entry = rows_at_once * math.prod(shape[1:]) * left.element_size()
         # a third for the rows, a third for a copy by the matrix product, or rows of one use (as in `shared`)
-        for window in windows(
-            _length(shape), byte_limit(self.max_bytes, left.device) // 3 // max(1, bytes_per_entry)
-        ):
+        limit = byte_limit(self.max_bytes, left.device) // 3
+        for window in windows(_length(shape), limit // max(1, bytes_per_entry)):
             a = self.slab(name, window, left.dtype).flatten(1)
             b = a if other is self else other.slab(name, window, left.dtype).flatten(1)
             gram.addmm_(a, b.t())

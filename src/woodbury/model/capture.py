@@ -306,9 +306,9 @@ def _check_changes(plan: Plan, before: Sequence[tuple[int, int]], after: Sequenc
     for name, (then, address), (now, new_address) in zip(plan.all_parameters, before, after, strict=True):
         if now != then and address == new_address:  # else it was moved to other memory, as flatten_parameters does
             raise ValueError(
-                f"the model changes parameter {name!r} in place during its forward pass (max_norm of an embedding, "
-                "or a constraint): a step is defined for a function of parameters that stay as they are. Change "
-                "it between steps instead"
+                f"the model changes parameter {name!r} in place during its forward pass (max_norm of an "
+                "embedding, or a constraint): a step is defined for a function of parameters that stay as they "
+                "are. Change it between steps instead"
             )
 
 

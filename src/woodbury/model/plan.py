@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def fast_paths(self) -> tuple[nn.Module, ...]:
-        """Modules that in eval mode compute by other kernels, with other numbers, where no gradient is asked for."""
+        """Modules that in eval mode may give other numbers where no gradient is asked for."""
         return tuple(module for module in self.model.modules() if isinstance(module, FAST_PATHS))
 
     @property
