@@ -19,7 +19,7 @@ ROOMS = [
     *("damping", "policies", "optim", "experiments", "bench", "cli"),
 ]
 FLOORS = {
-    "device": [["constants", "recording", "fingerprint"], ["scalars"]],
+    "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "layers": [
         ["forms"],

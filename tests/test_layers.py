@@ -463,9 +463,9 @@ def words(**options):
 @pytest.mark.parametrize(
     "model, inputs, message",
     [
-        (words(max_norm=1.0), "indices", r"layer '0': Embedding with max_norm=1.0"),
-        (words(scale_grad_by_freq=True), "indices", r"Embedding with scale_grad_by_freq=True"),
-        (words(sparse=True), "indices", r"Embedding with sparse=True"),
+        (words(max_norm=1.0), "indices", r"Embedding '0' with max_norm=1.0"),
+        (words(scale_grad_by_freq=True), "indices", r"Embedding '0' with scale_grad_by_freq=True"),
+        (words(sparse=True), "indices", r"Embedding '0' with sparse=True"),
         (Positions(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
         (Positions(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
         (Positions(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
@@ -597,3 +597,148 @@ def test_gram_accumulates_in_the_type_asked_for(name):
     dense, K = rows.dense().double(), rows.gram(dtype=torch.float64)
     assert K.dtype == torch.float64
     assert reference.relative_error(K, dense @ dense.T) < 1e-6
+
+
+# Options of embeddings under which there is no step.
+
+
+class Lookup(nn.Module):
+    """An embedding, looked up by its module or by a function, and a head."""
+
+    def __init__(self, kind, frozen=False, by_function=None, **options):
+        super().__init__()
+        self.words, self.head = kind(6, 3, **options), nn.Linear(3, CLASSES)
+        self.words.weight.requires_grad_(not frozen)
+        self.by_function = by_function
+
+    def forward(self, x):
+        if self.by_function is None:
+            h = self.words(x)
+        elif isinstance(self.words, nn.EmbeddingBag):
+            h = F.embedding_bag(x, self.words.weight, **self.by_function)
+        else:
+            h = F.embedding(x, self.words.weight, **self.by_function)
+        return self.head(torch.tanh(h.mean(1) if h.dim() == 3 else h))
+
+
+LOOKUP_METHODS = {
+    "rows": lambda model, x, t: woodbury.rows(model, LOSS, x, t, fallback="autograd"),
+    "gauss-newton": lambda model, x, t: woodbury.GaussNewton(model, LOSS, fallback="autograd").step(x, t),
+    "natural gradient": lambda model, x, t: woodbury.NaturalGradient(model, LOSS, fallback="autograd").step(x, t),
+    "by layers": lambda model, x, t: woodbury.GaussNewton(
+        model, LOSS, fallback="autograd", blocks="layer"
+    ).direction(x, t),
+    "products": lambda model, x, t: woodbury.GaussNewton(model, LOSS, solver="products").step(x, t),
+    "hessian-free": lambda model, x, t: woodbury.HessianFree(model, LOSS).step(x, t),
+    "kfac": lambda model, x, t: woodbury.KFAC(model, LOSS).step(x, t),
+}
+REFUSED_OPTIONS = {"max_norm": 0.5, "scale_grad_by_freq": True, "sparse": True}
+
+
+@pytest.mark.parametrize("method", list(LOOKUP_METHODS))
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
+def test_options_of_embeddings_that_leave_no_step_are_refused_everywhere(method, kind, option):
+    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
+    model = Lookup(kind, **{option: REFUSED_OPTIONS[option]})
+    before = model.words.weight.detach().clone()
+    with pytest.raises(ValueError, match=rf"{kind.__name__} 'words' with {option}="):
+        LOOKUP_METHODS[method](model, inputs, targets)
+    assert torch.equal(model.words.weight, before)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("method", ["rows", "gauss-newton", "products", "hessian-free", "kfac"])
+def test_a_frozen_embedding_that_renormalises_is_refused_and_one_that_scales_is_not(kind, method):
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
+    model = Lookup(kind, frozen=True, max_norm=0.5)
+    before = model.words.weight.detach().clone()
+    with pytest.raises(ValueError, match=rf"{kind.__name__} 'words' with max_norm=0.5 renormalises"):
+        LOOKUP_METHODS[method](model, inputs, targets)
+    assert torch.equal(model.words.weight, before)
+    for option in ("scale_grad_by_freq", "sparse"):  # only gradients in the weight know of these
+        model = Lookup(kind, frozen=True, **{option: True}).double()
+        check_directions(model, LOSS, inputs, targets, [1, 3])
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("method", ["rows", "gauss-newton", "products", "hessian-free"])
+@pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
+def test_the_same_options_of_functions_are_refused(kind, method, option):
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
+    model = Lookup(kind, by_function={option: REFUSED_OPTIONS[option]})
+    expected = "'words.weight' in place" if option == "max_norm" else f"{option}=True"
+    with pytest.raises(ValueError, match=expected):
+        LOOKUP_METHODS[method](model, inputs, targets)
+    if option == "max_norm":
+        model = Lookup(kind, frozen=True, by_function={"max_norm": 0.5})
+        with pytest.raises(ValueError, match=expected):
+            LOOKUP_METHODS[method](model, inputs, targets)
+
+
+@pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
+def test_an_option_set_after_the_first_step_is_seen(option):
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
+    model = Lookup(nn.Embedding)
+    optimizer = woodbury.HessianFree(model, LOSS)
+    optimizer.step(inputs, targets)
+    setattr(model.words, option, REFUSED_OPTIONS[option])
+    with pytest.raises(ValueError, match=rf"'words' with {option}="):
+        optimizer.step(inputs, targets)
+
+
+class Clipped(nn.Module):
+    """Changes a weight of its own in place during the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return self.head(torch.tanh(self.inner(x)))
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.HessianFree, woodbury.KFAC])
+def test_a_model_that_changes_its_parameters_in_place_is_refused(method):
+    with pytest.raises(ValueError, match=r"'inner.weight' in place"):
+        method(Clipped(), LOSS).step(torch.randn(N, 4), torch.randint(CLASSES, (N,)))
+
+
+# Memory with channels last.
+
+CHANNELS = {
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "one group": lambda: nn.GroupNorm(1, 4),
+    "group per channel": lambda: nn.GroupNorm(4, 4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2),
+    "transposed": lambda: nn.ConvTranspose2d(4, 4, 3, padding=1, groups=2),
+    "prelu": lambda: nn.PReLU(4),
+}
+
+
+@pytest.mark.parametrize("name", list(CHANNELS))
+@pytest.mark.parametrize("inputs_last, model_last", [(True, False), (False, True), (True, True)])
+def test_channels_may_lie_last_in_memory(name, inputs_last, model_last):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 2, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    head = nn.Linear(4 * 9, CLASSES)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), CHANNELS[name](), nn.Tanh(), nn.Flatten(), head).double().eval()
+    shaken(model)
+    if model_last:
+        model = model.to(memory_format=torch.channels_last)
+    if inputs_last:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+    optimizer = woodbury.GaussNewton(model, LOSS, damping=0.5)
+    before = LOSS(model(inputs), targets).item()
+    info = optimizer.step(inputs, targets)
+    decrease = before - LOSS(model(inputs), targets).item()
+    assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-9)

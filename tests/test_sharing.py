@@ -1,5 +1,8 @@
 """Parameters used in unusual ways: several times, by several modules, computed, past every rule."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -894,3 +897,344 @@ def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit():
         optimizer.step({"x": inputs[:3], "mask": mask}, targets[:3])
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     optimizer.step({"x": inputs[:4], "mask": mask}, targets[:4])
+
+
+# One parameter under several names of one module.
+
+
+class Twice(nn.Module):
+    """z = a x + a^2 b + shift, with a = b or not; the rule gives rows for every name."""
+
+    def __init__(self, tied, shape=(4,)):
+        super().__init__()
+        self.a = nn.Parameter(torch.rand(shape) + 0.5)
+        self.b = self.a if tied else nn.Parameter(torch.rand(shape) + 0.5)
+        self.shift = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return self.a * x + self.a**2 * self.b + self.shift
+
+
+@pytest.fixture
+def rule_for_twice(monkeypatch):
+    from woodbury.layers import registry
+
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+    @woodbury.register_layer(Twice)
+    def twice_rows(layer, inputs, grads):
+        a = grads * (inputs + 2 * layer.a * layer.b).unsqueeze(1)
+        b = grads * layer.a**2
+        if layer.a.dim() == 0:
+            a, b = a.sum(2), b.sum(2)
+        return {"a": a, "b": b, "shift": grads}
+
+
+class TwoNames(nn.Module):
+    """A module some of whose parameters have two names, then a head."""
+
+    def __init__(self, inner, width):
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(width, CLASSES)
+
+    def forward(self, x):
+        h = self.inner(x)
+        h = h[0] if isinstance(h, tuple) else h
+        return self.head(torch.tanh(h[:, -1] if h.dim() == 3 else h))
+
+
+def scaled_twice():
+    norm = nn.LayerNorm(4)
+    norm.bias = norm.weight
+    return norm
+
+
+def tied_recurrent(kind):
+    cell = kind(4, 4, batch_first=True)
+    cell.weight_hh_l0 = cell.weight_ih_l0
+    cell.bias_hh_l0 = cell.bias_ih_l0
+    return cell
+
+
+def tied_cell():
+    cell = nn.GRUCell(4, 4)
+    cell.weight_hh = cell.weight_ih
+    return cell
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        weight = nn.Parameter(torch.randn(4, 4))
+        self.weights = nn.ParameterList([weight, weight])
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class Keyed(nn.Module):
+    """Attention whose projections of keys and values are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = attention(kdim=3, vdim=3, batch_first=True)
+        self.attend.v_proj_weight = self.attend.k_proj_weight
+
+    def forward(self, x):
+        return self.attend(x, x[..., :3], x[..., 1:])[0]
+
+
+VECTORS, SEQUENCES = (4,), (3, 4)
+TWO_NAMES = {
+    "layer norm": (scaled_twice, VECTORS, {}),
+    "registered": (lambda: Twice(True), VECTORS, {}),
+    "registered, one number": (lambda: Twice(True, ()), VECTORS, {}),
+    "attention": (Keyed, SEQUENCES, {}),
+    "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {"fallback": "autograd"}),
+    "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {"fallback": "autograd"}),
+    "gru cell": (tied_cell, VECTORS, {"fallback": "autograd"}),
+    "parameter list": (Listed, VECTORS, {"fallback": "autograd"}),
+}
+
+
+@pytest.mark.parametrize("name", list(TWO_NAMES))
+def test_one_parameter_under_two_names_of_a_module_counts_once(name, rule_for_twice):
+    torch.manual_seed(0)
+    make, shape, options = TWO_NAMES[name]
+    model = shaken(TwoNames(make(), 4).double())
+    inputs, targets = torch.randn(N, *shape, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(model, LOSS, inputs, targets, **options)
+    check_directions(model, LOSS, inputs, targets, [1, 3], **options)
+    check_directions(model, LOSS, inputs, targets, [1, 3], solver="products", solver_tolerance=1e-13)
+    subset, damping = [1, 3], 0.5
+    expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, subset, damping, "gauss-newton")
+    optimizer = woodbury.HessianFree(model, LOSS, damping=damping, progress=0.0, max_iterations=500)
+    p = flatten(optimizer.direction(inputs, targets, subset=subset))
+    assert reference.relative_error(p, expected) <= 1e-7
+    for blocks in ("full", "layer"):
+        optimizer = woodbury.GaussNewton(
+            model, LOSS, damping=0.5, blocks=blocks, momentum=0.3, weight_decay=0.1, **options
+        )
+        for _ in range(2):
+            before = LOSS(model(inputs), targets).item()
+            decay = sum(0.05 * p.square().sum().item() for p in model.parameters())
+            assert optimizer.verify(inputs, targets) <= 1e-10
+            info = optimizer.step(inputs, targets)
+            after = LOSS(model(inputs), targets).item()
+            decrease = before + decay - after - sum(0.05 * p.square().sum().item() for p in model.parameters())
+            assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-8)
+
+
+def test_kfac_refuses_a_layer_with_two_names_for_one_parameter():
+    with pytest.raises(ValueError, match=r"KFAC covers Linear layers .* 'inner' is a LayerNorm"):
+        model = TwoNames(scaled_twice(), 4)
+        woodbury.KFAC(model, LOSS).step(torch.randn(N, 4), torch.randint(CLASSES, (N,)))
+
+
+@pytest.mark.parametrize("shape", [(4,), ()])
+def test_a_registered_layer_may_use_a_parameter_several_times(shape, rule_for_twice):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for model in (TwoNames(Twice(False, shape), 4), Repeated(Twice(False, shape), 2)):
+        model.double()(inputs)
+        check_rows(model, LOSS, inputs, targets)
+        check_directions(model, LOSS, inputs, targets, [1, 3])
+
+
+class Past(nn.Module):
+    """Uses a parameter of a registered layer once more, past its module, before or after."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.layer, self.head, self.before = Twice(False), nn.Linear(4, CLASSES), before
+
+    def forward(self, x):
+        if self.before:
+            return self.head(self.layer(torch.tanh(x * self.layer.a)))
+        return self.head(torch.tanh(self.layer(x)) * self.layer.a)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_use_past_a_layer_that_uses_a_parameter_several_times_is_still_seen(before, rule_for_twice):
+    torch.manual_seed(0)
+    model = Past(before).double()
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    with pytest.raises(ValueError, match=r"'layer.a' is used outside"):
+        woodbury.rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+
+
+# Attention with part of its parameters frozen.
+
+PARTS = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+
+
+@pytest.mark.parametrize("kind", ["self", "cross", "separate"])
+def test_attention_with_any_part_of_its_parameters_frozen(kind):
+    torch.manual_seed(0)
+    names = SEPARATE if kind == "separate" else PARTS
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for chosen in range(2 ** len(names)) if kind == "self" else [1, 2, 2 ** len(names) - 2, 2 ** (len(names) - 1)]:
+        model = shaken(Attending(kind).double())
+        for index, name in enumerate(names):
+            model.attend.get_parameter(name).requires_grad_(bool(chosen >> index & 1))
+        check_rows(model, LOSS, inputs, targets)
+        for kind_of_step, method in METHODS.items():
+            expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [1, 3], 0.5, kind_of_step)
+            p = method(model, LOSS, damping=0.5).direction(inputs, targets, subset=[1, 3])
+            assert reference.relative_error(flatten(p), expected) <= 1e-10
+
+
+def test_attention_frozen_and_thawed_between_steps():
+    torch.manual_seed(0)
+    model = Attending().double()
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    optimizer = woodbury.GaussNewton(model, LOSS, damping=0.5)
+    for frozen in ([], ["in_proj_weight", "in_proj_bias"], list(PARTS), ["in_proj_weight"], []):
+        for name in PARTS:
+            model.attend.get_parameter(name).requires_grad_(name not in frozen)
+        assert optimizer.verify(inputs, targets) <= 1e-10
+        assert optimizer.step(inputs, targets).accepted
+
+
+# Layers whose outputs are changed in place.
+
+IN_PLACE = {
+    "linear": (lambda: nn.Linear(4, 4), (3, 4)),
+    "linear, positions last": (lambda: nn.Linear(3, 4), (3, 4)),
+    "linear without bias": (lambda: nn.Linear(4, 4, bias=False), (3, 4)),
+    "linear on a grid": (lambda: nn.Linear(4, 4), (3, 2, 4)),
+    "bilinear": (lambda: Pairs(2, 2, 4, True).pair, (3, 4)),
+    "embedding": (lambda: nn.Embedding(5, 4), (3,)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 1), (3, 4)),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 1), (3, 2, 2)),
+    "conv3d": (lambda: nn.Conv3d(3, 4, 1), (3, 2, 2, 2)),
+    "transposed": (lambda: nn.ConvTranspose1d(3, 4, 1), (3, 4)),
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 4)),
+    "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
+    "group norm": (lambda: nn.GroupNorm(1, 3), (3, 4)),
+    "batch norm": (lambda: nn.BatchNorm1d(3), (3, 4)),
+    "instance norm 1d": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 4)),
+    "instance norm 2d": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 2, 2)),
+    "instance norm 3d": (lambda: nn.InstanceNorm3d(3, affine=True), (3, 2, 2, 2)),
+    "instance norm, kept": (lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), (3, 2, 2)),
+    "prelu": (lambda: nn.PReLU(3), (3, 4)),
+}
+
+
+class InPlace(nn.Module):
+    """A layer whose outputs are changed where they are, twice."""
+
+    def __init__(self, layer, transposed):
+        super().__init__()
+        self.layer, self.transposed, self.head = layer, transposed, nn.LazyLinear(CLASSES)
+
+    def forward(self, x):
+        x = x.transpose(1, 2) if self.transposed else x
+        h = self.layer(x[..., :2], x[..., 2:]) if isinstance(self.layer, nn.Bilinear) else self.layer(x)
+        return self.head(torch.relu_(h.mul_(1.5)).flatten(1))
+
+
+@pytest.mark.parametrize("name", list(IN_PLACE))
+def test_outputs_of_a_layer_may_be_changed_in_place(name):
+    torch.manual_seed(0)
+    make, shape = IN_PLACE[name]
+    model = InPlace(make(), name == "linear, positions last").double().eval()
+    inputs, targets = torch.randn(N, *shape, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    if name == "embedding":
+        inputs = torch.randint(5, (N, *shape))
+    model(inputs)
+    shaken(model)
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+    for method in METHODS.values():
+        optimizer = method(model, LOSS, damping=0.5, curvature_samples=2, seed=0)
+        before = LOSS(model(inputs), targets).item()
+        info = optimizer.step(inputs, targets)
+        decrease = before - LOSS(model(inputs), targets).item()
+        assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-8, abs=1e-12)
+
+
+class AttendingInPlace(nn.Module):
+    def __init__(self, batch_first):
+        super().__init__()
+        self.attend, self.head = attention(batch_first=batch_first), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        first = self.attend.batch_first
+        x = x if first else x.transpose(0, 1)
+        return self.head(torch.relu_(self.attend(x, x, x)[0]).mean(1 if first else 0))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("length", [1, 3])
+def test_outputs_of_attention_may_be_changed_in_place(batch_first, length):
+    torch.manual_seed(0)
+    model = shaken(AttendingInPlace(batch_first).double())
+    inputs, targets = torch.randn(N, length, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+
+
+# Layers left out at random, by generators that are not torch's.
+
+
+def draw_by_python():
+    return random.random()
+
+
+def draw_by_numpy():
+    return numpy.random.rand()
+
+
+class LeftOut(nn.Module):
+    """Stochastic depth: blocks that a random number leaves out."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, CLASSES)
+        self.draw = draw
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.draw() < 0.5:
+                x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("draw", [draw_by_python, draw_by_numpy])
+@pytest.mark.parametrize("curvature_samples", [None, 2])
+@pytest.mark.parametrize("fallback", [None, "autograd"])
+def test_layers_left_out_by_other_generators_are_the_same_in_every_pass(draw, curvature_samples, fallback):
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    for method in METHODS.values():
+        model = LeftOut(draw).double()
+        optimizer = method(
+            model, LOSS, damping=0.5, lr=1.0, curvature_samples=curvature_samples, fallback=fallback, seed=0
+        )
+        used = set()
+        for _ in range(12):
+            assert optimizer.verify(inputs, targets) <= 1e-10
+            p = optimizer.direction(inputs, targets)
+            assert torch.equal(flatten(p), flatten(optimizer.direction(inputs, targets)))
+            if curvature_samples is None:  # else the two pieces of the batch draw one after the other
+                states = random.getstate(), numpy.random.get_state()
+                before = LOSS(model(inputs), targets).item()
+                after_draws = draw()
+                random.setstate(states[0])
+                numpy.random.set_state(states[1])
+            info = optimizer.step(inputs, targets)
+            if curvature_samples is None:
+                assert draw() == after_draws  # a step draws as much as one pass
+                random.setstate(states[0])
+                numpy.random.set_state(states[1])
+                decrease = before - LOSS(model(inputs), targets).item()
+                assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-8, abs=1e-12)
+            used.add(tuple(name for name, value in p.items() if value.abs().max() > 0))
+        assert len(used) > 1  # the layers left out do change

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import random as python
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ class Snapshot(NamedTuple):
     cpu: Tensor
     cuda: Tensor | None
     device: torch.device
+    python: tuple[Any, ...]  # (version, words with the position last, a Gaussian kept for the next call)
+    numpy: tuple[Any, ...] | None  # None if numpy.random was never imported, or holds a generator of another kind
 
 
 def new_state(seed: int | None) -> Tensor:
@@ -71,7 +76,7 @@ def _draw(sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Te
 def snapshot(device: torch.device) -> Snapshot:
     """The global random state now."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return Snapshot(torch.get_rng_state(), cuda, device)
+    return Snapshot(torch.get_rng_state(), cuda, device, python.getstate(), _numpy_state())
 
 
 def restore(state: Snapshot) -> None:
@@ -79,21 +84,62 @@ def restore(state: Snapshot) -> None:
     torch.set_rng_state(state.cpu)
     if state.cuda is not None:
         torch.cuda.set_rng_state(state.cuda, state.device)
+    python.setstate(state.python)
+    if state.numpy is not None and state.numpy is not _numpy_state():
+        sys.modules["numpy.random"].set_state(state.numpy)
 
 
 def drawn_since(state: Snapshot) -> bool:
     """Whether random numbers were drawn since a snapshot was taken."""
-    now = snapshot(state.device)
-    if not torch.equal(now.cpu, state.cpu):
-        return True
-    return now.cuda is not None and state.cuda is not None and not torch.equal(now.cuda, state.cuda)
+    return not _same(snapshot(state.device), state)
+
+
+def _same(a: Snapshot, b: Snapshot) -> bool:
+    """Whether no random numbers were drawn between two snapshots."""
+    if not torch.equal(a.cpu, b.cpu) or (a.cuda is not None and not torch.equal(a.cuda, cast(Tensor, b.cuda))):
+        return False
+    # The position moves with every number drawn, and all words change when it starts anew: a few show that.
+    if a.python[1][-1] != b.python[1][-1] or a.python[1][:4] != b.python[1][:4] or a.python[2] != b.python[2]:
+        return False
+    if a.numpy is b.numpy or a.numpy is None or b.numpy is None:
+        return a.numpy is b.numpy
+    return a.numpy[2:] == b.numpy[2:] and bool((a.numpy[1] == b.numpy[1]).all())
+
+
+_MT19937_BYTES = 625 * 4  # 624 words and the position
+_numpy_seen: tuple[bytes, tuple[Any, ...]] | None = None  # the last state read, and the same as NumPy gives it
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    """The state of NumPy's global generator; the same object as long as nothing was drawn.
+
+    NumPy takes 0.1 ms to write its state out, so the words are compared in memory first. They do not show whether
+    a Gaussian is kept for the next call: a state that holds one is written out each time. None for a generator of
+    another kind, if someone has set one.
+    """
+    global _numpy_seen
+    module = sys.modules.get("numpy.random")
+    if module is None:
+        return None
+    words = b""
+    if hasattr(module, "get_bit_generator"):  # since NumPy 1.24
+        generator = module.get_bit_generator()
+        if type(generator) is not module.MT19937:
+            return None
+        words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    seen = _numpy_seen
+    if seen is not None and seen[0] == words:
+        return seen[1]
+    state: tuple[Any, ...] = module.get_state()
+    _numpy_seen = (words, state) if words and not state[3] else None
+    return state
 
 
 @contextmanager
 def replayed(state: Snapshot) -> Iterator[None]:
     """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before."""
     now = snapshot(state.device)
-    if state.cuda is None and torch.equal(now.cpu, state.cpu):  # nothing was drawn: nothing to repeat
+    if state.cuda is None and _same(now, state):  # nothing was drawn: nothing to repeat
         yield
         return
     restore(state)

@@ -194,7 +194,10 @@ def _moved_linear(
         if inner.shape[0] != input.shape[0]:
             start = total.layout.offset(piece)
             inner = inner[start : start + input.shape[0]]
-        outputs = call.outputs.detach() if call.outputs.requires_grad else call.outputs
+        outputs = call.outputs
+        # with gradients on the pass must look as it did at theta (torch's attention asks what needs a gradient)
+        if outputs.requires_grad and not torch.is_grad_enabled():
+            outputs = outputs.detach()
         return torch.addmm(outputs, inner, contracted, alpha=-1)
     return total.outputs_after(input, plain(input))
 

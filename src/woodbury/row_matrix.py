@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ def _inner_pays(form: OuterRows) -> bool:
     return form.layout.samples * (i + o) < i * o
 
 
-@cache
+@lru_cache(256)
 def forming_pays(shapes: tuple[tuple[int, int], ...], n: int, m: int, r: int, head: int) -> bool:
     """Whether p formed, with the first `head` rows of K, costs less than p factored, with all of K.
 

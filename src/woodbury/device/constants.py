@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
+from itertools import count
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 Make = TypeVar("Make", bound=Callable[..., Tensor])
 
+LIMIT = 32  # tensors kept by each function: batches of ever new sizes must not fill the memory
+_made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # those that are still in use
+_numbers = count()
+
 
 def constant_tensor(make: Make) -> Make:
-    """Decorator: one tensor per set of arguments, at a fixed address, as a recorded CUDA graph needs it.
+    """Decorator: one tensor per set of arguments; the `LIMIT` that were asked for last are kept.
 
     It is an ordinary tensor even if it is made in inference mode, as autograd may need it later.
     """
 
     def make_ordinary(*arguments: object) -> Tensor:
         with torch.inference_mode(False):
-            return make(*arguments)
+            tensor = make(*arguments)
+        _made[next(_numbers)] = tensor
+        return tensor
 
-    return cache(make_ordinary)  # type: ignore[return-value]
+    return lru_cache(LIMIT)(make_ordinary)  # type: ignore[return-value]
+
+
+def all_constants() -> list[Tensor]:
+    """Every constant in use now: a recorded CUDA graph reads them where they are, and must keep them there."""
+    references = _made.valuerefs()  # one operation, whatever other threads make meanwhile
+    return [tensor for tensor in (reference() for reference in references) if tensor is not None]
 
 
 @constant_tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from woodbury._batch import has_samples
+from woodbury.device.constants import all_constants
 
 WARM_UP = 2  # ordinary steps of a kind before one is recorded
 _MAX_RECORDINGS = 4  # at a time, one per shape of batches
@@ -41,6 +42,7 @@ class Recording:
     state: dict[str, Any]  # part of the optimizer's state, as buffers
     numbers: Tensor
     known_rates: list[float | None]  # the values in `rates`, None where not known
+    constants: Sequence[Tensor] = ()  # which the graph reads too: they must stay where they are
 
     def load(self, inputs: Any, targets: Tensor | None, order: Tensor | None, rates: Sequence[Any]) -> None:
         """Copy in a batch, with its samples in this order, and the learning rates, for `graph.replay`."""
@@ -174,6 +176,7 @@ def record(
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
     rate_buffers = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]
     graph = torch.cuda.CUDAGraph()
+    constants = all_constants()
     try:
         # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -182,7 +185,9 @@ def record(
     except BaseException:
         _clean_up(graph, device)
         raise
-    return Recording(graph, inputs, targets, rate_buffers, state, numbers, [None] * len(rate_buffers))
+    known_rates: list[float | None] = [None] * len(rate_buffers)
+    constants += all_constants()  # and those that were made meanwhile
+    return Recording(graph, inputs, targets, rate_buffers, state, numbers, known_rates, constants)
 
 
 def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

@@ -1,19 +1,20 @@
 """MultiheadAttention: its parameters act through linear maps inside its forward pass.
 
-torch's own forward pass runs, with all its options; `linear_maps` reports its calls of `F.linear`. Each is a use
-of all or part of the projection weights: z = W v + b at every position.
+torch's own forward pass runs, with all its options; `watch_linear_maps` reports its calls of `F.linear`. Each is a
+use of all or part of the projection weights: z = W v + b at every position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.layers.registry import register_layer
+from woodbury.layers.shared import own_outputs
 from woodbury.layers.sums import Place
 
 PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -26,14 +27,22 @@ def attention_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
     raise AssertionError("the rows of MultiheadAttention come from the linear maps inside it")
 
 
-@contextmanager
-def linear_maps(samples: int, names: Mapping[int, str], report: Report) -> Iterator[None]:
-    """Inside, every z = F.linear(v, W, b) in attention calls report(v, z, places of W and b), samples first.
+def projects_out(module: nn.Module, trained: Collection[int]) -> bool:
+    """Whether a module is attention that uses parameters of its `out_proj`, some of them trained (given by id)."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return any(id(parameter) in trained for parameter in module.out_proj._parameters.values())
 
-    names: id of a trainable parameter -> its name. torch passes tensors (positions, n, features), or (positions n,
-    features). Calls with other weights are not reported.
+
+def watch_linear_maps(
+    forward: Callable[..., Any], samples: int, names: Mapping[int, str], report: Report
+) -> Callable[..., Any]:
+    """`forward` of attention, whose every z = F.linear(v, W, b) also calls report(v, z, places of W and b).
+
+    names: id of a trainable parameter -> its name. v and z have samples first; torch passes tensors (positions, n,
+    features), or (positions n, features). Calls with other weights are not reported. torch's functions are copied
+    to see a linear map of ours in place of `F.linear`, so that nothing is exchanged for the rest of the program.
     """
-    plain = F.linear
 
     def place(tensor: Tensor | None) -> Place | None:
         """The place of a tensor in a trainable parameter, or None."""
@@ -47,15 +56,35 @@ def linear_maps(samples: int, names: Mapping[int, str], report: Report) -> Itera
         places = place(weight), place(bias)
         flat = input.dim() == 2
         if places == (None, None) or (flat and len(input) % samples):  # the second has no sample axis
-            return plain(input, weight, bias)
+            return F.linear(input, weight, bias)
         inputs = (input.unflatten(0, (-1, samples)) if flat else input).transpose(0, 1)  # (n, positions, features)
-        outputs = plain(inputs, weight, bias)
+        outputs = own_outputs(F.linear(inputs, weight, bias))
         report(inputs, outputs, places)
         outputs = outputs.transpose(0, 1).contiguous()  # torch takes views of it
         return outputs.flatten(0, 1) if flat else outputs
 
-    F.linear = linear  # where multi_head_attention_forward looks for it
-    try:
-        yield
-    finally:
-        F.linear = plain
+    return _seeing(forward, F=SimpleNamespace(**_functions_with(linear)))
+
+
+def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
+    """What `torch.nn.functional` holds, with its functions for attention copied to call this linear map."""
+    functions = dict(vars(F), linear=linear)
+    for name in ("multi_head_attention_forward", "_in_projection_packed", "_in_projection"):
+        function = functions.get(name)
+        if isinstance(function, FunctionType):
+            functions[name] = _copy(function, functions)
+    return functions
+
+
+def _seeing(function: Callable[..., Any], **exchanged: Any) -> Callable[..., Any]:
+    """A copy of a function for which some global names stand for something else."""
+    if not isinstance(function, FunctionType):
+        return function
+    return _copy(function, {**function.__globals__, **exchanged})
+
+
+def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """A copy of a function that looks up global names in `names`."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury.device.constants import constant_tensor, ones
+from woodbury.device.constants import LIMIT, constant_tensor, ones
 from woodbury.device.scalars import Scale
 
 Scales = Mapping[str, Scale] | None  # one number per parameter; None for ones
@@ -96,7 +96,7 @@ class Layout:
         return self.of_rows(samples)
 
 
-@cache
+@lru_cache(LIMIT)
 def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
     """The layout of these pieces, cached."""
     return Layout(pieces)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -69,20 +71,33 @@ def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor
 def embedding_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> EmbeddingRows:
     """z_s = W[x_s]: the row of W[x] is the sum of h_s over the positions s with x_s = x."""
     assert isinstance(layer, nn.Embedding)
-    for name, why in (
-        ("max_norm", "renormalises its weight during the forward pass"),
-        ("scale_grad_by_freq", "divides gradients by counts over the whole batch"),
-        ("sparse", "gives sparse gradients"),
-    ):
-        if getattr(layer, name):
-            raise ValueError(
-                f"Embedding with {name}={getattr(layer, name)} {why}: no rows per sample. Leave it out"
-            )
     n = inputs.shape[0]
     indices = inputs.reshape(n, -1).long()
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
     shape = (layer.num_embeddings, layer.embedding_dim)
     return EmbeddingRows((Part(indices, columns, unchanged),), shape, layer.padding_idx)
+
+
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+LOOKUP_OPTIONS = {
+    "max_norm": "renormalises its weight in place during the forward pass",
+    "scale_grad_by_freq": "divides gradients by counts over the whole batch: they are derivatives of no function",
+    "sparse": "gives sparse gradients",
+}
+
+
+def refused_option(module: nn.Module, trained: Collection[int]) -> str | None:
+    """The option of an embedding under which there is no step, and why; trained: the ids of parameters.
+
+    max_norm changes the weight of an embedding that is not trained as well.
+    """
+    for option, why in LOOKUP_OPTIONS.items():
+        value = getattr(module, option, None)
+        if value is None or value is False:
+            continue
+        if option == "max_norm" or any(id(parameter) in trained for parameter in module.parameters()):
+            return f"{option}={value} {why}"
+    return None
 
 
 @register_layer(nn.PReLU, parameters=WEIGHT_AND_BIAS)

@@ -84,6 +84,15 @@ class _Joined:
         return torch.cat([part.features(window) for part in self.parts], dim=1)
 
 
+def own_outputs(outputs: Tensor) -> Tensor:
+    """Outputs that torch made as a view of memory which is theirs alone, as if they were no view.
+
+    A model may then change them in place (an in-place ReLU) while autograd still knows them as they are now. The
+    memory must be used by nothing else: `F.linear` of a sequence and `F.instance_norm` give such views.
+    """
+    return torch.ops.aten._unsafe_view.default(outputs, outputs.shape) if outputs._is_view() else outputs
+
+
 def unchanged(inputs: Tensor) -> Tensor:
     """The inputs themselves: the `unfold` of inputs that need none."""
     return inputs

@@ -35,7 +35,12 @@ class Place(NamedTuple):
 
 def whole_parameter(name: str, shape: Sequence[int] | None) -> Place:
     """All of a parameter."""
-    return Place(name, 0, shape[0] if shape else 1)
+    return Place(name, 0, _length(shape))
+
+
+def _length(shape: Sequence[int] | None) -> int:
+    """The length of the first axis; a single number counts as an axis of length 1."""
+    return shape[0] if shape else 1
 
 
 class Use(NamedTuple):
@@ -144,7 +149,8 @@ class SumRows:
         rows_at_once = len(left) + (0 if other is self else len(right))
         bytes_per_entry = rows_at_once * math.prod(shape[1:]) * left.element_size()
         # a third for the rows, a third for a copy by the matrix product, or rows of one use (as in `shared`)
-        for window in windows(shape[0], byte_limit(self.max_bytes, left.device) // 3 // max(1, bytes_per_entry)):
+        limit = byte_limit(self.max_bytes, left.device) // 3
+        for window in windows(_length(shape), limit // max(1, bytes_per_entry)):
             a = self.slab(name, window, left.dtype).flatten(1)
             b = a if other is self else other.slab(name, window, left.dtype).flatten(1)
             gram.addmm_(a, b.t())
@@ -164,23 +170,25 @@ class SumRows:
         return total
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        axes = {name: value.reshape(1) if value.dim() == 0 else value for name, value in vector.items()}
         images = [
-            form.matvec({own: vector[place.name][place.window] for own, place in places.items()})
+            form.matvec({own: axes[place.name][place.window] for own, place in places.items()})
             for form, places in self.uses
         ]
         return torch.stack(images).sum(0)
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         like = self.new_rows(0)
-        total = {name: like.new_zeros(shape) for name, shape in self.shapes.items()}
+        total = {name: like.new_zeros(shape or (1,)) for name, shape in self.shapes.items()}
         for form, places in self.uses:
             for own, value in form.rmatvec(coefficients).items():
                 total[places[own].name][places[own].window] += value
-        return total
+        return {name: value.reshape(self.shapes[name]) for name, value in total.items()}
 
     def dense(self) -> dict[str, Tensor]:
         dtype = self.new_rows(0).dtype
-        return {name: self.slab(name, slice(0, shape[0]), dtype) for name, shape in self.shapes.items()}
+        rows = {name: self.slab(name, slice(0, _length(shape)), dtype) for name, shape in self.shapes.items()}
+        return {name: own.reshape(len(own), *self.shapes[name]) for name, own in rows.items()}
 
     @staticmethod
     def concatenate(forms: Sequence[SumRows]) -> RowForm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Call:
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
     versions: tuple[int, ...]  # of the inputs and the output at the time of the call
     maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map inside a layer
+    given: Any = None  # all that the layer was called with, in any nesting
 
     def __post_init__(self) -> None:
         self.inputs = self.arguments[0].detach()  # of the first argument

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from woodbury.layers.attention import attention_rows, linear_maps
+from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.norms import instance_norm_rows
+from woodbury.layers.rules import linear_rows
+from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.call import Call
 from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
@@ -187,13 +189,7 @@ class GraphCapture:
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        # gradients stay on where the model itself may take some
-        by_autograd = not calls_model(self.forward) or self.plan.has_fallback
-        with (
-            moved_model(self.plan, changes, forwards),
-            torch.set_grad_enabled(by_autograd),
-            casting(self.autocast, self.plan),
-        ):
+        with moved_model(self.plan, changes, forwards), trial_pass(self.plan, self.forward, self.autocast):
             return self.forward(self.model, self.inputs).detach()
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
@@ -231,6 +227,19 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Ite
 def casting(autocast: torch.dtype | None, plan: Plan) -> AbstractContextManager[Any]:
     """A context: the precision of passes through the model."""
     return nullcontext() if autocast is None else torch.autocast(plan.device.type, dtype=autocast)
+
+
+@contextmanager
+def trial_pass(plan: Plan, forward: Forward, autocast: torch.dtype | None) -> Iterator[None]:
+    """Inside, the model is run at theta + p, for its outputs alone, as it was at theta.
+
+    Gradients stay on where the model itself may take some, and where it would compute other numbers without them:
+    torch's attention in eval mode leaves out padded positions then.
+    """
+    by_autograd = not calls_model(forward) or plan.has_fallback
+    by_autograd = by_autograd or any(not module.training for module in plan.fast_paths)
+    with torch.set_grad_enabled(by_autograd), casting(autocast, plan):
+        yield
 
 
 @contextmanager
@@ -300,6 +309,17 @@ def _parameter_obstacle(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, ca
     return None
 
 
+def _check_changes(plan: Plan, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> None:
+    """Raise an error that names a parameter changed in place between two readings of `Plan.versions`."""
+    for name, (then, address), (now, new_address) in zip(plan.all_parameters, before, after, strict=True):
+        if now != then and address == new_address:  # else it was moved to other memory, as flatten_parameters does
+            raise ValueError(
+                f"the model changes parameter {name!r} in place during its forward pass (max_norm of an "
+                "embedding, or a constraint): a step is defined for a function of parameters that stay as they "
+                "are. Change it between steps instead"
+            )
+
+
 def capture(
     plan: Plan,
     model: nn.Module,
@@ -313,7 +333,9 @@ def capture(
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
     obstacles: list[str] = []
 
-    def note_call(layer: Layer, arguments: tuple[Tensor, ...], outputs: Tensor, maps: Any = None) -> None:
+    def note_call(
+        layer: Layer, arguments: tuple[Tensor, ...], outputs: Tensor, maps: Any = None, given: Any = None
+    ) -> None:
         """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
         if constant or layer.name in plan.findings.uncapturable:  # constant: called under torch.no_grad()
@@ -323,7 +345,7 @@ def capture(
         )
         if obstacle is None:
             versions = (*(tensor._version for tensor in arguments), outputs._version)
-            calls.append(Call(layer, arguments, outputs, get_gradient_edge(outputs), versions, maps))
+            calls.append(Call(layer, arguments, outputs, get_gradient_edge(outputs), versions, maps, given))
         elif not plan.has_fallback:
             obstacles.append(obstacle)  # raised after the pass: the model may have things to put back
         else:
@@ -331,27 +353,36 @@ def capture(
 
     def noting_forward(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
+        gives_views = layer.rule in (linear_rows, instance_norm_rows)
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)
+            if gives_views:
+                outputs = own_outputs(outputs)
             arguments = args
             if kwargs:
                 order = list(signature(plain).parameters)
                 names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
                 arguments = (*args, *(kwargs[name] for name in names))
-            note_call(layer, tuple(tensor for tensor in arguments if isinstance(tensor, Tensor)), outputs)
+            tensors = tuple([tensor for tensor in arguments if isinstance(tensor, Tensor)])
+            note_call(layer, tensors, outputs, given=arguments)
             return outputs
 
         def attention_forward(*args: Any, **kwargs: Any) -> Any:
-            names = {id(parameter): name for name, parameter in plan.parameters.items()}
-            with linear_maps(samples, names, lambda v, z, maps: note_call(layer, (v,), z, maps)):
-                return plain(layer.module, *args, **kwargs)
+            def report(v: Tensor, z: Tensor, maps: Any) -> None:
+                note_call(layer, (v,), z, maps)
+
+            return watch_linear_maps(plain, samples, plan.names, report)(layer.module, *args, **kwargs)
 
         return attention_forward if layer.rule is attention_rows else layer_forward
 
     functions = {layer.module: noting_forward(layer) for layer in plan.layers}
+    before = plan.versions()
     with replaced_forward(functions), torch.enable_grad(), casting(autocast, plan):
         outputs = forward(model, inputs)
+    after = plan.versions()
+    if after != before:
+        _check_changes(plan, before, after)
     if obstacles:
         raise ValueError(obstacles[0])
     if not isinstance(outputs, Tensor):

@@ -232,16 +232,18 @@ def rows_on_graph(
 def grads_of_many(outputs: Tensor, sources: Sequence[Any], seeds: Tensor) -> list[Tensor | None]:
     """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 
-    One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM).
+    One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
+    on memory with channels last).
     """
     try:
         grads = torch.autograd.grad(
             outputs, sources, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
         return list(grads)
-    except RuntimeError as error:
-        if "atching rule not implemented" not in str(error):
-            raise
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass  # what holds for one seed as well is raised below
     each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
     return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
 

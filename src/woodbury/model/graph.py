@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from woodbury.layers.rules import has_own_parameters, linear_rows
+from woodbury.layers.rules import LOOKUP_OPTIONS, has_own_parameters, linear_rows
 from woodbury.model.call import Call
 from woodbury.model.chain import ACTIVATIONS, Back
 from woodbury.model.plan import Layer, Plan
@@ -88,11 +89,8 @@ def graph_edges(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
     seen = set(pending)
     while pending:
         node = pending.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            raise ValueError(
-                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters "
-                "inside from torch.autograd.grad: pass use_reentrant=False there"
-            )
+        if node.name() in _LOOKED_AT:
+            _check_node(node)
         for following, _ in node.next_functions:
             if following is None:
                 continue
@@ -100,6 +98,24 @@ def graph_edges(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
+
+
+_LOOKED_AT = frozenset(("CheckpointFunctionBackward", "EmbeddingBackward0", "EmbeddingBagBackward0"))
+
+
+def _check_node(node: Any) -> None:
+    """Raise if autograd cannot see inside, or gives something else than derivatives."""
+    if node.name() == "CheckpointFunctionBackward":
+        raise ValueError(
+            "the model calls torch.utils.checkpoint with use_reentrant=True, which hides the parameters "
+            "inside from torch.autograd.grad: pass use_reentrant=False there"
+        )
+    for option in ("scale_grad_by_freq", "sparse"):
+        if getattr(node, f"_saved_{option}"):
+            raise ValueError(
+                f"the model looks up an embedding with {option}=True, which {LOOKUP_OPTIONS[option]}. Leave that "
+                "option out"
+            )
 
 
 def unseen_parameters(plan: Plan, outputs: Tensor, calls: Sequence[Call]) -> dict[str, str]:
@@ -120,20 +136,44 @@ def unseen_parameters(plan: Plan, outputs: Tensor, calls: Sequence[Call]) -> dic
             accumulators[id(variable)] = following
         seen.add(following)
 
-    def uses(node: Any) -> int:
+    def uses(node: Any, among: Collection[Any] | None = None) -> int:
+        """How often the nodes behind it, or those of them in `among`, use what a node gives."""
         total = 0
         for consumer in consumers.get(node, ()):
+            if among is not None and consumer not in among:
+                continue
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
-            total += uses(consumer) if len(parents) == 1 and consumer.name() in _VIEWS else 1
+            total += uses(consumer, among) if len(parents) == 1 and consumer.name() in _VIEWS else 1
         return total
 
-    captured = Counter(name for call in calls if call.edge.node in seen for name in call.parameters)
+    reached = [call for call in calls if call.edge.node in seen]
+    captured = Counter(name for call in reached for name in call.parameters)
     unseen: dict[str, str] = {}
     for name, parameter in plan.parameters.items():
         node = accumulators.get(id(parameter))
-        if name not in plan.uncovered and node is not None and uses(node) > captured[name]:
-            unseen[name] = plan.block_of[name][0]
+        if name in plan.uncovered or node is None:
+            continue
+        use_count = uses(node)
+        if use_count > captured[name]:
+            # a layer may use it several times in one call
+            inside = [uses(node, _nodes_of(call, reached)) for call in reached if name in call.parameters]
+            if use_count > sum(inside):
+                unseen[name] = plan.block_of[name][0]
     return unseen
+
+
+def _nodes_of(call: Call, calls: Sequence[Call]) -> set[Any]:
+    """The nodes of the autograd graph that a call made: those between its outputs and what it was called with."""
+    ends = {tensor.grad_fn for tensor in pytree.tree_leaves(call.given) if isinstance(tensor, Tensor)}
+    ends |= {tensor.grad_fn for tensor in call.arguments}
+    ends |= {other.edge.node for other in calls if other is not call}
+    pending, own = [call.edge.node], {call.edge.node}
+    while pending:
+        for following, _ in pending.pop().next_functions:
+            if following is not None and following not in own and following not in ends:
+                own.add(following)
+                pending.append(following)
+    return own
 
 
 _VIEWS = frozenset(

@@ -138,7 +138,9 @@ def _outputs_of(model: nn.Module, forward: Forward, inputs: Any, count: int) -> 
     device = next(model.parameters()).device
     random = _random.snapshot(device)
     try:
-        return forward(model, inputs).detach().reshape(count, -1), _random.drawn_since(random)
+        with torch.enable_grad():  # as in a step: without gradients a model may take another path, or none
+            outputs = forward(model, inputs).detach().reshape(count, -1)
+        return outputs, _random.drawn_since(random)
     finally:
         _random.restore(random)
 
@@ -177,7 +179,7 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
     Where it draws random numbers, the gradients in the inputs of the whole batch must do.
     """
     model = plan.model
-    with torch.enable_grad(), casting(autocast, plan):  # some models do not run without gradients
+    with casting(autocast, plan):
         whole, drawn = _outputs_of(model, forward, batch.inputs, batch.samples)
         try:
             part, _ = _outputs_of(model, forward, batch.pieces()[0][0], batch.curvature)

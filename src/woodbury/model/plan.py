@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from woodbury.layers.attention import projects_out
 from woodbury.layers.registry import Rule, layer_rule
+from woodbury.layers.rules import LOOKUPS, refused_option
 from woodbury.model.buffers import Holder, changing_buffers
 
 
@@ -55,6 +57,9 @@ def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
 def _mixes_samples(norm: nn.Module) -> bool:
     return norm.training or norm.running_mean is None
 
@@ -77,6 +82,7 @@ class Plan:
     max_bytes: int | None  # for temporaries of the rows; None: a default
     frozen: tuple[nn.Parameter, ...]
     norms: tuple[nn.Module, ...]  # batch norms, which must stay in eval mode
+    lookups: tuple[nn.Module, ...]  # embeddings, some of whose options are refused
     tied: bool  # whether some parameter is used by several layers
     modules: tuple[ModuleState, ...]  # all of them: what a pass shows holds for one structure in one mode
     buffers: tuple[Holder, ...]  # those that a pass may change
@@ -91,6 +97,21 @@ class Plan:
     def training(self) -> bool:
         """model.training."""
         return self.modules[0][2]
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The id of a trainable parameter -> its name."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    @cached_property
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model by name, trained or not; without those that a first pass has to make."""
+        named = self.model.named_parameters()
+        return {name: parameter for name, parameter in named if not nn.parameter.is_lazy(parameter)}
+
+    def versions(self) -> list[tuple[int, int]]:
+        """How often each of all parameters was changed in place so far, and its address."""
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.all_parameters.values()]
 
     @property
     def device(self) -> torch.device:
@@ -111,6 +132,11 @@ class Plan:
     def layer_named(self) -> dict[str, Layer]:
         """Layer name -> layer."""
         return {layer.name: layer for layer in self.layers}
+
+    @cached_property
+    def fast_paths(self) -> tuple[nn.Module, ...]:
+        """Modules that in eval mode may give other numbers where no gradient is asked for."""
+        return tuple(module for module in self.model.modules() if isinstance(module, FAST_PATHS))
 
     @property
     def blocks(self) -> list[tuple[str, ...]]:
@@ -140,6 +166,7 @@ class Plan:
             all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
             and not any(_mixes_samples(norm) for norm in self.norms)
+            and not any(refused_option(module, self.names) for module in self.lookups)
         )
 
 
@@ -193,6 +220,7 @@ def plan_layers(
     owned: dict[str, dict[str, str]] = {}
     uncovered: set[str] = set()
     norms: list[nn.Module] = []
+    lookups: list[nn.Module] = []
     owned_names: set[str] = set()
     tied = False
     for path, module in model.named_modules():
@@ -209,18 +237,26 @@ def plan_layers(
                     "its outputs mix the samples of a batch, so rows per sample do not exist. Call .eval() on "
                     "it, or use GroupNorm or LayerNorm instead"
                 )
+        if isinstance(module, LOOKUPS):
+            lookups.append(module)
+            refused = refused_option(module, names)
+            if refused is not None:
+                raise ValueError(f"{type(module).__name__} {path!r} with {refused}. Leave that option out")
         used = {
             local: names[id(parameter)]
             for local, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in names
         }
-        if not used:
+        if not used and not projects_out(module, names):
             continue
-        own = {local: full for local, full in used.items() if full not in owned_names}
+        own: dict[str, str] = {}
+        for local, full in used.items():  # of a parameter with two names here the first counts
+            if full not in owned_names:
+                own[local] = full
+                owned_names.add(full)
         if own:
             owned[path] = own
         tied = tied or len(own) < len(used)
-        owned_names.update(own.values())
         rule = layer_rule(module, used) if by_layers else None
         if rule is not None:
             layers.append(Layer(path, module, rule, used))
@@ -244,6 +280,7 @@ def plan_layers(
         max_bytes,
         frozen,
         tuple(norms),
+        tuple(lookups),
         tied,
         tuple((module, tuple(module._modules.values()), module.training) for module in model.modules()),
         changing_buffers(model),

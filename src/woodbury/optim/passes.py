@@ -17,7 +17,7 @@ from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
 from woodbury.losses.rules import LossRule, check_term_count
-from woodbury.model.capture import Capture, calls_model, capture, casting
+from woodbury.model.capture import Capture, capture, trial_pass
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_part, check_samples_apart
@@ -204,10 +204,9 @@ class Passes:
 
         def evaluate(displacement: Displacement) -> Scalar:
             after = torch.zeros_like(before)
-            by_autograd = not calls_model(self.forward) or self.plan.has_fallback
-            with displacement.applied(self.plan), torch.set_grad_enabled(by_autograd):
+            with displacement.applied(self.plan):
                 for inputs, targets in full:
-                    with casting(self.autocast, self.plan):
+                    with trial_pass(self.plan, self.forward, self.autocast):
                         raw = self.forward(self.plan.model, inputs).detach()
                     prepared = self.rule.prepare(self.loss, raw, targets)
                     after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()

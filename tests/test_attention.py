@@ -1,0 +1,212 @@
+"""torch's attention: its fast path in eval mode, and what other threads see while a step watches it."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import reference
+import woodbury
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
+from woodbury._vector import flatten
+
+N, LENGTH, WORDS = 6, 4, 7
+
+
+def encoder(layers=2, norm=True):
+    layer = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(4) if norm else None)
+
+
+class Padded(nn.Module):
+    """Sentences with padding at their end; what the encoder gives at padded positions reaches the outputs."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.words, self.encode = nn.Embedding(WORDS, 4), encoder(norm=norm)
+        self.head = nn.Linear(4 * LENGTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.encode(self.words(x), src_key_padding_mask=x == 0).flatten(1))
+
+
+class Spread(nn.Module):
+    """A Linear layer on one vector per sample in front of an encoder that may be frozen, with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.encode = nn.Linear(6, 4 * LENGTH), encoder()
+        self.head = nn.Linear(4 * LENGTH, CLASSES)
+
+    def forward(self, x):
+        hidden = torch.arange(LENGTH) >= 1 + (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
+        return self.head(
+            self.encode(self.first(x).unflatten(1, (LENGTH, 4)), src_key_padding_mask=hidden).flatten(1)
+        )
+
+
+def sentences(n=N):
+    x = torch.randint(1, WORDS, (n, LENGTH))
+    for sample, length in enumerate(torch.randint(1, LENGTH + 1, (n,)).tolist()):
+        x[sample, length:] = 0
+    x[0, -1] = 1  # one has full length
+    return x
+
+
+def padded():
+    torch.manual_seed(0)
+    model = shaken(Padded().double()).eval()
+    return model, sentences(), torch.randint(CLASSES, (N,))
+
+
+def check_ratio(optimizer, model, inputs, targets, **options):
+    """rho times the predicted decrease is the decrease of the loss of the model as it is trained."""
+    before = LOSS(model(inputs), targets).item()
+    info = optimizer.step(inputs, targets, **options)
+    decrease = before - LOSS(model(inputs), targets).item()
+    # a difference of two losses, each right to some units of rounding
+    rounding = 100 * torch.finfo(torch.float64).eps * max(1.0, before)
+    assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-8, abs=rounding)
+    return info
+
+
+OPTIMIZERS = {
+    "gauss-newton": lambda model: woodbury.GaussNewton(model, LOSS, damping=0.5),
+    "subset": lambda model: woodbury.GaussNewton(model, LOSS, damping=0.5, curvature_samples=3),
+    "natural gradient": lambda model: woodbury.NaturalGradient(model, LOSS, damping=0.5, blocks="layer"),
+    "products": lambda model: woodbury.GaussNewton(model, LOSS, damping=0.5, solver="products"),
+    "fallback": lambda model: woodbury.GaussNewton(model, LOSS, damping=0.5, fallback="autograd"),
+    "hessian-free": lambda model: woodbury.HessianFree(model, LOSS, damping=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
+    model, inputs, targets = padded()
+    with torch.no_grad():
+        fast = model(inputs)
+    assert not torch.allclose(fast, model(inputs))  # else there is nothing to test
+    optimizer = OPTIMIZERS[name](model)
+    for _ in range(3):
+        check_ratio(optimizer, model, inputs, targets)
+
+
+def test_the_ratio_of_a_small_step_of_an_encoder_is_one():
+    """rho -> 1 as lambda grows: |p| <= |g| / lambda, and the model is right to second order in p."""
+    model, inputs, targets = padded()
+    info = woodbury.GaussNewton(model, LOSS, damping=1e4).step(inputs, targets)
+    assert info.ratio.item() == pytest.approx(1, abs=0.01)
+
+
+def test_so_is_the_pass_over_a_loader():
+    model, inputs, targets = padded()
+    optimizer = woodbury.GaussNewton(model, LOSS, damping=0.5)
+    batches = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
+    for _ in range(2):
+        check_ratio(optimizer, model, inputs, targets, full=batches)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("curvature_samples", [None, 3])
+def test_a_frozen_encoder_takes_the_same_path_in_both_passes(frozen, curvature_samples):
+    torch.manual_seed(0)
+    model = shaken(Spread().double()).eval()
+    model.encode.requires_grad_(not frozen)
+    inputs, targets = torch.randn(N, 6, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+    for method in METHODS.values():
+        optimizer = method(model, LOSS, damping=0.5, curvature_samples=curvature_samples)
+        for _ in range(2):
+            check_ratio(optimizer, model, inputs, targets)
+
+
+def test_rows_and_directions_of_an_encoder_with_padding():
+    model, inputs, targets = padded()
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+    for kind, method in METHODS.items():
+        expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [1, 3], 0.5, kind)
+        with torch.no_grad():  # a caller's mode changes nothing
+            p = method(model, LOSS, damping=0.5).direction(inputs, targets, subset=[1, 3])
+        assert reference.relative_error(flatten(p), expected) <= 1e-10
+
+
+class TrainedPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.attend(x, x, x, need_weights=False)[0]).mean(1))
+
+
+def trained(seed, steps, started=None):
+    """The parameters of an attention model after some steps, taken at the same time as those of other threads."""
+    generator = torch.Generator().manual_seed(seed)
+    model = TrainedPart().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    inputs = torch.randn(N, LENGTH, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (N,), generator=generator)
+    optimizer = woodbury.GaussNewton(model, LOSS, curvature_samples=3, seed=seed)
+    if started is not None:
+        started.wait()
+    for _ in range(steps):
+        optimizer.step(inputs, targets)
+    return flatten({name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_two_threads_that_train_attention_get_what_each_gets_alone():
+    steps, plain = 25, F.linear
+    alone = [trained(seed, steps) for seed in (1, 2)]
+    together, errors, foreign = {}, [], []
+    started, ended = threading.Barrier(3), threading.Event()
+
+    def train(seed):
+        try:
+            together[seed] = trained(seed, steps, started)
+        except BaseException as error:
+            errors.append(error)
+
+    def look():
+        """Another thread, which uses F.linear as everybody does."""
+        inputs, weight = torch.ones(4, 3), torch.ones(2, 3)
+        started.wait()
+        while not ended.is_set():
+            if F.linear is not plain or not torch.equal(F.linear(inputs, weight), torch.full((4, 2), 3.0)):
+                foreign.append(F.linear)
+                return
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in (1, 2)]
+    looking = threading.Thread(target=look)
+    for thread in (*threads, looking):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ended.set()
+    looking.join()
+    assert not errors and not foreign
+    for seed, expected in zip((1, 2), alone, strict=True):
+        assert torch.equal(together[seed], expected)
+
+
+def test_no_function_of_torch_is_exchanged_while_attention_runs():
+    seen = []
+
+    class Inside(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(F.linear)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    before = dict(vars(F))
+    model = TrainedPart()
+    inputs = torch.randn(N, LENGTH, 4).as_subclass(Inside)
+    optimizer = woodbury.NaturalGradient(model, LOSS)
+    optimizer.step(inputs, torch.randint(CLASSES, (N,)))
+    assert seen and all(function is before["linear"] for function in seen)
+    assert dict(vars(F)) == before

@@ -1,0 +1,110 @@
+"""What is kept between steps: a bounded number of tensors, and nothing of a model that is gone."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import woodbury
+from woodbury.device import constants
+
+LOSS = nn.CrossEntropyLoss()
+CLASSES = 3
+
+
+def chain():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def by_graph():
+    return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, CLASSES))
+
+
+def living_tensors():
+    gc.collect()
+    return sum(issubclass(type(entry), torch.Tensor) for entry in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    "model, make",
+    [
+        (chain, lambda model: woodbury.GaussNewton(model, LOSS, curvature_samples=0.5)),
+        (chain, lambda model: woodbury.KFAC(model, LOSS)),
+        (by_graph, lambda model: woodbury.NaturalGradient(model, LOSS, blocks="layer", curvature_samples=0.5)),
+    ],
+    ids=["gauss-newton", "kfac", "natural gradient"],
+)
+def test_batches_of_a_thousand_sizes_leave_a_bounded_number_of_tensors(model, make):
+    optimizer = make(model())
+    inputs, targets = torch.randn(1100, 4), torch.randint(CLASSES, (1100,))
+    before = None
+    for size in range(2, 1012):
+        if size == 12:
+            before = living_tensors()
+        optimizer.step(inputs[:size], targets[:size])
+    # five functions make constants, and each keeps those of the last 32 sizes
+    assert living_tensors() - before <= 5 * 32
+    assert len(constants.all_constants()) <= 5 * constants.LIMIT == 5 * 32
+
+
+class Lookup(nn.Module):
+    """Layers that need the fallback, attention, and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.attend = nn.Embedding(5, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.cell, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        h = self.words(x)
+        return self.head(self.cell(self.attend(h, h, h)[0])[0][:, -1])
+
+
+def vectors():
+    return torch.randn(6, 4)
+
+
+def sentences():
+    return torch.randint(5, (6, 3))
+
+
+@pytest.mark.parametrize(
+    "model, inputs, method, options",
+    [
+        (chain, vectors, woodbury.GaussNewton, {}),
+        (chain, vectors, woodbury.NaturalGradient, {"curvature_samples": 3, "momentum": 0.5}),
+        (by_graph, vectors, woodbury.GaussNewton, {"curvature_samples": 3}),
+        (by_graph, vectors, woodbury.GaussNewton, {"solver": "products"}),
+        (Lookup, sentences, woodbury.GaussNewton, {"fallback": "autograd"}),
+        (Lookup, sentences, woodbury.HessianFree, {}),
+        (chain, vectors, woodbury.KFAC, {}),
+    ],
+)
+def test_nothing_of_a_model_and_its_optimizer_stays_when_they_are_gone(model, inputs, method, options):
+    model = model()
+    optimizer = method(model, LOSS, **options)
+    batch, targets = inputs(), torch.randint(CLASSES, (6,))
+    for _ in range(3):
+        info = optimizer.step(batch, targets)
+        optimizer.direction(batch, targets)
+    optimizer.verify(batch, targets)
+    gone = [weakref.ref(entry) for entry in (model, optimizer, batch, *model.modules(), *model.parameters())]
+    del model, optimizer, batch, info
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+
+
+def test_a_constant_is_the_same_tensor_until_many_others_were_asked_for():
+    first = constants.ones(7, torch.float32, torch.device("cpu"))
+    assert constants.ones(7, torch.float32, torch.device("cpu")) is first
+    assert any(own is first for own in constants.all_constants())
+    for size in range(100, 100 + constants.LIMIT):
+        constants.ones(size, torch.float32, torch.device("cpu"))
+    again = constants.ones(7, torch.float32, torch.device("cpu"))
+    assert again is not first and torch.equal(again, first)
+    reference = weakref.ref(first)
+    del first
+    gc.collect()
+    assert reference() is None
