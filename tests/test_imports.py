@@ -32,6 +32,7 @@ FLOORS = {
     "optim": [
         ["settings", "passes"],
         ["step"],
+        ["faults"],
         ["base", "first_order", "linearize"],
         ["parameter_space"],
         ["sample_space"],

@@ -8,12 +8,14 @@ state) lives here once.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from inspect import signature
-from typing import Any
+from operator import is_not
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, LevenbergMarquardt, as_damping
+from woodbury.damping import Damping, LevenbergMarquardt, as_damping, check_damping
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -35,6 +37,7 @@ from woodbury.device.scalars import (
     as_number,
     as_truth,
     compute,
+    is_known,
     magnitude,
     ratio_where,
     scalar,
@@ -47,19 +50,25 @@ from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim.passes import Batches, Passes
+from woodbury.optim.faults import BAD_SAMPLES, NOT_FINITE, is_faulty, name_bad_samples, on_good_samples
+from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
 from woodbury.optim.settings import (
+    BELOW_ONE,
     Hyperparameters,
     check_curvature_samples,
+    check_groups,
     check_model_and_loss,
     check_number,
     check_whole_number,
+    explain_inputs,
     full_signature,
     plain_groups,
     read_settings,
     with_names,
 )
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo
+
+Result = TypeVar("Result")
 
 
 def _many_times() -> AbstractContextManager[None]:
@@ -81,6 +90,7 @@ class SecondOrder(torch.optim.Optimizer):
     autocast: torch.dtype | None = None  # of the passes through the model
     _keeps_nothing = False  # of what `_propose` computes, so that torch need not follow it
     _twice_differentiated = False  # whether it takes derivatives of the model's derivatives
+    _most_momentum = BELOW_ONE
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -99,14 +109,19 @@ class SecondOrder(torch.optim.Optimizer):
         forward: Forward | None = None,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
+        bad_samples: str = "raise",
     ) -> None:
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
         check_model_and_loss(model, loss)
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+        part_named("bad_samples", bad_samples, BAD_SAMPLES)
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             check_number(name, value)
-        if accept is not None and (not isinstance(accept, int | float) or math.isnan(accept)):
+        check_number("momentum", momentum, most=self._most_momentum)
+        if accept is not None and (
+            isinstance(accept, bool) or not isinstance(accept, int | float) or math.isnan(accept)
+        ):
             raise ValueError(f"accept must be a number or None, got {accept!r}")
         if forward is not None and not callable(forward):
             raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
@@ -117,13 +132,16 @@ class SecondOrder(torch.optim.Optimizer):
         self.damping = as_damping(damping)
         self.curvature_samples = curvature_samples
         self.accept = accept
+        self.bad_samples = bad_samples
         self.forward = forward or call_model
         self.last: StepInfo | None = None
         self._structure = Structure(has_fallback, self._by_layers, self.max_bytes)
         self._whole: frozenset[Any] = frozenset()  # places in the inputs seen to have no sample axis
         self._recordings: Recordings | None = None
         self._orders = _random.Orders()
+        self._warnings_given: set[str] = set()
         self._rule = loss_rule(loss)
+        self._options: list[Any] = []  # of the loss, as they were when last looked at
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
@@ -141,14 +159,16 @@ class SecondOrder(torch.optim.Optimizer):
             try:
                 signature(cls).bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}") from None
+                write = f". Write {cls.__name__}(model, loss, ...): the model itself, and its loss as a module"
+                needed = len(args) + ("model" in kwargs) + ("loss" in kwargs) < 2
+                raise TypeError(f"{cls.__name__}: {error}{write if needed else ''}") from None
         return super().__new__(cls)
 
     # -- the contract -----------------------------------------------------------------------------------
 
     def step(  # type: ignore[override]
         self,
-        inputs: Any,
+        inputs: Any = None,
         targets: Tensor | None = None,
         *,
         subset: Tensor | None = None,
@@ -171,13 +191,18 @@ class SecondOrder(torch.optim.Optimizer):
             if recordings is not None and subset is None and full is None:
                 numbers = self._replay(recordings, inputs, targets)
             if numbers is None:
-                problem = self._pose(inputs, targets, subset, full)
-                random = None if problem.chain is not None else _random.snapshot(device)
-                numbers = self._take(problem, random)
-                if recordings is not None:
-                    recordings.ordinary_step_ended(device)
-                    if random is not None and _random.drawn_since(random):
-                        recordings.give_up()
+
+                def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Numbers:
+                    problem = self._pose(inputs, targets, subset, full)
+                    random = None if problem.chain is not None else _random.snapshot(device)
+                    numbers = self._take(problem, random)
+                    if recordings is not None:
+                        recordings.ordinary_step_ended(device)
+                        if random is not None and _random.drawn_since(random):
+                            recordings.give_up()
+                    return numbers
+
+                numbers = self._on_good_samples(attempt, self._rejected, inputs, targets, subset)
         except BaseException:  # bad input, or an interrupt: as if the step had not been asked for
             self.state.update(drawn_before)
             raise
@@ -207,10 +232,14 @@ class SecondOrder(torch.optim.Optimizer):
         """
         drawn_before = self._draws()
         random = _random.snapshot(self._device())
-        try:
+
+        def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Vector:
             problem = self._pose(inputs, targets, subset, full)
             with self._derivatives(problem):
-                return self._propose(problem).displacement.dense()
+                return self._proposal(problem).displacement.dense()
+
+        try:
+            return self._on_good_samples(attempt, None, inputs, targets, subset)
         finally:
             self.state.update(drawn_before)
             _random.restore(random)
@@ -223,10 +252,11 @@ class SecondOrder(torch.optim.Optimizer):
         """
         drawn_before = self._draws()
         random = _random.snapshot(self._device())
-        try:
+
+        def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Tensor:
             problem = self._pose(inputs, targets, subset, None)
             with _random.replayed(random), self._derivatives(problem, twice=True):
-                proposal = self._propose(problem)
+                proposal = self._proposal(problem)
             # in the pieces the step ran, so that dropout masks agree
             with _random.replayed(random), _many_times(), torch.enable_grad():
                 outputs = torch.cat([self.forward(self.model, part) for part in proposal.parts])
@@ -242,6 +272,9 @@ class SecondOrder(torch.optim.Optimizer):
                 blocks=self._blocks.parameter_names(problem.plan),
                 at_outputs=self.curvature.at_outputs,
             )
+
+        try:
+            return self._on_good_samples(attempt, None, inputs, targets, subset)
         finally:
             self.state.update(drawn_before)
             _random.restore(random)
@@ -265,11 +298,53 @@ class SecondOrder(torch.optim.Optimizer):
         """
         by_hand = problem.chain is not None and self._keeps_nothing
         with torch.inference_mode() if by_hand else self._derivatives(problem):
-            proposal = self._propose(problem)
+            proposal = self._proposal(problem)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
         with torch.no_grad():
             return self._conclude(problem, proposal, actual)
+
+    def _on_good_samples(
+        self,
+        attempt: Callable[[Any, Tensor | None, Any], Result],
+        otherwise: Callable[[], Result] | None,
+        inputs: Any,
+        targets: Tensor | None,
+        subset: Any,
+    ) -> Result:
+        """attempt(inputs, targets, subset); with bad_samples="skip" again without the samples that it names."""
+        if self.bad_samples == "raise" or not part_named("bad_samples", self.bad_samples, BAD_SAMPLES):
+            return attempt(inputs, targets, subset)
+        generator = self.state["generator"]
+
+        def attempt_again(*batch: Any) -> Result:
+            if batch[0] is not inputs:  # the rest of the batch: its S2 is drawn as if from the whole
+                self.state["generator"] = generator
+                self.state["largest_batch"] = max(self.state["largest_batch"], _batch.sample_count(inputs))
+            return attempt(*batch)
+
+        return on_good_samples(attempt_again, otherwise, inputs, targets, subset)
+
+    def _rejected(self) -> Numbers:
+        """A step that cannot be computed: lambda rises as after any that fails, and nothing else changes."""
+        damping = as_number(self.state["damping"])
+        after = self.damping.next(damping, -math.inf)
+        numbers = Numbers(math.nan, damping + self.damping.floor, -math.inf, math.nan, math.nan, False)
+        self.state["damping"] = after
+        self.state.pop("momentum", None)  # a rejected step leaves none behind
+        return numbers
+
+    def _proposal(self, problem: Problem) -> Proposal:
+        """`_propose`; where that fails on the CPU, an error that names the samples it fails for."""
+        try:
+            proposal = self._propose(problem)
+        except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
+            name_bad_samples(problem, self.curvature, error)
+            raise
+        if is_faulty(proposal):
+            name_bad_samples(problem, self.curvature, None)
+            self._warn_once("not finite", NOT_FINITE)
+        return proposal
 
     def _conclude(self, problem: Problem, proposal: Proposal, actual: Scalar) -> Numbers:
         """Judge a proposal by the actual decrease, and move."""
@@ -295,7 +370,7 @@ class SecondOrder(torch.optim.Optimizer):
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
         device = self._device()
         self._check_surroundings()
-        samples = _batch.check_batch(inputs, targets)
+        samples = self._count_samples(inputs, targets)
         shape = recording.shape_of(inputs, targets, device)
         if shape is None:
             return None
@@ -384,7 +459,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _pose(self, inputs: Any, targets: Tensor | None, subset: Tensor | None, full: Batches | None) -> Problem:
         """Check the batch, choose S2 and read the settings."""
         self._check_surroundings()
-        samples = _batch.check_batch(inputs, targets)
+        samples = self._count_samples(inputs, targets)
         self._whole = _batch.whole_leaves(inputs, samples, self._whole)
         plan = self._plan()
         batch = self._choose(inputs, targets, samples, subset)
@@ -397,6 +472,8 @@ class SecondOrder(torch.optim.Optimizer):
         """The problem of this batch with the settings as they are now, or with other learning rates by group."""
         hyper = read_settings(self.param_groups, self._structure.names, rates)
         damping = as_number(self.state["damping"]) + self.damping.floor
+        if is_known(damping):
+            check_damping(damping, self.damping)
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain = chain is not None
         if not is_chain and self.autocast is None:  # which casts between layers
@@ -404,7 +481,26 @@ class SecondOrder(torch.optim.Optimizer):
         passes = Passes(plan, chain, self.forward, self.autocast, self.loss, self._rule)
         return Problem(passes, batch, damping, hyper, full, self._previous(plan, hyper), is_chain)
 
+    def _count_samples(self, inputs: Any, targets: Tensor | None) -> int:
+        try:
+            return _batch.check_batch(inputs, targets)
+        except (TypeError, ValueError):
+            explain_inputs(inputs)
+            raise
+
+    def _check_loss(self) -> None:
+        """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
+        attributes = vars(self.loss)
+        buffers = [own for own in attributes["_buffers"].values() if own is not None]
+        options = [self.loss, *attributes.values(), *buffers, *[own._version for own in buffers]]
+        # objects that the list keeps alive; a number may be another object of the same value
+        if len(options) != len(self._options) or any(map(is_not, options, self._options)):
+            self._rule = loss_rule(self.loss)
+            self._options = options
+
     def _check_surroundings(self) -> None:
+        self._check_loss()
+        check_groups(self.param_groups, self._most_momentum)
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
         device = self._device().type
@@ -477,7 +573,9 @@ class SecondOrder(torch.optim.Optimizer):
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
         precision = _rounding(self.autocast or self.param_groups[0]["params"][0].dtype)
-        noise = precision * magnitude(proposal.loss) + precision**2
+        noise = (
+            precision * magnitude(proposal.loss) + 16 * precision**2
+        )
         actual, predicted = decrease + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
@@ -490,7 +588,10 @@ class SecondOrder(torch.optim.Optimizer):
         value = as_number(self.state["damping"])
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
-        return self.damping.next(value, ratio)
+        value = self.damping.next(value, ratio)
+        if is_known(value):
+            check_damping(value + self.damping.floor, self.damping)
+        return value
 
     def _remember(
         self, problem: Problem, proposal: Proposal, damping: Scalar, accepted: Truth, vector: Vector | None
@@ -504,6 +605,12 @@ class SecondOrder(torch.optim.Optimizer):
                 name: torch.where(moved, value, torch.zeros_like(value)) for name, value in vector.items()
             }
 
+    def _warn_once(self, kind: str, message: str) -> None:
+        """Warn, once per optimizer and kind of warning."""
+        if kind not in self._warnings_given:
+            self._warnings_given.add(kind)
+            warnings.warn(f"{type(self).__name__}: {message}", RuntimeWarning, stacklevel=2)
+
     # -- copying ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -513,6 +620,7 @@ class SecondOrder(torch.optim.Optimizer):
         return own | {
             "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
+            "_options": [],
             "_recordings": None if self._recordings is None else Recordings(),
         }
 

@@ -12,7 +12,7 @@ from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
-from woodbury.optim.settings import check_model_and_loss
+from woodbury.optim.settings import check_model_and_loss, explain_inputs
 from woodbury.optim.step import StepInfo
 
 
@@ -55,9 +55,13 @@ class FirstOrder(torch.optim.Optimizer):
         vars(self).update(state)
         super().__setstate__({"param_groups": self.optimizer.param_groups, "state": self.optimizer.state})
 
-    def step(self, inputs: Any, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
+    def step(self, inputs: Any = None, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
         """One gradient step on the mean loss of the batch."""
-        check_batch(inputs, targets)
+        try:
+            check_batch(inputs, targets)
+        except (TypeError, ValueError):
+            explain_inputs(inputs)
+            raise
         self.optimizer.zero_grad()
         outputs = self.forward(self.model, inputs)
         value = self.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)

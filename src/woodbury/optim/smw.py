@@ -6,8 +6,10 @@ The two methods of the paper differ in the factor S only (`woodbury.curvature`);
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,7 +26,7 @@ from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
-from woodbury.optim.passes import Piece, check_loss, mean_of
+from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_double
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
 from woodbury.optim.settings import Common, check_number
 from woodbury.optim.step import Answer, Problem, Proposal
@@ -64,6 +66,8 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast must be torch.bfloat16 or None, got {autocast}")
+        if not isinstance(capture, bool):
+            raise TypeError(f"capture must be True or False, got {capture!r}")
         self._solver = part_named("solver", solver, SOLVERS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
@@ -71,6 +75,7 @@ class _SampleSpace(SecondOrder):
         self.autocast = autocast
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
         self.capture = capture
+        self._solves, self._looked_at = 0, math.inf  # see `_is_time_to_look`
         self._recordings = Recordings() if capture and self._solver.exact else None
 
     @property
@@ -97,25 +102,78 @@ class _SampleSpace(SecondOrder):
         return self.solver, self.solver_tolerance, self.gram_dtype
 
     def _propose(self, problem: Problem) -> Proposal:
-        passes, dtype = problem.passes, problem.plan.dtype
+        dtype = problem.plan.dtype
         if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
             raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
-        system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
+        if problem.full is not None and self._widens(dtype):
+            proposal = self._propose_in_double(problem)
+            if proposal is not None:
+                return proposal
+        return self._solve(problem)
+
+    def _widens(self, dtype: torch.dtype) -> bool:
+        """Whether a step with full= runs the model in float64.
+
+        There g is not made of rows of the batch, and p = -(g - U^T (K + lambda I)^{-1} U g) / lambda subtracts: g
+        and the rows are known up to eps, so that p has an error of eps |g| / lambda.
+        """
+        return self.gram_dtype == torch.float64 and dtype == torch.float32 and self.autocast is None
+
+    def _propose_in_double(self, problem: Problem) -> Proposal | None:
+        """p by passes in float64, rounded at the end; None if the model does not take them."""
+        assert problem.full is not None
+        model, dtype = problem.plan.model, problem.plan.dtype
+        if isinstance(problem.full, Iterator) or not isinstance(problem.full, Iterable):
+            return None  # which the ordinary way refuses
+        wide = replace(
+            problem,
+            passes=replace(problem.passes, plan=replace(problem.plan)),
+            batch=replace(problem.batch, inputs=batch_in_double(problem.batch.inputs)),
+            full=DoubleBatches(problem.full),
+            previous=None if problem.previous is None else batch_in_double(problem.previous),
+        )
+        try:
+            with in_double(model):
+                proposal = self._solve(wide)
+        except (RuntimeError, TypeError) as error:
+            self._warn_once(
+                "double",
+                f"gram_dtype=torch.float64 with full= runs the model in float64, which fails ({error}): the step "
+                f"has the digits of {dtype}. Let forward= and the model follow the type of their inputs",
+            )
+            return None
+        evaluate, vector = proposal.evaluate, proposal.displacement.dense()
+
+        def evaluate_in_double(displacement: Displacement) -> Scalar:
+            with in_double(model):
+                return evaluate(displacement)
+
+        rounded = {name: value.to(dtype) for name, value in vector.items()}
+        displacement = Displacement(problem.plan.parameters, base=rounded)
+        return replace(proposal, displacement=displacement, evaluate=evaluate_in_double, center=problem.previous)
+
+    def _solve(self, problem: Problem) -> Proposal:
+        """p in the type of the passes."""
+        passes = problem.passes
+        system = System(
+            self._blocks, self.gram_dtype, self.solver_tolerance, self._is_time_to_look(problem.damping)
+        )
         if problem.full is None:
             line, pieces = self._linearize(problem, system)
-            loss = mean_of([piece.losses for piece in pieces], line.term_count)
+            loss = line.loss
             evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate = passes.over_all(problem.full)
             line, pieces = self._linearize(problem, system)
             line.gradient = gradient
-        check_loss(loss)
         solve = partial(self._solver.answer, problem, line, system)
         damping = problem.damping
         answer = solve(damping)
         if answer.usable is False and self._solver.exact and isinstance(damping, float):
             answer, damping = self._with_more_damping(solve, answer, damping)
+        if answer.doubt is not None and damping is problem.damping and (answer.usable or not self._solver.exact):
+            self._warn_once("doubt", answer.doubt)
         return Proposal(
             displacement=answer.displacement,
             predicted=answer.predicted,
@@ -127,6 +185,16 @@ class _SampleSpace(SecondOrder):
             center=problem.previous,
             evaluate=evaluate,
         )
+
+    def _is_time_to_look(self, damping: Scalar) -> bool:
+        """Whether to look at the condition of the system: where lambda has halved, and at steps 1, 2, 4, 8, ..."""
+        if not isinstance(damping, float) or "doubt" in self._warnings_given:
+            return False
+        self._solves += 1
+        due = damping < 0.5 * self._looked_at or self._solves & (self._solves - 1) == 0
+        if due:
+            self._looked_at = damping
+        return due
 
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
