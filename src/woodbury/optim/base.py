@@ -50,7 +50,7 @@ from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim.faults import BAD_SAMPLES, NOT_FINITE, is_faulty, name_bad_samples, on_good_samples
+from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, is_faulty, name_bad_samples, on_good_samples
 from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
 from woodbury.optim.settings import (
     BELOW_ONE,
@@ -298,7 +298,7 @@ class SecondOrder(torch.optim.Optimizer):
         """
         by_hand = problem.chain is not None and self._keeps_nothing
         with torch.inference_mode() if by_hand else self._derivatives(problem):
-            proposal = self._proposal(problem)
+            proposal = self._proposal(problem, to_take=True)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
         with torch.no_grad():
@@ -334,8 +334,11 @@ class SecondOrder(torch.optim.Optimizer):
         self.state.pop("momentum", None)  # a rejected step leaves none behind
         return numbers
 
-    def _proposal(self, problem: Problem) -> Proposal:
-        """`_propose`; where that fails on the CPU, an error that names the samples it fails for."""
+    def _proposal(self, problem: Problem, to_take: bool = False) -> Proposal:
+        """`_propose`; where that fails on the CPU, an error that names the samples it fails for.
+
+        Where it is not the samples, a proposal to take is one that will be rejected.
+        """
         try:
             proposal = self._propose(problem)
         except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
@@ -343,7 +346,9 @@ class SecondOrder(torch.optim.Optimizer):
             raise
         if is_faulty(proposal):
             name_bad_samples(problem, self.curvature, None)
-            self._warn_once("not finite", NOT_FINITE)
+            if not to_take:
+                raise ArithmeticError(f"{type(self).__name__}: {NO_STEP}")
+            self._warn_once("no step", f"{NO_STEP}. The step is rejected")
         return proposal
 
     def _conclude(self, problem: Problem, proposal: Proposal, actual: Scalar) -> Numbers:
@@ -573,9 +578,7 @@ class SecondOrder(torch.optim.Optimizer):
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
         precision = _rounding(self.autocast or self.param_groups[0]["params"][0].dtype)
-        noise = (
-            precision * magnitude(proposal.loss) + 16 * precision**2
-        )
+        noise = precision * magnitude(proposal.loss) + 16 * precision**2
         actual, predicted = decrease + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.

@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 BAD_SAMPLES = {"raise": False, "skip": True}  # whether a step leaves them out
 
-NOT_FINITE = (
-    "the step is rejected, as its gradient or its curvature is not finite: numbers overflow in the type of the "
-    "parameters, or the model has no derivative there. Ways out: inputs, targets and weights of moderate size, or "
-    "a model in float64"
+NO_STEP = (
+    "the system of the step cannot be solved, as its gradient or its curvature is not finite: numbers overflow in "
+    "the type of the parameters, or the model has no derivative there. Ways out: inputs, targets and weights of "
+    "moderate size, or a model in float64"
 )
 
 
