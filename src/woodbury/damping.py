@@ -70,6 +70,8 @@ class LevenbergMarquardt:
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         multiplier = where(ratio > 1 - self.threshold, self.drop, 1.0)
         changed = value * where(ratio >= self.threshold, multiplier, self.boost)  # nan is not >= anything
+        if isinstance(changed, float):
+            return min(max(changed, LOWEST), HIGHEST)
         return where(changed > HIGHEST, HIGHEST, where(changed < LOWEST, LOWEST, changed))
 
 

@@ -141,7 +141,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._orders = _random.Orders()
         self._warnings_given: set[str] = set()
         self._rule = loss_rule(loss)
-        self._options: list[Any] = []  # of the loss, as they were when last looked at
+        self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
@@ -497,11 +497,17 @@ class SecondOrder(torch.optim.Optimizer):
         """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
         attributes = vars(self.loss)
         buffers = [own for own in attributes["_buffers"].values() if own is not None]
-        options = [self.loss, *attributes.values(), *buffers, *[own._version for own in buffers]]
-        # objects that the list keeps alive; a number may be another object of the same value
-        if len(options) != len(self._options) or any(map(is_not, options, self._options)):
-            self._rule = loss_rule(self.loss)
-            self._options = options
+        versions = [own._version for own in buffers]
+        if self._options is not None:
+            loss, known, tensors, numbers = self._options
+            try:  # values that are the same object are not compared
+                same = loss is self.loss and known == attributes and versions == numbers
+            except RuntimeError:  # an attribute is another tensor than before
+                same = False
+            if same and not any(map(is_not, buffers, tensors)):
+                return
+        self._rule = loss_rule(self.loss)
+        self._options = self.loss, dict(attributes), buffers, versions
 
     def _check_surroundings(self) -> None:
         self._check_loss()
@@ -623,7 +629,7 @@ class SecondOrder(torch.optim.Optimizer):
         return own | {
             "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
-            "_options": [],
+            "_options": None,
             "_recordings": None if self._recordings is None else Recordings(),
         }
 

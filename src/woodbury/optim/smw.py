@@ -280,9 +280,9 @@ class GaussNewton(_SampleSpace):
         accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss). A loss at theta
             that is not finite raises on the CPU; on other devices the step is rejected.
         bad_samples: what to do on the CPU about samples with nan or inf in their inputs, targets, loss or
-            gradient: "raise" an error that names their places in the batch, or "skip" them with a warning that names
-            them; the step is then that of the others, and is rejected if there are none. A bad sample of `full=`
-            always raises.
+            gradient: "raise" an error that names their places in the batch, or "skip" them with a warning that
+            names them; the step is then that of the others, and is rejected if there are none. A bad sample of
+            `full=` always raises.
         solver: "cholesky" (exact; solves the system with one row per factor row or the one with one row per
             parameter, whichever is smaller), "cg" (conjugate gradients with the explicit Gram matrix) or
             "products" (conjugate gradients through U and U^T by autograd: no rows and no Gram matrix in memory).
