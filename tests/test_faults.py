@@ -544,6 +544,7 @@ def test_a_zero_gradient_is_a_step_of_zero_that_counts_as_good(kind, dtype):
     assert_same(state_of(model), before)
     p = optimizer.direction(x, model(x).detach())
     assert all((value == 0).all() for value in p.values())
+    assert optimizer.verify(x, model(x).detach()) == 0
 
 
 @every_second_order
@@ -831,6 +832,23 @@ def test_a_registered_loss_whose_values_have_another_shape_is_refused(kind, dtyp
         optimizer.step(x, t)
 
 
+@over(SOLVING)
+def test_verify_sees_a_rule_that_disagrees_with_its_loss(kind, register):
+    """Three times the loss: g and B are both wrong, and the residual of p with the right ones shows it."""
+
+    class Own(nn.MSELoss):
+        pass
+
+    @register(Own)
+    class Rule(woodbury.LossRule):
+        def values(self, loss, outputs, targets):
+            return 3 * (outputs - targets).square().mean(1)
+
+    problem = problems.make("squared")
+    problem.loss = Own()
+    assert build(kind, problem, TIGHT, damping=0.1).verify(problem.inputs, problem.targets) > 0.1
+
+
 @every_second_order
 def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them(kind):
     changes = [
@@ -941,6 +959,15 @@ def test_values_out_of_range_raise_an_error_that_names_the_argument(kind):
         if taken(kind, {name: value}):
             with pytest.raises((ValueError, TypeError), match=name):
                 build(kind, problems.make("softmax"), **{name: value})
+
+
+@over(FIRST_ORDER)
+def test_values_out_of_range_of_the_first_order_rivals_name_the_argument(kind):
+    for name in ("lr", "momentum", "weight_decay", "eps"):
+        for value in (NAN, INF, -1.0, "0.1", True, None):
+            if taken(kind, {name: value}):
+                with pytest.raises((ValueError, TypeError), match=name):
+                    build(kind, problems.make("softmax"), **{name: value})
 
 
 @every_second_order

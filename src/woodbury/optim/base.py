@@ -327,10 +327,9 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _rejected(self) -> Numbers:
         """A step that cannot be computed: lambda rises as after any that fails, and nothing else changes."""
-        damping = as_number(self.state["damping"])
-        after = self.damping.next(damping, -math.inf)
+        damping, device = as_number(self.state["damping"]), self._device()
         numbers = Numbers(math.nan, damping + self.damping.floor, -math.inf, math.nan, math.nan, False)
-        self.state["damping"] = after
+        self.state["damping"] = to_device(self.damping.next(damping, -math.inf), device)
         self.state.pop("momentum", None)  # a rejected step leaves none behind
         return numbers
 

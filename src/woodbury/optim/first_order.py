@@ -12,7 +12,7 @@ from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
-from woodbury.optim.settings import check_model_and_loss, explain_inputs
+from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
 from woodbury.optim.step import StepInfo
 
 
@@ -32,6 +32,9 @@ class FirstOrder(torch.optim.Optimizer):
         **settings: Any,  # handed to `kind`, which refuses what it does not know
     ) -> None:
         check_model_and_loss(model, loss)
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            if name in settings:
+                check_number(name, settings[name])
         self.model = model
         self.loss = loss
         self.forward = forward or call_model
