@@ -90,7 +90,7 @@ class SecondOrder(torch.optim.Optimizer):
     autocast: torch.dtype | None = None  # of the passes through the model
     _keeps_nothing = False  # of what `_propose` computes, so that torch need not follow it
     _twice_differentiated = False  # whether it takes derivatives of the model's derivatives
-    _most_momentum = BELOW_ONE
+    _most_momentum = BELOW_ONE  # that a group may have
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -581,7 +581,8 @@ class SecondOrder(torch.optim.Optimizer):
                 change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
                 decrease = decrease - decay * scalar(change.sum())
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
-        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
+        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
+        # is 0, p^T B p is still known up to a small multiple of eps^2 only.
         precision = _rounding(self.autocast or self.param_groups[0]["params"][0].dtype)
         noise = precision * magnitude(proposal.loss) + 16 * precision**2
         actual, predicted = decrease + noise, proposal.predicted + noise
