@@ -39,6 +39,7 @@ FLOORS = {
     "optim": [
         ["settings", "passes", "transaction"],
         ["step"],
+        ["faults"],
         ["base", "first_order", "linearize"],
         ["parameter_space"],
         ["sample_space"],

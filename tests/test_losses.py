@@ -6,6 +6,7 @@ from torch import nn
 
 import problems
 import woodbury
+from woodbury.curvature import CURVATURES
 from woodbury.losses.rules import loss_rule
 
 
@@ -72,6 +73,9 @@ def test_a_factor_without_structure_multiplies_as_written_out():
     columns, e = Cubic().factor(None, y, t)
     compact = Cubic().compact_factor(None, y, t)
     assert e is None and compact.e is None and Cubic().column_count(y.shape) == columns.shape[1]
+    found = CURVATURES["gauss-newton"].factor(Cubic(), None, y, t)
+    assert found.rest is None
+    torch.testing.assert_close(found.matvec(found.e), Cubic().residual(None, y, t))  # S e = r
     torch.testing.assert_close(
         compact.matvec(compact.rmatvec(y)), torch.einsum("nkc,nkd,nd->nc", columns, columns, y)
     )

@@ -508,7 +508,7 @@ def test_mixing_samples_without_a_layer_is_refused():
         woodbury.GaussNewton(OverBatch(), nn.MSELoss(), fallback="autograd").step(torch.randn(N, 4))
 
 
-class Twice(nn.Module):
+class BesideItself(nn.Module):
     """Uses its weight beside the layer's own call, so that rows are written out."""
 
     def __init__(self, width):
@@ -524,7 +524,7 @@ def test_rows_that_torch_func_gets_wrong_are_noticed(samples, width):
     """Mapped over as many samples as seeds, the backward pass of prelu mixes them (torch 2.13)."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(samples, 2).double(), torch.randn(samples, width).double()
-    check_directions(Twice(width).double(), nn.MSELoss(), inputs, targets, [1, 2], fallback="autograd")
+    check_directions(BesideItself(width).double(), nn.MSELoss(), inputs, targets, [1, 2], fallback="autograd")
 
 
 def test_operations_that_cannot_be_batched_are_differentiated_one_seed_at_a_time(monkeypatch):

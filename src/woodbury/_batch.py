@@ -8,7 +8,7 @@ sizes).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,6 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+class BadSamplesError(ValueError):
+    """Some samples of a batch cannot be used; `indices` are their places in the batch."""
+
+    def __init__(self, message: str, indices: Sequence[int]) -> None:
+        super().__init__(message)
+        self.indices = list(indices)
+
+
+def in_words(indices: Sequence[int], most: int = 10) -> str:
+    """The first of these indices, for a message."""
+    shown = ", ".join(map(str, indices[:most]))
+    return shown if len(indices) <= most else f"{shown}, ..."
 
 
 def _leaves(tree: Any) -> list[Tensor]:
@@ -44,22 +58,26 @@ def check_batch(inputs: Any, targets: Tensor | None) -> int:
             raise TypeError(f"targets must be a tensor or None, got {type(targets).__name__}")
         if targets.dim() == 0 or targets.shape[0] != samples:
             raise ValueError(f"{samples} samples but targets of shape {tuple(targets.shape)}")
-        _check_finite(targets, "targets")
+        _check_finite(targets, "targets", samples)
     for leaf in _leaves(inputs):
-        _check_finite(leaf, "inputs")
+        _check_finite(leaf, "inputs", samples)
     return samples
 
 
-def _check_finite(tensor: Tensor, what: str) -> None:
+def _check_finite(tensor: Tensor, what: str, samples: int) -> None:
     """Raise if a value is nan or infinite; not checked on other devices than the CPU, as that would wait."""
     if tensor.device.type != "cpu" or not tensor.is_floating_point():
         return
     # A sum is cheap. It can overflow though all values are finite: only then look at each.
     if math.isfinite(tensor.sum().item()) or torch.isfinite(tensor).all():
         return
+    if not has_samples(tensor, samples):
+        raise ValueError(f"{what} hold nan or inf in a tensor of shape {tuple(tensor.shape)}, for all samples")
     flat = torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else torch.isfinite(tensor)
-    bad = (~flat).nonzero().flatten()
-    raise ValueError(f"{what} hold nan or inf in {len(bad)} sample(s), first at index {int(bad[0])}")
+    bad: list[int] = (~flat).nonzero().flatten().tolist()
+    raise BadSamplesError(
+        f"{what} hold nan or inf in {len(bad)} sample(s), at index {in_words(bad)} of the batch", bad
+    )
 
 
 def has_samples(leaf: Any, samples: int) -> bool:

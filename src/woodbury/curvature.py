@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.device.scalars import Scalar
-from woodbury.losses.factors import DenseFactor, Factor
+from woodbury.losses.factors import DenseFactor, Factor, dense_factor
 from woodbury.losses.rules import LossRule
 from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outputs
 
@@ -24,7 +24,7 @@ class Seeds(NamedTuple):
 
     columns: list[Tensor]  # (m, k, C) each, or (m, C) for one per sample
     e: Tensor | None  # (m k,) of S2 with S e = r, None for ones
-    hold_gradient: bool  # whether g = Z^T (e, 1) / M; else the loss has no e, and Z has rows of S2 only
+    rest: Tensor | None  # (m, C): what of r the columns of S2 do not hold, r = S e + rest; None for zero
 
 
 class Curvature(ABC):
@@ -35,7 +35,7 @@ class Curvature(ABC):
 
     @abstractmethod
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        """S of each sample, and e with S_i e_i = r_i where there is one."""
+        """S of each sample, and e with S_i e_i = r_i up to the rest that the factor names."""
 
     @abstractmethod
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
@@ -62,16 +62,18 @@ class GaussNewtonMatrix(Curvature):
     one_pass = False
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        return rule.compact_factor(loss, outputs, targets)
+        factor = rule.compact_factor(loss, outputs, targets)
+        if factor.e is None:
+            return dense_factor(factor.columns(), rule.residual(loss, outputs, targets))
+        return factor
 
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
-        factor = rule.compact_factor(loss, outputs[:m], targets[:m])
+        factor = self.factor(rule, loss, outputs[:m], targets[:m])
+        assert factor.e is not None
         columns = [factor.columns()]
-        if factor.e is None:
-            return Seeds(columns, None, False)
         if m < len(outputs):
             columns.append(rule.residual(loss, outputs[m:], targets[m:]))
-        return Seeds(columns, factor.e.flatten(), True)
+        return Seeds(columns, factor.e.flatten(), factor.rest)
 
     @property
     def at_outputs(self) -> OutputProduct:
@@ -98,7 +100,7 @@ class EmpiricalFisher(Curvature):
         return DenseFactor(torch.ones_like(residual[:, :1]), residual.unsqueeze(1))
 
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
-        return Seeds([rule.residual(loss, outputs, targets)], None, True)
+        return Seeds([rule.residual(loss, outputs, targets)], None, None)
 
     @property
     def at_outputs(self) -> OutputProduct:

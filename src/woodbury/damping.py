@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from numbers import Real
+from typing import Any, Protocol
 
 from woodbury.device.scalars import Scalar, where
+
+LOWEST, HIGHEST = 1e-18, 1e18  # of the value of a policy that multiplies: their squares fit into float32
 
 
 class Damping(Protocol):
@@ -38,7 +41,8 @@ class LevenbergMarquardt:
     ratio > 1 - threshold:  value <- drop value
     otherwise:              value unchanged
 
-    (Ren & Goldfarb, section 2.3; a ratio that is not a number counts as a failure.)
+    (Ren & Goldfarb, section 2.3; a ratio that is not a number counts as a failure.) The value stays between
+    `LOWEST` and `HIGHEST`, so that lambda is finite and positive in float32 after any number of steps.
     """
 
     initial: float = 1.0  # lambda_LM at the start
@@ -48,20 +52,27 @@ class LevenbergMarquardt:
     floor: float = 1e-3  # tau
 
     def __post_init__(self) -> None:
-        if not 0 < self.initial < math.inf:
-            raise ValueError(f"LevenbergMarquardt: initial must be positive and finite, got {self.initial}")
+        for name in ("initial", "boost", "drop", "threshold", "floor"):
+            _check_finite(f"LevenbergMarquardt: {name}", getattr(self, name))
+        if not LOWEST <= self.initial <= HIGHEST:
+            raise ValueError(
+                f"LevenbergMarquardt: initial must lie between {LOWEST:g} and {HIGHEST:g}, got {self.initial}"
+            )
         if not 0 < self.drop <= 1 <= self.boost:
             raise ValueError(
                 f"LevenbergMarquardt: needs 0 < drop <= 1 <= boost, got drop={self.drop}, boost={self.boost}"
             )
         if not 0 < self.threshold < 0.5:
             raise ValueError(f"LevenbergMarquardt: threshold must lie in (0, 1/2), got {self.threshold}")
-        if self.floor < 0:
-            raise ValueError(f"LevenbergMarquardt: floor must not be negative, got {self.floor}")
+        if not 0 <= self.floor <= HIGHEST:
+            raise ValueError(f"LevenbergMarquardt: floor must lie in [0, {HIGHEST:g}], got {self.floor}")
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         multiplier = where(ratio > 1 - self.threshold, self.drop, 1.0)
-        return value * where(ratio >= self.threshold, multiplier, self.boost)  # nan is not >= anything
+        changed = value * where(ratio >= self.threshold, multiplier, self.boost)  # nan is not >= anything
+        if isinstance(changed, float):
+            return min(max(changed, LOWEST), HIGHEST)
+        return where(changed > HIGHEST, HIGHEST, where(changed < LOWEST, LOWEST, changed))
 
 
 @dataclass(frozen=True)
@@ -72,8 +83,12 @@ class Constant:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.initial < math.inf:
+        _check_finite("damping", self.initial)
+        _check_finite("Constant: floor", self.floor)
+        if not self.initial > 0:
             raise ValueError(f"damping must be positive and finite, got {self.initial}")
+        if self.floor < 0:
+            raise ValueError(f"Constant: floor must not be negative, got {self.floor}")
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         return 0 * value + self.initial
@@ -81,8 +96,27 @@ class Constant:
 
 def as_damping(damping: Damping | float) -> Damping:
     """The policy itself, or a constant policy for a plain number."""
-    if isinstance(damping, int | float):
+    if type(damping) is not bool and isinstance(damping, int | float | Real):
         return Constant(float(damping))
-    if not all(hasattr(damping, name) for name in ("initial", "floor", "next")):
+    if isinstance(damping, type | bool) or not all(
+        hasattr(damping, name) for name in ("initial", "floor", "next")
+    ):
         raise TypeError(f"damping must be a number or a policy with initial, floor and next, got {damping!r}")
+    for name in ("initial", "floor"):
+        _check_finite(f"damping: {name} of {type(damping).__name__}", getattr(damping, name))
+    check_damping(damping.initial + damping.floor, damping)
     return damping
+
+
+def check_damping(value: float, policy: Damping) -> None:
+    """Raise if lambda is not a positive finite number."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"damping must be positive and finite, and {type(policy).__name__} gives {value}")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """Raise an error with this name unless the value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")

@@ -22,13 +22,15 @@ class Solution(NamedTuple):
     x: Tensor  # (b, m)
     ok: Truth
     iterations: int
+    reciprocal_condition: float = 1.0  # or a bound from above, where it was asked for
 
 
-def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
+def solve_cholesky(matrix: Tensor, rhs: Tensor, look: bool = False) -> Solution:
     """Solve matrix x = rhs by a Cholesky factorisation, without waiting for the device.
 
     matrix (b, m, m), rhs (b, m). Where the matrix is not numerically positive definite `ok` is false
-    and x has no meaning.
+    and x has no meaning. With `look`, which would wait, the solution says how well the matrix is conditioned:
+    lmin / lmax <= (min L_ii / max L_ii)^2.
     """
     lower, info = torch.linalg.cholesky_ex(matrix)
     if matrix.is_cuda and matrix.dim() == 3:
@@ -37,7 +39,11 @@ def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
         x = torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
     else:
         x = torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
-    return Solution(x, scalar(info if info.dim() == 0 else info.any()) == 0, 1)
+    ok = scalar(info if info.dim() == 0 else info.any()) == 0
+    if not look:
+        return Solution(x, ok, 1)
+    pivots = lower.diagonal(dim1=-2, dim2=-1)
+    return Solution(x, ok, 1, (pivots.amin(-1) / pivots.amax(-1)).min().item() ** 2)
 
 
 def solve_conjugate_gradient(
@@ -122,6 +128,7 @@ class SampleSpaceStep(NamedTuple):
     coefficients: Tensor  # c (b, r)
     curvature: Scalar  # p^T B p = |U p|^2
     ok: Truth
+    reciprocal_condition: float
 
 
 def solve_in_sample_space(
@@ -164,7 +171,7 @@ def solve_in_sample_space(
     if gradient_rows:
         outside = ones(gradient_rows, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
-    return SampleSpaceStep(x / length, curvature, solution.ok)
+    return SampleSpaceStep(x / length, curvature, solution.ok, solution.reciprocal_condition)
 
 
 def _plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
@@ -183,12 +190,14 @@ def _plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
 _SMALL = 128  # up to here one operation on the whole matrix costs less than several on its diagonal
 
 
-def solve_in_parameter_space(curvature: Tensor, shift: Scale, rhs: Tensor) -> tuple[Tensor, Scalar, Solution]:
+def solve_in_parameter_space(
+    curvature: Tensor, shift: Scale, rhs: Tensor, look: bool = False
+) -> tuple[Tensor, Scalar, Solution]:
     """p with (B + diag(shift)) p = rhs, p^T B p and the solution, for one block.
 
-    curvature B (m, m), shift one number or (m,), rhs (m,).
+    curvature B (m, m), shift one number or (m,), rhs (m,); look as in `solve_cholesky`.
     """
-    solution = solve_cholesky(_plus_diagonal(curvature, shift), rhs.to(curvature.dtype))
+    solution = solve_cholesky(_plus_diagonal(curvature, shift), rhs.to(curvature.dtype), look)
     p = solution.x
     return p, scalar(torch.dot(p, curvature.mv(p))), solution
 

@@ -141,7 +141,8 @@ def relative_residual(
     """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side.
 
     outputs are those of the whole batch, attached to the graph; W is the weight decay, q = mu p_prev. Where
-    both are zero this is |(B + lambda I) p + g| / |g|. B is block-diagonal with these blocks of parameters.
+    both are zero this is |(B + lambda I) p + g| / |g|, or |(B + lambda I) p| where g is zero. B is block-diagonal
+    with these blocks of parameters.
     """
     targets = batch.targets
     if targets is not None and not targets.is_floating_point():  # torch's losses accept one type only
@@ -164,4 +165,5 @@ def relative_residual(
         rhs[name] = -grad - decay[name] * parameter.detach()
         if previous is not None:
             rhs[name] = rhs[name] + damping * previous[name]
-    return _vector.norm(_vector.combine(image, rhs, -1.0)) / _vector.norm(rhs)
+    error, size = _vector.norm(_vector.combine(image, rhs, -1.0)), _vector.norm(rhs)
+    return error / torch.where(size > 0, size, 1.0)

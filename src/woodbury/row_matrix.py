@@ -22,7 +22,7 @@ from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import OuterRows, RowForm, byte_limit, windows
 from woodbury.linalg import full_precision
-from woodbury.losses.rules import check_term_count, loss_rule
+from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model, capture
 from woodbury.model.fallback import Forward
@@ -277,7 +277,7 @@ def rows(
         captured = capture(plan, model, buffers.preserved(forward or call_model, inputs), inputs, samples)
         check_samples_apart(captured)
         outputs = captured.outputs.detach()
-        prepared = rule.prepare(loss, captured.raw, targets)
+        prepared = prepare(rule, loss, captured.raw, targets)
         columns = kind.factor(rule, loss, outputs, prepared).columns()
         n, k, _ = columns.shape
         divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)

@@ -3,9 +3,9 @@
     python -m tests.soak.steps --steps 50000
     python -m tests.soak.steps --steps 100000 --device cuda     one recorded step after the other
 
-Batches change their size from step to step on the CPU. Every tenth of the run is a line: the median time of a step,
-the memory of the process (on a GPU that which torch has allocated), live tensors and live objects. Exit status 1 if
-the last line exceeds the second, past the warm-up, by more than the bounds below.
+Batches change their size from step to step on the CPU. Every tenth of the run is a line: the median time of a
+step, the memory of the process (on a GPU that which torch has allocated), live tensors and live objects. Exit
+status 1 if the last line exceeds the second, past the warm-up, by more than the bounds below.
 """
 
 import argparse

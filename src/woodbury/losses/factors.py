@@ -8,7 +8,7 @@ to (n, C T). Columns are position-major: column t k + a of a sample is the a-th 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,9 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Factor(ABC):
-    """S of n samples with m outputs and k columns each, and e (n, k) with S_i e_i = r_i, or None."""
+    """S of n samples with m outputs and k columns each, and e (n, k) with S_i e_i = r_i, None if not known.
+
+    Where r_i is not in the range of S_i the rest of it is in `rest`: r_i = S_i e_i + rest_i.
+    """
 
     e: Tensor | None
+    rest: Tensor | None = field(default=None, kw_only=True)  # (n, m), None for zeros
 
     @property
     @abstractmethod
@@ -105,6 +109,26 @@ class SoftmaxFactor(Factor):
         outputs = by_position(outputs, self.positions)
         inner = (self.common * outputs).sum(1, keepdim=True)
         return (self.root * (outputs.gather(1, self.others) + inner)).view(len(outputs) // self.positions, -1)
+
+
+def dense_factor(columns: Tensor, residual: Tensor) -> DenseFactor:
+    """S written out, (n, k, m) with columns as rows, and what it makes of r (n, m): r_i = S_i e_i + rest_i.
+
+    e = S^T (S S^T)^+ r, where eigenvalues below the rounding of S count as zero. A rest below the rounding of r is
+    zero: kept, it would be divided by the damping.
+    """
+    rounding = columns.shape[2] * torch.finfo(columns.dtype).eps
+    wide, r = columns.double(), residual.double()
+    eigenvalues, vectors = torch.linalg.eigh(wide.mT @ wide)
+    kept = eigenvalues > rounding * eigenvalues[:, -1:]
+    image = torch.einsum("nmj,nm->nj", vectors, r)
+    image = torch.where(kept, image / torch.where(kept, eigenvalues, 1.0), 0.0)
+    e = torch.einsum("nkm,nmj,nj->nk", wide, vectors, image).to(columns.dtype)
+    rest = r - torch.einsum("nkm,nk->nm", wide, e.double())
+    beyond = rest.norm(dim=1, keepdim=True) > 8 * rounding * r.norm(dim=1, keepdim=True)
+    if rest.device.type == "cpu" and not beyond.any():
+        return DenseFactor(e, columns)
+    return DenseFactor(e, columns, rest=torch.where(beyond, rest, 0.0).to(residual.dtype))
 
 
 def by_position(outputs: Tensor, positions: int) -> Tensor:

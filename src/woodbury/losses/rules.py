@@ -2,8 +2,8 @@
 
 A mean loss f = (1/M) sum_i l(y_i, t_i) has at each sample a gradient r_i = dl/dy_i and a Hessian H_i = d2l/dy_i2 =
 S_i S_i^T. A rule gives the values l, the residuals r, the factor S and M, what the mean divides by: the number of
-samples, or of tokens where l is a sum over the tokens of a sample. Where r lies in the range of S it also gives e
-with S e = r, which keeps small damping accurate (see `woodbury.optim.sample_space`).
+samples, or of tokens where l is a sum over the tokens of a sample. It also gives e with S e = r, which keeps small
+damping accurate (see `woodbury.optim.sample_space`), and what of r is not in the range of S.
 
 Outputs and targets reach a rule with one row per sample: outputs (n, C), C numbers per sample.
 """
@@ -29,8 +29,8 @@ _RULES: dict[type[nn.Module], LossRule] = {}
 class LossRule(ABC):
     """One kind of loss. A rule must define `values` only; autograd gives the other methods.
 
-    `factor` is then a square root of the Hessian of each sample by an eigendecomposition (C x C per sample): write
-    one by hand where C is large.
+    `factor` is then a square root of the Hessian of each sample by an eigendecomposition (C x C per sample, in
+    float64): write one by hand where C is large. Negative eigenvalues count as zero.
 
     `by_hand` says that a rule draws no random numbers, needs no autograd, and always gives e with its factor: a
     step along a plain chain of layers then runs without a graph.
@@ -76,26 +76,38 @@ class LossRule(ABC):
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """l(y_i, t_i) for each sample, (n,)."""
 
+    def terms(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """`values`; raises if they are not one number per sample."""
+        values = self.values(loss, outputs, targets)
+        if values.dim() != 1 or values.shape[0] != outputs.shape[0]:
+            raise ValueError(
+                f"{type(self).__name__}.values, the rule for {type(loss).__name__}, must return one number per "
+                f"sample: the shape {tuple(outputs.shape[:1])} for outputs of shape {tuple(outputs.shape)}, "
+                f"and not {tuple(values.shape)}"
+            )
+        return values
+
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """sum_i l(y_i, t_i), for callers that do not need the terms."""
-        return self.values(loss, outputs, targets).sum()
+        return self.terms(loss, outputs, targets).sum()
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """r_i = dl/dy_i, (n, C)."""
         with torch.enable_grad():
             point = outputs.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.values(loss, point, targets).sum(), point)
+            (gradient,) = torch.autograd.grad(self.terms(loss, point, targets).sum(), point)
         return gradient
 
     def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The columns of S_i as rows, (n, k, C), and e (n, k) with S_i e_i = r_i, or None."""
+        """The columns of S_i as rows, (n, k, C), and e (n, k) with S_i e_i = r_i, or None to have it computed."""
 
         def value(output: Tensor, target: Tensor) -> Tensor:
-            return self.values(loss, output.unsqueeze(0), target.unsqueeze(0)).squeeze(0)
+            return self.terms(loss, output.unsqueeze(0), target.unsqueeze(0)).squeeze(0)
 
-        hessian = torch.func.vmap(torch.func.hessian(value))(outputs.detach(), targets)
+        # eigenvectors of small eigenvalues have few digits in float32
+        hessian = torch.func.vmap(torch.func.hessian(value))(outputs.detach().double(), targets)
         eigenvalues, eigenvectors = torch.linalg.eigh(hessian)
-        return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT, None
+        return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         """S and e in as little memory as the loss allows; here what `factor` gives."""
@@ -144,6 +156,17 @@ def loss_rule(loss: nn.Module) -> LossRule:
         )
     rule.check(loss)
     return rule
+
+
+def prepare(rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+    """`rule.prepare`; raises where outputs or targets are complex, as the rules are those of real numbers."""
+    if outputs.is_complex() or (targets is not None and targets.is_complex()):
+        what = "the outputs of the model" if outputs.is_complex() else "targets"
+        raise TypeError(
+            f"{type(loss).__name__}: {what} are complex, and the loss rules are those of real numbers: pass "
+            "torch.view_as_real of them"
+        )
+    return rule.prepare(loss, outputs, targets)
 
 
 def check_term_count(term_count: Scalar, what: str = "the batch") -> Scalar:

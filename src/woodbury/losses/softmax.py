@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,12 @@ class Softmax(StructuredRule):
         super().check(loss)
         if loss.weight is not None:
             refuse(loss, "weight", "class weights change the normaliser with the batch; resample the classes")
+        smoothing: Any = loss.label_smoothing
+        index: Any = loss.ignore_index
+        if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
+            raise ValueError(f"CrossEntropyLoss: label_smoothing must lie in [0, 1], got {smoothing!r}")
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ValueError(f"CrossEntropyLoss: ignore_index must be a whole number, got {index!r}")
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         if outputs.dim() < 2:

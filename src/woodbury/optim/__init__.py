@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from woodbury._batch import BadSamplesError
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.first_order import FirstOrder, adam, sgd
 from woodbury.optim.hessian_free import HessianFree
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 __all__ = [
     "KFAC",
     "OPTIMIZERS",
+    "BadSamplesError",
     "FirstOrder",
     "GaussNewton",
     "HessianFree",

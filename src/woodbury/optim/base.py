@@ -8,11 +8,13 @@ state) lives here once.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from inspect import signature
+from operator import is_not
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, LevenbergMarquardt, as_damping
+from woodbury.damping import Damping, LevenbergMarquardt, as_damping, check_damping
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -35,6 +37,7 @@ from woodbury.device.scalars import (
     as_number,
     as_truth,
     compute,
+    is_known,
     magnitude,
     ratio_where,
     scalar,
@@ -47,13 +50,17 @@ from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim.passes import Batches, Passes
+from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, is_faulty, name_bad_samples, on_good_samples
+from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
 from woodbury.optim.settings import (
+    BELOW_ONE,
     Hyperparameters,
     check_curvature_samples,
+    check_groups,
     check_model_and_loss,
     check_number,
     check_whole_number,
+    explain_inputs,
     full_signature,
     plain_groups,
     read_settings,
@@ -85,6 +92,7 @@ class SecondOrder(torch.optim.Optimizer):
     autocast: torch.dtype | None = None  # of the passes through the model
     _keeps_nothing = False  # of what `_propose` computes, so that torch need not follow it
     _twice_differentiated = False  # whether it takes derivatives of the model's derivatives
+    _most_momentum = BELOW_ONE  # that a group may have
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
 
     def __init__(
@@ -104,6 +112,7 @@ class SecondOrder(torch.optim.Optimizer):
         seed: int | None = None,
         params: Iterable[Any] | None = None,
         process_group: str | None = None,
+        bad_samples: str = "raise",
     ) -> None:
         self.process_group = process_group
         part_named("process_group", process_group, PROCESS_GROUPS)
@@ -111,9 +120,13 @@ class SecondOrder(torch.optim.Optimizer):
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
         check_model_and_loss(model, loss)
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+        part_named("bad_samples", bad_samples, BAD_SAMPLES)
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             check_number(name, value)
-        if accept is not None and (not isinstance(accept, int | float) or math.isnan(accept)):
+        check_number("momentum", momentum, most=self._most_momentum)
+        if accept is not None and (
+            isinstance(accept, bool) or not isinstance(accept, int | float) or math.isnan(accept)
+        ):
             raise ValueError(f"accept must be a number or None, got {accept!r}")
         if forward is not None and not callable(forward):
             raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
@@ -124,13 +137,16 @@ class SecondOrder(torch.optim.Optimizer):
         self.damping = as_damping(damping)
         self.curvature_samples = curvature_samples
         self.accept = accept
+        self.bad_samples = bad_samples
         self.forward = forward or call_model
         self.last: StepInfo | None = None
         self._structure = Structure(has_fallback, self._by_layers, self.max_bytes)
         self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
         self._recordings: Recordings | None = None
         self._orders = _random.Orders()
+        self._warnings_given: set[str] = set()
         self._rule = loss_rule(loss)
+        self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no rule covers, rather than at the first step.
@@ -149,14 +165,16 @@ class SecondOrder(torch.optim.Optimizer):
             try:
                 signature(cls).bind(*args, **kwargs)
             except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}") from None
+                write = f". Write {cls.__name__}(model, loss, ...): the model itself, and its loss as a module"
+                needed = len(args) + ("model" in kwargs) + ("loss" in kwargs) < 2
+                raise TypeError(f"{cls.__name__}: {error}{write if needed else ''}") from None
         return super().__new__(cls)
 
     # -- the contract -----------------------------------------------------------------------------------
 
     def step(  # type: ignore[override]
         self,
-        inputs: Any,
+        inputs: Any = None,
         targets: Tensor | None = None,
         *,
         subset: Tensor | None = None,
@@ -179,16 +197,19 @@ class SecondOrder(torch.optim.Optimizer):
                 info = self._replay(recordings, inputs, targets, transaction)
                 if info is not None:
                     return info
-            problem = self._pose(inputs, targets, subset, full, transaction)
-            info = self._take(problem, transaction)
-            if recordings is not None:
-                recordings.ordinary_step_ended(device)
-                if transaction.random is not None and _random.drawn_since(transaction.random):
-                    recordings.give_up()
+
+            def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> StepInfo:
+                info = self._take(self._pose(inputs, targets, subset, full, transaction), transaction)
+                if recordings is not None:
+                    recordings.ordinary_step_ended(device)
+                    if transaction.random is not None and _random.drawn_since(transaction.random):
+                        recordings.give_up()
+                return info
+
+            return self._on_good_samples(attempt, transaction, inputs, targets, subset, rejects=True)
         except BaseException:  # bad input, or an interrupt
             transaction.end()
             raise
-        return info
 
     @property
     def blocks(self) -> str:
@@ -212,10 +233,14 @@ class SecondOrder(torch.optim.Optimizer):
         It is the p the next `step` on the same batch would use.
         """
         transaction = self._begin()
-        try:
+
+        def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Vector:
             problem = self._pose(inputs, targets, subset, full, transaction)
             with self._derivatives(problem):
-                return self._propose(problem).displacement.dense()
+                return self._proposal(problem).displacement.dense()
+
+        try:
+            return self._on_good_samples(attempt, transaction, inputs, targets, subset)
         finally:
             transaction.undo()
 
@@ -226,11 +251,12 @@ class SecondOrder(torch.optim.Optimizer):
         and momentum it is the residual of the system they turn this into. Nothing changes.
         """
         transaction = self._begin()
-        try:
+
+        def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Tensor:
             problem = self._pose(inputs, targets, subset, None, transaction)
             random = _random.snapshot(self._device())
             with _random.replayed(random), self._derivatives(problem, twice=True):
-                proposal = self._propose(problem)
+                proposal = self._proposal(problem)
                 drawn = _random.drawn_since(random)
             forward = problem.passes.forward
             with _random.replayed(random), _many_times(), torch.enable_grad():
@@ -251,6 +277,9 @@ class SecondOrder(torch.optim.Optimizer):
                 blocks=self._blocks.parameter_names(problem.plan),
                 at_outputs=self.curvature.at_outputs,
             )
+
+        try:
+            return self._on_good_samples(attempt, transaction, inputs, targets, subset)
         finally:
             transaction.undo()
 
@@ -275,11 +304,68 @@ class SecondOrder(torch.optim.Optimizer):
         by_hand = problem.chain is not None and self._keeps_nothing
         random = transaction.random
         with torch.inference_mode() if by_hand else self._derivatives(problem):
-            proposal = self._propose(problem)
+            proposal = self._proposal(problem, to_take=True)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
         with torch.no_grad():
             return self._conclude(problem, proposal, actual, transaction)
+
+    def _on_good_samples(
+        self,
+        attempt: Callable[[Any, Tensor | None, Any], Any],
+        transaction: Transaction,
+        inputs: Any,
+        targets: Tensor | None,
+        subset: Any,
+        rejects: bool = False,
+    ) -> Any:
+        """attempt(inputs, targets, subset); with bad_samples="skip" again without the samples that it names.
+
+        Where none is left the step is rejected, or without `rejects` that raises.
+        """
+        if self.bad_samples == "raise" or not part_named("bad_samples", self.bad_samples, BAD_SAMPLES):
+            return attempt(inputs, targets, subset)
+
+        def attempt_again(*batch: Any) -> Any:
+            if batch[0] is not inputs:  # the rest of the batch: its S2 is drawn as if from the whole
+                transaction.undo()
+                self.state["largest_batch"] = max(self.state["largest_batch"], _batch.sample_count(inputs))
+            return attempt(*batch)
+
+        otherwise = partial(self._reject, transaction) if rejects else None
+        return on_good_samples(attempt_again, otherwise, inputs, targets, subset)
+
+    def _reject(self, transaction: Transaction) -> StepInfo:
+        """A step that cannot be computed: lambda rises as after any that fails, and nothing else changes."""
+        transaction.undo()
+        value = as_number(self.state["damping"])
+        info = StepInfo.later(Numbers(math.nan, value + self.damping.floor, -math.inf, math.nan, math.nan, False))
+        damping = to_device(self.damping.next(value, -math.inf), self._device())
+
+        def finish() -> None:
+            self.state["damping"] = damping
+            self.state.pop("momentum", None)  # a rejected step leaves none behind
+            self.last = info
+
+        transaction.commit(finish)
+        return info
+
+    def _proposal(self, problem: Problem, to_take: bool = False) -> Proposal:
+        """`_propose`; where that fails on the CPU, an error that names the samples it fails for.
+
+        Where it is not the samples, a proposal to take is one that will be rejected.
+        """
+        try:
+            proposal = self._propose(problem)
+        except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
+            name_bad_samples(problem, self.curvature, error)
+            raise
+        if is_faulty(proposal):
+            name_bad_samples(problem, self.curvature, None)
+            if not to_take:
+                raise ArithmeticError(f"{type(self).__name__}: {NO_STEP}")
+            self._warn_once("no step", f"{NO_STEP}. The step is rejected")
+        return proposal
 
     def _conclude(
         self, problem: Problem, proposal: Proposal, actual: Scalar, transaction: Transaction
@@ -323,7 +409,7 @@ class SecondOrder(torch.optim.Optimizer):
         """A step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
         device = self._device()
         self._check_surroundings()
-        samples = _batch.check_batch(inputs, targets)
+        samples = self._count_samples(inputs, targets)
         shape = recording.shape_of(inputs, targets, device)
         if shape is None:
             return None
@@ -430,7 +516,7 @@ class SecondOrder(torch.optim.Optimizer):
     ) -> Problem:
         """Check the batch, choose S2 and read the settings."""
         self._check_surroundings()
-        samples = _batch.check_batch(inputs, targets)
+        samples = self._count_samples(inputs, targets)
         self._sample_axes = _batch.sample_axes(inputs, samples, self._sample_axes)
         plan = self._plan()
         batch = self._choose(inputs, targets, samples, subset)
@@ -451,6 +537,8 @@ class SecondOrder(torch.optim.Optimizer):
         """
         hyper = read_settings(self.param_groups, self._structure.names, rates)
         damping = as_number(self.state["damping"]) + self.damping.floor
+        if is_known(damping):
+            check_damping(damping, self.damping)
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain, forward = chain is not None, self.forward
         if not is_chain:
@@ -464,7 +552,32 @@ class SecondOrder(torch.optim.Optimizer):
             passes.check_parts(batch)
         return Problem(passes, batch, damping, hyper, full, self._previous(plan, hyper), is_chain)
 
+    def _count_samples(self, inputs: Any, targets: Tensor | None) -> int:
+        try:
+            return _batch.check_batch(inputs, targets)
+        except (TypeError, ValueError):
+            explain_inputs(inputs)
+            raise
+
+    def _check_loss(self) -> None:
+        """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
+        attributes = vars(self.loss)
+        buffers = [own for own in attributes["_buffers"].values() if own is not None]
+        versions = [own._version for own in buffers]
+        if self._options is not None:
+            loss, known, tensors, numbers = self._options
+            try:  # values that are the same object are not compared
+                same = loss is self.loss and known == attributes and versions == numbers
+            except RuntimeError:  # an attribute is another tensor than before
+                same = False
+            if same and not any(map(is_not, buffers, tensors)):
+                return
+        self._rule = loss_rule(self.loss)
+        self._options = self.loss, dict(attributes), buffers, versions
+
     def _check_surroundings(self) -> None:
+        self._check_loss()
+        check_groups(self.param_groups, self._most_momentum)
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
         self._check_processes()
@@ -543,9 +656,10 @@ class SecondOrder(torch.optim.Optimizer):
                 change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
                 decrease = decrease - decay * scalar(change.sum())
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
-        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2).
+        # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
+        # is 0, p^T B p is still known up to a small multiple of eps^2 only.
         precision = _rounding(self.autocast or self.param_groups[0]["params"][0].dtype)
-        noise = precision * magnitude(proposal.loss) + precision**2
+        noise = precision * magnitude(proposal.loss) + 16 * precision**2
         actual, predicted = decrease + noise, proposal.predicted + noise
         finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
@@ -558,7 +672,10 @@ class SecondOrder(torch.optim.Optimizer):
         value = as_number(self.state["damping"])
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
-        return self.damping.next(value, ratio)
+        value = self.damping.next(value, ratio)
+        if is_known(value):
+            check_damping(value + self.damping.floor, self.damping)
+        return value
 
     def _next_state(
         self, problem: Problem, proposal: Proposal, damping: Scalar, accepted: Truth, vector: Vector | None
@@ -572,6 +689,12 @@ class SecondOrder(torch.optim.Optimizer):
             }
         return state
 
+    def _warn_once(self, kind: str, message: str) -> None:
+        """Warn, once per optimizer and kind of warning."""
+        if kind not in self._warnings_given:
+            self._warnings_given.add(kind)
+            warnings.warn(f"{type(self).__name__}: {message}", RuntimeWarning, stacklevel=2)
+
     # -- copying ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -581,6 +704,7 @@ class SecondOrder(torch.optim.Optimizer):
         return own | {
             "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
+            "_options": None,
             "_recordings": None if self._recordings is None else Recordings(),
         }
 

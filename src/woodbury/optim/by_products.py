@@ -9,7 +9,7 @@ from woodbury.device.scalars import Scalar
 from woodbury.displacement import Displacement
 from woodbury.linalg import solve_conjugate_gradient, sum_of_squares
 from woodbury.optim.linearize import Linearization
-from woodbury.optim.sample_space import Solver, System, base_point, metric_scales
+from woodbury.optim.sample_space import Solver, System, base_point, metric_scales, with_doubts_of_iteration
 from woodbury.optim.step import Answer, Problem, answer_of_inexact
 from woodbury.products import FactorProducts
 
@@ -46,7 +46,8 @@ class Products(Solver):
         displacement = Displacement(problem.plan.parameters, base=vector)
         images = rows.matvec(vector)
         slope, curvature = line.slope(vector, images.sum(0)), sum_of_squares(images) / line.divisor
-        return answer_of_inexact(problem, displacement, vector, slope, curvature, solution.ok)
+        answer = answer_of_inexact(problem, displacement, vector, slope, curvature, solution.ok)
+        return with_doubts_of_iteration(problem, line, system, answer, base, rhs.dtype)
 
     def size(self, problem: Problem, system: System, row_count: int) -> int:
         return 0

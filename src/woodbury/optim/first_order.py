@@ -12,7 +12,7 @@ from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
-from woodbury.optim.settings import check_model_and_loss
+from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
 from woodbury.optim.step import StepInfo
 
 
@@ -32,6 +32,9 @@ class FirstOrder(torch.optim.Optimizer):
         **settings: Any,  # handed to `kind`, which refuses what it does not know
     ) -> None:
         check_model_and_loss(model, loss)
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            if name in settings:
+                check_number(name, settings[name])
         self.model = model
         self.loss = loss
         self.forward = forward or call_model
@@ -55,9 +58,13 @@ class FirstOrder(torch.optim.Optimizer):
         vars(self).update(state)
         super().__setstate__({"param_groups": self.optimizer.param_groups, "state": self.optimizer.state})
 
-    def step(self, inputs: Any, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
+    def step(self, inputs: Any = None, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
         """One gradient step on the mean loss of the batch."""
-        check_batch(inputs, targets)
+        try:
+            check_batch(inputs, targets)
+        except (TypeError, ValueError):
+            explain_inputs(inputs)
+            raise
         self.optimizer.zero_grad()
         outputs = self.forward(self.model, inputs)
         value = self.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)

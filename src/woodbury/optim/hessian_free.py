@@ -32,8 +32,8 @@ class HessianFree(SecondOrder):
     of `GaussNewton`.
 
     Args:
-        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
-            `GaussNewton`; the layers of the model may be of any kind. Steps are never recorded.
+        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params, bad_samples:
+            as for `GaussNewton`; the layers of the model may be of any kind. Steps are never recorded.
         warm_start: the part of the last p that CG starts from, 0 for none.
         max_iterations: of CG, each about the cost of two gradients over S2.
         progress: CG stops after iteration i when (phi_i - phi_{i-k}) / phi_i < k progress, k = max(10, i / 10).
@@ -42,6 +42,7 @@ class HessianFree(SecondOrder):
     curvature = CURVATURES["gauss-newton"]
     _by_layers = False
     _twice_differentiated = True
+    _most_momentum = 1.0  # of the last p, as a place to start from
 
     def __init__(
         self,
@@ -54,8 +55,7 @@ class HessianFree(SecondOrder):
         progress: float = 5e-4,
         **common: Unpack[Common],
     ) -> None:
-        if not 0 <= warm_start <= 1:
-            raise ValueError(f"warm_start must lie in [0, 1], got {warm_start}")
+        check_number("warm_start", warm_start, most=1.0)
         check_whole_number("max_iterations", max_iterations, least=1)
         check_number("progress", progress)
         self.max_iterations = max_iterations

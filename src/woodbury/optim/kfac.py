@@ -29,7 +29,7 @@ from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_term_count
 from woodbury.optim.base import SecondOrder
-from woodbury.optim.settings import Common, check_whole_number
+from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number
 from woodbury.optim.step import Problem, Proposal
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
@@ -56,8 +56,8 @@ class KFAC(SecondOrder):
     per sample. Steps are never recorded.
 
     Args:
-        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params: as for
-            `GaussNewton`. With weight decay, lambda above is lambda + the layer's largest weight decay.
+        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params, bad_samples:
+            as for `GaussNewton`. With weight decay, lambda above is lambda + the layer's largest weight decay.
         refresh: the inverses are computed at every so many steps (and at the first three).
         decay: of the running averages of A and G: step t (from 1) uses the weight min(1 - 1/t, decay).
     """
@@ -75,8 +75,7 @@ class KFAC(SecondOrder):
         **common: Unpack[Common],
     ) -> None:
         check_whole_number("refresh", refresh, least=1)
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must lie in [0, 1), got {decay}")
+        check_number("decay", decay, most=BELOW_ONE)
         self.refresh = refresh
         self.decay = decay
         super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, **common)

@@ -14,7 +14,7 @@ from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
 from woodbury.losses.rules import check_term_count
-from woodbury.optim.passes import Piece, total_term_count
+from woodbury.optim.passes import Piece, check_loss, mean_of, total_term_count
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
 from woodbury.row_matrix import Rows
@@ -28,8 +28,9 @@ class Linearization:
     curvature_rows: int  # the first so many rows of Z, over sqrt(D), are U
     divisor: Scalar  # D
     term_count: Scalar  # M, what the mean loss of the batch divides by
-    e: Tensor | None  # (curvature rows,), S e = r, None for ones; zero where g is given by `gradient` alone
+    e: Tensor | None  # (curvature rows,), S e = r up to a rest, None for ones; zero where g is that of a loader
     gradient: Vector | None  # the part of g that is not in Z
+    loss: Scalar  # f(theta) of the samples that were run
     matrices: list[Tensor] | None = None  # B by block, once formed
 
     def slope(self, vector: Vector, image: Tensor) -> Scalar:
@@ -71,18 +72,20 @@ def _at_once(
     piece, outputs = passes.evaluate(batch.inputs, batch.targets, batch.samples)
     targets, gradient = piece.targets, None
     term_count = curvature_terms = total_term_count([piece])
+    loss = check_loss(mean_of([piece.losses], term_count))
     check_memory(piece.capture.raw)
     if m < batch.samples:
         curvature_terms = passes.rule.count_of_first(passes.loss, targets, m)
-    columns, e, hold_gradient = curvature.seeds(passes.rule, passes.loss, outputs, targets, m)
+    columns, e, rest = curvature.seeds(passes.rule, passes.loss, outputs, targets, m)
     shapes = [own.shape for own in columns]
     heights = [shape[0] * shape[1] if len(shape) == 3 else shape[0] for shape in shapes]
     width = m * shapes[0][1] if len(shapes[0]) == 3 else m
-    if not hold_gradient:
-        gradient = piece.capture.gradient(passes.residual(outputs, targets) / term_count)
-        e = outputs.new_zeros(width)
+    if rest is not None:
+        weights = torch.cat([rest, outputs.new_zeros(batch.samples - m, rest.shape[1])])
+        gradient = piece.capture.gradient(weights / term_count)
     rows = Rows(problem.plan, piece.capture.rows(columns), sum(heights))
-    return Linearization(rows, width, _divisor(curvature, curvature_terms, m), term_count, e, gradient), [piece]
+    divisor = _divisor(curvature, curvature_terms, m)
+    return Linearization(rows, width, divisor, term_count, e, gradient, loss), [piece]
 
 
 def _in_pieces(
@@ -98,18 +101,21 @@ def _in_pieces(
     pieces = [piece for piece, _ in evaluated]
     divisor = _divisor(curvature, pieces[0].term_count, batch.curvature)
     term_count = total_term_count(pieces)
+    loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
     if products_by is None:
         check_memory(pieces[0].capture.raw)
     piece, outputs = evaluated[0]
     factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+    assert factor.e is not None
     width = batch.curvature * factor.width
-    # pieces whose gradient Z holds
-    in_rows = 0 if factor.e is None else 1 if products_by is not None else len(pieces)
+    in_rows = 1 if products_by is not None else len(pieces)  # pieces whose gradient Z holds
     gradient: Vector | None = None
+    if factor.rest is not None and not from_loader:
+        gradient = piece.capture.gradient(factor.rest / term_count)
     for piece, outputs in evaluated[len(evaluated) if from_loader else in_rows :]:
         part = piece.capture.gradient(passes.residual(outputs, piece.targets) / term_count)
         gradient = part if gradient is None else _vector.combine(gradient, part)
-    e = outputs.new_zeros(width) if factor.e is None or from_loader else factor.e.flatten()
+    e = outputs.new_zeros(width) if from_loader else factor.e.flatten()
     if products_by is not None:
         rows: Rows | FactorProducts = FactorProducts(
             pieces[0].capture.outputs, problem.plan.parameters, factor, products_by
@@ -121,7 +127,7 @@ def _in_pieces(
         forms = [piece.capture.rows([own]) for piece, own in zip(pieces, columns, strict=False)]
         height = sum(own.shape[0] * own.shape[1] for own in columns)
         rows = Rows(problem.plan, concatenate_forms(forms), height)
-    return Linearization(rows, width, divisor, term_count, e, gradient), pieces
+    return Linearization(rows, width, divisor, term_count, e, gradient, loss), pieces
 
 
 def _divisor(curvature: Curvature, term_count: Scalar, samples: int) -> Scalar:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _vector
-from woodbury._batch import Batch
+from woodbury._batch import BadSamplesError, Batch
 from woodbury._vector import Vector
+from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
-from woodbury.losses.rules import LossRule, check_term_count
+from woodbury.losses.rules import LossRule, check_term_count, prepare
 from woodbury.model.capture import Capture, capture, trial_pass
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
@@ -28,6 +31,10 @@ Batches = Iterable[tuple[Any, "Tensor | None"]]
 
 class NonFiniteLossError(ValueError):
     """The loss at the current parameters, before any step, is not a finite number."""
+
+
+class NonFiniteSampleError(BadSamplesError, NonFiniteLossError):
+    """The loss or the gradient of some samples of the batch is not finite at the current parameters."""
 
 
 @dataclass
@@ -54,13 +61,63 @@ def total_term_count(pieces: Sequence[Piece]) -> Scalar:
     )
 
 
-def check_loss(loss: Scalar) -> None:
-    """Raise if f(theta) is not finite; elsewhere than on the CPU the step is rejected instead."""
+def check_loss(loss: Scalar) -> Scalar:
+    """f(theta); raises if it is not finite. Elsewhere than on the CPU the step is rejected instead."""
     if is_known(loss) and not math.isfinite(loss):
         raise NonFiniteLossError(
             f"the loss at the current parameters is {loss}: nothing was changed. "
             "Check the model's parameters for nan or inf"
         )
+    return loss
+
+
+@contextmanager
+def in_double(model: nn.Module) -> Iterator[None]:
+    """Inside, the parameters and buffers of the model are float64; the parameters are bit-identical afterwards.
+
+    A buffer that a pass changes keeps the change.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_floating_point()]
+    buffers = []
+    try:
+        for parameter, data in parameters:
+            parameter.data = data.double()
+        for module in model.modules():
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = wide = buffer.double()
+                    buffers.append((module, name, buffer, wide, wide._version))
+        yield
+    finally:
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, name, buffer, wide, version in buffers:
+            current = module._buffers[name]
+            if current is not None and (current is not wide or wide._version != version):
+                buffer.data.copy_(current)
+            module._buffers[name] = buffer
+
+
+def batch_in_double(tree: Any) -> Any:
+    """The same batch with every floating-point tensor in float64."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return cast(tree) if isinstance(tree, Tensor) else pytree.tree_map(cast, tree)
+
+
+@dataclass(frozen=True)
+class DoubleBatches:
+    """The batches of a loader in float64, as often as it is read."""
+
+    batches: Batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for entry in self.batches:
+            # what is no pair is refused by who reads it
+            pair = isinstance(entry, tuple | list) and len(entry) == 2
+            yield (batch_in_double(entry[0]), entry[1]) if pair else entry
 
 
 @dataclass
@@ -124,7 +181,7 @@ class Passes:
         outputs = captured.outputs
         if outputs.requires_grad:
             outputs = outputs.detach()
-        prepared = self.rule.prepare(self.loss, captured.raw, targets)
+        prepared = prepare(self.rule, self.loss, captured.raw, targets)
         term_count = self.rule.count(self.loss, prepared)
         return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
 
@@ -134,12 +191,54 @@ class Passes:
         Their sum alone where the outputs have fewer digits than it.
         """
         if outputs.dtype == torch.float64:
-            return self.rule.values(self.loss, outputs, targets)
+            return self.rule.terms(self.loss, outputs, targets)
         return self.rule.total(self.loss, outputs.double(), targets)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient of each sample's loss at its outputs."""
         return self.rule.residual(self.loss, outputs, targets)
+
+    def bad_samples(self, batch: Batch, curvature: Curvature) -> list[int]:
+        """The places in the batch of samples whose loss, gradient or S is not finite, by halving the batch."""
+
+        def search(indices: Tensor) -> list[int]:
+            inputs = _batch.take(batch.inputs, indices, batch.samples)
+            targets = None if batch.targets is None else _batch.take(batch.targets, indices, batch.samples)
+            piece, outputs = self.evaluate(inputs, targets, len(indices))
+            finite = torch.isfinite(self.rule.terms(self.loss, outputs.double(), piece.targets))
+            if not finite.all():
+                found: list[int] = indices[~finite].tolist()
+                return found + (search(indices[finite]) if finite.any() else [])
+            if self._is_finite(piece, outputs, curvature):
+                return []
+            if len(indices) == 1:
+                return indices.tolist()
+            half = len(indices) // 2
+            return search(indices[:half]) + search(indices[half:])
+
+        try:
+            return search(torch.arange(batch.samples))
+        except Exception:  # a model may not take some of the samples alone: then it is not known
+            return []
+
+    def bad_sample_of(self, full: Batches, curvature: Curvature) -> tuple[int, int] | None:
+        """The first batch of a loader with a bad sample, and the place of that there, if they can be told."""
+        for number, (inputs, targets) in enumerate(full):
+            samples = _batch.sample_count(inputs)
+            bad = self.bad_samples(Batch(inputs, targets, samples, samples), curvature)
+            if bad:
+                return number, min(bad)
+        return None
+
+    def _is_finite(self, piece: Piece, outputs: Tensor, curvature: Curvature) -> bool:
+        """Whether the gradient of these samples and their factor S are finite."""
+        try:
+            factor = curvature.factor(self.rule, self.loss, outputs, piece.targets)
+        except torch.linalg.LinAlgError:  # an eigendecomposition of nan
+            return False
+        gradient = piece.capture.gradient(self.residual(outputs, piece.targets))
+        parts = [*gradient.values(), factor.columns()]
+        return all(bool(torch.isfinite(part).all()) for part in parts)
 
     def decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Scalar:
         """f(theta) - f(theta + p) over pieces already evaluated at theta."""
@@ -159,7 +258,7 @@ class Passes:
             evaluated = [self.evaluate(*part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
             term_count = total_term_count(pieces)
-            loss = mean_of([piece.losses for piece in pieces], term_count)
+            loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
             gradient: Vector | None = None
             for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
                 part = piece.capture.gradient(self.residual(outputs, piece.targets) / term_count)
@@ -171,7 +270,6 @@ class Passes:
             loss, gradient, evaluate = self.over_all(full)
             evaluated = [self.evaluate(*parts[0])]
             pieces = [evaluated[0][0]]
-        check_loss(loss)
         return Objective(loss, gradient, evaluate, pieces, outputs=evaluated[0][1])
 
     def over_all(self, full: Batches) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar]]:
@@ -191,7 +289,7 @@ class Passes:
             samples = _batch.check_batch(inputs, targets)
             captured = self.capture(inputs, samples)
             outputs = captured.outputs.detach()
-            prepared = self.rule.prepare(self.loss, captured.raw, targets)
+            prepared = prepare(self.rule, self.loss, captured.raw, targets)
             part = captured.gradient(self.residual(outputs, prepared))
             gradient = part if total is None else _vector.combine(gradient, part)
             losses = self.losses(outputs, prepared).sum()
@@ -200,6 +298,7 @@ class Passes:
         if total is None:
             raise ValueError("full= holds no batch")
         term_count = check_term_count(term_count, "full=")
+        loss = check_loss(scalar(total) / term_count)
         before = total
 
         def evaluate(displacement: Displacement) -> Scalar:
@@ -208,8 +307,8 @@ class Passes:
                 for inputs, targets in full:
                     with trial_pass(self.plan, self.forward, self.autocast):
                         raw = self.forward(self.plan.model, inputs).detach()
-                    prepared = self.rule.prepare(self.loss, raw, targets)
+                    prepared = prepare(self.rule, self.loss, raw, targets)
                     after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
             return scalar(before - after) / term_count
 
-        return scalar(total) / term_count, {name: value / term_count for name, value in gradient.items()}, evaluate
+        return loss, {name: value / term_count for name, value in gradient.items()}, evaluate

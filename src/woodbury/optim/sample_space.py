@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -34,7 +35,7 @@ from woodbury.linalg import (
     sum_of_squares,
 )
 from woodbury.optim.linearize import Linearization
-from woodbury.optim.parameter_space import answer_in_parameter_space, is_smaller
+from woodbury.optim.parameter_space import answer_in_parameter_space, cancellation, doubt_of_condition, is_smaller
 from woodbury.optim.step import Answer, Problem, answer_of_inexact, answer_of_vector
 from woodbury.row_matrix import Rows
 
@@ -45,6 +46,7 @@ class System(NamedTuple):
     blocks: Blocks
     gram_dtype: torch.dtype | None
     tolerance: float | None  # relative residual of the iterative solvers; None: eps^(3/4)
+    look: bool = False  # at the condition of the system, on the CPU
 
     def tolerance_in(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.tolerance is None else self.tolerance
@@ -75,7 +77,9 @@ class Cholesky(Solver):
     def answer(self, problem: Problem, line: Linearization, system: System, damping: Scalar) -> Answer:
         assert isinstance(line.rows, Rows)
         if is_smaller(problem.plan, system.blocks, line.curvature_rows):
-            return answer_in_parameter_space(problem, line, line.rows, system.blocks, system.gram_dtype, damping)
+            return answer_in_parameter_space(
+                problem, line, line.rows, system.blocks, system.gram_dtype, damping, system.look
+            )
         return answer_in_sample_space(problem, line, line.rows, system, damping, self)
 
     def size(self, problem: Problem, system: System, row_count: int) -> int:
@@ -84,7 +88,7 @@ class Cholesky(Solver):
         return super().size(problem, system, row_count)
 
     def small_solver(self, system: System) -> Callable[[Tensor, Tensor], Solution]:
-        return solve_cholesky
+        return partial(solve_cholesky, look=True) if system.look else solve_cholesky
 
 
 class ConjugateGradient(Solver):
@@ -149,12 +153,31 @@ def answer_in_sample_space(
         images = rows.layer_matvec(vector)
         slope = line.slope(vector, torch.stack(images).sum(0))
         curvature = sum_of_squares(system.blocks.join([own[: line.curvature_rows] for own in images]))
-        return answer_of_inexact(problem, displacement, vector, slope, curvature / line.divisor, step.ok)
+        answer = answer_of_inexact(problem, displacement, vector, slope, curvature / line.divisor, step.ok)
+        return with_doubts_of_iteration(problem, line, system, answer, base, gram.dtype)
     if base is not None:
-        return answer_of_vector(problem, displacement, damping, step.curvature, step.ok)
+        answer = answer_of_vector(problem, displacement, damping, step.curvature, step.ok)
+        doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
+        return replace(answer, doubt=doubt or cancellation(problem, line, base, answer))
     # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other
     squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
-    return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok)
+    doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
+    return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok, doubt=doubt)
+
+
+def with_doubts_of_iteration(
+    problem: Problem, line: Linearization, system: System, answer: Answer, base: Vector | None, dtype: torch.dtype
+) -> Answer:
+    """The answer of conjugate gradients, with why it cannot be trusted if they stopped short."""
+    tolerance = system.tolerance_in(dtype)
+    if answer.usable is False:
+        doubt: str | None = (
+            f"conjugate gradients did not reach a relative residual of {tolerance:.2g}: the step is rejected. A "
+            "larger solver_tolerance, a larger damping or solver='cholesky' avoids this"
+        )
+    else:
+        doubt = None if base is None else cancellation(problem, line, base, answer, tolerance)
+    return replace(answer, doubt=doubt)
 
 
 def metric_scales(problem: Problem, damping: Scalar) -> dict[str, Scale] | None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Signature, signature
+from numbers import Real
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from woodbury.damping import Damping
 from woodbury.model.fallback import Forward
@@ -25,6 +27,7 @@ class Common(TypedDict, total=False):
     seed: int | None
     params: Iterable[Any] | None
     process_group: str | None
+    bad_samples: str
 
 
 def full_signature(own: Callable[..., None], common: Callable[..., None]) -> Signature:
@@ -90,18 +93,42 @@ def with_names(model: nn.Module, group: Mapping[str, Any]) -> dict[str, Any]:
     return {**group, "params": [(names[id(p)], p) for p in members]}
 
 
-def check_number(name: str, value: Any, *, above: float | None = None) -> None:
+def check_number(name: str, value: Any, *, above: float | None = None, most: float = math.inf) -> None:
     """Raise an error that names the setting unless it is a finite number, not negative or above a bound."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else value
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    value = float(value)
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
     if above is None and value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
     if above is not None and not value > above:
         raise ValueError(f"{name} must be more than {above:g}, got {value}")
+    if value > most:
+        raise ValueError(f"{name} must lie in [0, {'1)' if most < 1 else f'{most:g}]'}, got {value}")
+
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], most_momentum: float) -> None:
+    """Raise if a setting of a group is out of its range now; a tensor on a device is not looked at."""
+    for index, group in enumerate(groups):
+        rate, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+        # comparisons with nan are false
+        if type(rate) is type(momentum) is type(decay) is float and (
+            0.0 <= rate < math.inf and 0.0 <= momentum <= most_momentum and 0.0 <= decay < math.inf
+        ):
+            continue
+        for name, value, most in (
+            ("lr", rate, math.inf),
+            ("momentum", momentum, most_momentum),
+            ("weight_decay", decay, math.inf),
+        ):
+            if not isinstance(value, Tensor) or value.device.type == "cpu":
+                check_number(f"{name} (of parameter group {index})", value, most=most)
 
 
 def check_whole_number(name: str, value: Any, least: int | None = None) -> None:
@@ -110,11 +137,54 @@ def check_whole_number(name: str, value: Any, least: int | None = None) -> None:
         raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
 
 
+_MODULES_OF_FUNCTIONS = {
+    "mse_loss": "MSELoss",
+    "cross_entropy": "CrossEntropyLoss",
+    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+}
+
+
 def check_model_and_loss(model: Any, loss: Any) -> None:
+    """Raise an error that says what to write unless these are a model and a loss."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(
+            f"the first argument must be the model, got the class {model.__name__}: make one of it first"
+        )
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the first argument must be the model (an nn.Module), got {type(model).__name__}")
+        parameters = isinstance(model, Iterable) and not isinstance(model, str)
+        instead = (
+            ", not its parameters: write (model, loss, ...); params= takes some of them" if parameters else ""
+        )
+        raise TypeError(
+            f"the first argument must be the model itself (an nn.Module){instead}; got {type(model).__name__}"
+        )
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise TypeError(
+            f"the second argument must be a loss module, got the class {loss.__name__}: write {loss.__name__}()"
+        )
     if not isinstance(loss, nn.Module):
-        raise TypeError(f"the second argument must be the loss (an nn.Module), got {type(loss).__name__}")
+        name = getattr(loss, "__name__", type(loss).__name__)
+        known = _MODULES_OF_FUNCTIONS.get(name)
+        instead = f": write torch.nn.{known}()" if known else ", such as torch.nn.CrossEntropyLoss()"
+        raise TypeError(f"the second argument must be the loss as a module (an nn.Module), got {name}{instead}")
+    if isinstance(model, _Loss) and not isinstance(loss, _Loss):
+        raise TypeError(
+            f"the first argument must be the model and the second the loss, got the loss {type(model).__name__} "
+            f"first and {type(loss).__name__} second: exchange them"
+        )
+
+
+def explain_inputs(inputs: Any) -> None:
+    """Raise an error that says what to write if this looks like the call of another optimizer's `step`."""
+    write = "write optimizer.step(inputs, targets), without loss.backward() before it"
+    if inputs is None:
+        raise TypeError(f"step takes the batch, whose inputs must hold at least one tensor: {write}")
+    if isinstance(inputs, Tensor) and inputs.dim() == 0:
+        raise ValueError(
+            f"inputs must have a sample axis, got a 0-dim tensor; step takes the batch, not its loss: {write}"
+        )
+    if callable(inputs):
+        raise TypeError(f"step takes the batch, not a closure or a module, got {inputs!r}: {write}")
 
 
 def check_curvature_samples(value: int | float | None) -> None:

@@ -6,8 +6,10 @@ The two methods of the paper differ in the factor S only (`woodbury.curvature`);
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,14 +26,14 @@ from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
-from woodbury.optim.passes import Piece, check_loss, mean_of
+from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_double
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
 from woodbury.optim.settings import Common, check_number
 from woodbury.optim.step import Answer, Problem, Proposal
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
-_RAISES = 12  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
+_RAISES = 30  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
 
 
 class _SampleSpace(SecondOrder):
@@ -64,6 +66,8 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {gram_dtype}")
         if autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast must be torch.bfloat16 or None, got {autocast}")
+        if not isinstance(capture, bool):
+            raise TypeError(f"capture must be True or False, got {capture!r}")
         self._solver = part_named("solver", solver, SOLVERS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
@@ -71,6 +75,7 @@ class _SampleSpace(SecondOrder):
         self.autocast = autocast
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
         self.capture = capture
+        self._solves, self._looked_at = 0, math.inf  # see `_is_time_to_look`
         self._recordings = Recordings() if capture and self._solver.exact else None
 
     @property
@@ -97,25 +102,78 @@ class _SampleSpace(SecondOrder):
         return self.solver, self.solver_tolerance, self.gram_dtype
 
     def _propose(self, problem: Problem) -> Proposal:
-        passes, dtype = problem.passes, problem.plan.dtype
+        dtype = problem.plan.dtype
         if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
             raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
-        system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
+        if problem.full is not None and self._widens(dtype):
+            proposal = self._propose_in_double(problem)
+            if proposal is not None:
+                return proposal
+        return self._solve(problem)
+
+    def _widens(self, dtype: torch.dtype) -> bool:
+        """Whether a step with full= runs the model in float64.
+
+        There g is not made of rows of the batch, and p = -(g - U^T (K + lambda I)^{-1} U g) / lambda subtracts: g
+        and the rows are known up to eps, so that p has an error of eps |g| / lambda.
+        """
+        return self.gram_dtype == torch.float64 and dtype == torch.float32 and self.autocast is None
+
+    def _propose_in_double(self, problem: Problem) -> Proposal | None:
+        """p by passes in float64, rounded at the end; None if the model does not take them."""
+        assert problem.full is not None
+        model, dtype = problem.plan.model, problem.plan.dtype
+        if isinstance(problem.full, Iterator) or not isinstance(problem.full, Iterable):
+            return None  # which the ordinary way refuses
+        wide = replace(
+            problem,
+            passes=replace(problem.passes, plan=replace(problem.plan)),
+            batch=replace(problem.batch, inputs=batch_in_double(problem.batch.inputs)),
+            full=DoubleBatches(problem.full),
+            previous=None if problem.previous is None else batch_in_double(problem.previous),
+        )
+        try:
+            with in_double(model):
+                proposal = self._solve(wide)
+        except (RuntimeError, TypeError) as error:
+            self._warn_once(
+                "double",
+                f"gram_dtype=torch.float64 with full= runs the model in float64, which fails ({error}): the step "
+                f"has the digits of {dtype}. Let forward= and the model follow the type of their inputs",
+            )
+            return None
+        evaluate, vector = proposal.evaluate, proposal.displacement.dense()
+
+        def evaluate_in_double(displacement: Displacement) -> Scalar:
+            with in_double(model):
+                return evaluate(displacement)
+
+        rounded = {name: value.to(dtype) for name, value in vector.items()}
+        displacement = Displacement(problem.plan.parameters, base=rounded)
+        return replace(proposal, displacement=displacement, evaluate=evaluate_in_double, center=problem.previous)
+
+    def _solve(self, problem: Problem) -> Proposal:
+        """p in the type of the passes."""
+        passes = problem.passes
+        system = System(
+            self._blocks, self.gram_dtype, self.solver_tolerance, self._is_time_to_look(problem.damping)
+        )
         if problem.full is None:
             line, pieces = self._linearize(problem, system)
-            loss = mean_of([piece.losses for piece in pieces], line.term_count)
+            loss = line.loss
             evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate = passes.over_all(problem.full)
             line, pieces = self._linearize(problem, system)
             line.gradient = gradient
-        check_loss(loss)
         solve = partial(self._solver.answer, problem, line, system)
         damping = problem.damping
         answer = solve(damping)
         if answer.usable is False and self._solver.exact and isinstance(damping, float):
             answer, damping = self._with_more_damping(solve, answer, damping)
+        if answer.doubt is not None and damping is problem.damping and (answer.usable or not self._solver.exact):
+            self._warn_once("doubt", answer.doubt)
         return Proposal(
             displacement=answer.displacement,
             predicted=answer.predicted,
@@ -127,6 +185,16 @@ class _SampleSpace(SecondOrder):
             center=problem.previous,
             evaluate=evaluate,
         )
+
+    def _is_time_to_look(self, damping: Scalar) -> bool:
+        """Whether to look at the condition of the system: where lambda has halved, and at steps 1, 2, 4, 8, ..."""
+        if not isinstance(damping, float) or "doubt" in self._warnings_given:
+            return False
+        self._solves += 1
+        due = damping < 0.5 * self._looked_at or self._solves & (self._solves - 1) == 0
+        if due:
+            self._looked_at = damping
+        return due
 
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
@@ -177,7 +245,7 @@ class _SampleSpace(SecondOrder):
                 dtype = self.param_groups[0]["params"][0].dtype
                 _warn_raised_damping(damping, raised, self.gram_dtype or dtype)
                 return answer, raised
-        return failed, damping
+        return replace(failed, predicted=math.nan), damping
 
 
 def _warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> None:
@@ -193,6 +261,11 @@ def _warn_raised_damping(before: float, after: float, dtype: torch.dtype) -> Non
 class GaussNewton(_SampleSpace):
     """SMW-GN: p = -(B + lambda I)^{-1} g with the Gauss-Newton matrix B = (1/N2) sum_{S2} J_i^T H_i J_i.
 
+    On the CPU a step whose p cannot be trusted gives a RuntimeWarning, once per optimizer: where the system is
+    nearly singular in its type (looked at whenever lambda has halved, and at steps 1, 2, 4, 8, ...), where "cg" or
+    "products" stop before their tolerance, where a `full=` gradient leaves no digits of p, and where numbers
+    overflow. A step that could not be solved is rejected, and `direction` and `verify` raise there.
+
     Args:
         model: any module; only parameters with requires_grad are trained. Layers without a rule need `fallback`.
         loss: CrossEntropyLoss (per token too, ignored targets included), BCEWithLogitsLoss, MSELoss (mean
@@ -206,12 +279,18 @@ class GaussNewton(_SampleSpace):
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.
         accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss). A loss at theta
             that is not finite raises on the CPU; on other devices the step is rejected.
+        bad_samples: what to do on the CPU about samples with nan or inf in their inputs, targets, loss or
+            gradient: "raise" an error that names their places in the batch, or "skip" them with a warning that
+            names them; the step is then that of the others, and is rejected if there are none. A bad sample of
+            `full=` always raises.
         solver: "cholesky" (exact; solves the system with one row per factor row or the one with one row per
             parameter, whichever is smaller), "cg" (conjugate gradients with the explicit Gram matrix) or
             "products" (conjugate gradients through U and U^T by autograd: no rows and no Gram matrix in memory).
         solver_tolerance: relative residual at which "cg" and "products" stop (default eps^(3/4) of the type).
         gram_dtype: accumulate and solve the small system in this type (torch.float64 buys 2 to 4 digits
-            of a float32 step at small damping).
+            of a float32 step at small damping). With `full=`, torch.float64 runs a float32 model in float64 as
+            well: there g is not made of rows of the batch, and p is a difference (exact to 1e-7 for any damping,
+            where float32 alone is off by 2 % at a damping of 1e-5 and by 20 % at 1e-6).
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd where
             the model does not allow that. Exact too, and slower.

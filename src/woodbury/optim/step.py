@@ -96,6 +96,7 @@ class Answer:
     predicted: Scalar  # m(0) - m(p)
     squared_norm: Scalar  # |p|^2
     usable: Truth  # whether the system could be solved
+    doubt: str | None = field(default=None, kw_only=True)  # why p cannot be trusted, where that was looked at
 
 
 @dataclass
