@@ -308,6 +308,22 @@ def test_an_error_in_the_model_leaves_everything_as_it_was():
         assert everything(model, optimizer) == before and torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.parametrize("name", ["softmax", "pictures"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_two_equal_runs_are_bit_identical(kind, name):
+    ends = []
+    for _ in range(2):
+        problem = problems.make(name, torch.float32)
+        if kind == "kfac" and name in problems.SHARED:
+            pytest.skip("KFAC has no factors for parameters shared over positions")
+        settings = {} if kind in ("sgd", "adam") else {"curvature_samples": 4, "seed": 3}
+        optimizer = OPTIMIZERS[kind](problem.model, problem.loss, **settings)
+        losses = [optimizer.step(problem.inputs, problem.targets).loss.item() for _ in range(10)]
+        ends.append((losses, state_of(problem.model)))
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[0][1], ends[1][1])
+
+
 # -- several processes -----------------------------------------------------------------------------------
 
 
