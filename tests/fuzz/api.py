@@ -9,6 +9,7 @@ crashed (an error that the package did not mean to raise), generator (the proble
 """
 
 import argparse
+import contextlib
 import copy
 import itertools
 import math
@@ -30,9 +31,11 @@ import woodbury
 
 from .cases import make_case
 from .dense import Dense, solve
+from .misuse import MISUSES
 
 FAILURES = ("wrong", "missed", "false-refusal", "crashed", "generator")
 PACKAGE = str(Path(woodbury.__file__).parent)
+EVERY_MISUSE = 40  # every so many cases, one of the calls that must be refused
 MEANT = (ValueError, TypeError, NotImplementedError, RuntimeError, MemoryError)
 
 
@@ -53,7 +56,8 @@ class Result:
 def is_refusal(error):
     """Whether the package itself raised this, on purpose."""
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, MEANT) and frames[-1].filename.startswith(PACKAGE)
+    last = frames[-1]
+    return isinstance(error, MEANT) and last.filename.startswith(PACKAGE) and (last.line or "").startswith("raise")
 
 
 def short(error):
@@ -80,7 +84,8 @@ def state_of(model, tensors):
         attributes = tuple(k for k in vars(module) if not k.startswith("_flat_weight"))
         state[f"module {name}"] = (type(module), module.training, hooks, attributes)
     for index, tensor in enumerate(tensors):
-        state[f"input {index}"] = tensor.clone()
+        state[f"input {index}"] = tensor.detach().clone()
+        state[f"input grad {index}"] = tensor.grad if tensor.is_leaf else None
     return state
 
 
@@ -158,11 +163,13 @@ def choose_options(rng, case):
         arguments |= {"progress": 0.0, "max_iterations": 400, "warm_start": rng.choice([0.0, 0.95])}
     if not case.random:
         kind_of_subset = rng.choices(["all", "subset", "drawn", "full"], [5, 2, 1, 1.5])[0]
+        if case.n == 1 and kind_of_subset == "drawn":
+            kind_of_subset = "all"
         if kind_of_subset in ("subset", "full") and rng.random() < (1.0 if kind_of_subset == "subset" else 0.5):
             options.subset = rng.sample(range(case.n), rng.randint(1, case.n))
             features.add("subset")
         if kind_of_subset == "drawn":
-            options.drawn = rng.randint(1, case.n - 1)
+            options.drawn = rng.choice([1, case.n - 1])  # few subsets to compare with
             arguments["curvature_samples"] = rng.choice([options.drawn, options.drawn / case.n])
             features.add("curvature_samples")
         options.full = kind_of_subset == "full" and not case.style.startswith("per-sample")
@@ -212,14 +219,12 @@ def choose_options(rng, case):
 def _expect(case, options, rows):
     """What the documentation promises for this case with these options."""
     by_rows = rows and options.arguments["solver"] != "products"
-    if case.refused and not case.refused.startswith("Embedding"):
-        options.expect, options.why = "refused", case.refused
-    elif case.refused:
+    if case.refused:
         options.expect, options.why = "refused", case.refused
     elif case.mixes:
         options.expect, options.why = ("refused" if by_rows else "either"), "mixes samples"
     elif by_rows and case.needs_fallback and "fallback" not in options.arguments:
-        options.expect, options.why = "refused", "no fallback"
+        options.expect, options.why = "either", "no fallback"  # right where nothing needs it after all
     elif options.method == "KFAC":
         options.expect, options.why = "either", "KFAC takes Linear on one vector per sample"
     elif case.may_refuse:
@@ -246,6 +251,13 @@ class Trial:
                 if p.requires_grad:
                     p.grad = torch.randn_like(p)
         self.inputs, self.targets = self.case.batch()
+        self.guard = contextlib.nullcontext
+        if self.rng.random() < 0.05:
+            self.guard = torch.no_grad
+            self.case.features.add("no_grad")
+        if isinstance(self.inputs, torch.Tensor) and self.inputs.is_floating_point() and self.rng.random() < 0.05:
+            self.inputs.requires_grad_()
+            self.case.features.add("inputs-require-grad")
         self.tensors = tensors_of(self.inputs) + tensors_of(self.targets)
         self.random = torch.get_rng_state()
         self.dense = None
@@ -270,6 +282,13 @@ class Trial:
         torch.set_rng_state(self.random)
         self.decay, self.lr = dense.spread(options.decay), dense.spread(options.lr)
         mask = dense.block_mask() if options.arguments.get("blocks") == "layer" else None
+        self.eps = 1e-11  # 5e4 times eps, for sums and the model's own rounding
+        if self.case.dtype == torch.float32:
+            # 256 times eps, and more where autograd in float32 itself is further off
+            narrow = Dense(self.case, self.model, options.names, random, dtype=torch.float32)
+            loss = float((narrow.J.double() - dense.J).norm() / max(float(dense.J.norm()), 1e-30))
+            self.eps = max(3e-5, 30 * loss)
+            torch.set_rng_state(self.random)
         self.B = []
         for own in self.subsets:
             B = dense.curvature(options.kind, own)
@@ -281,10 +300,9 @@ class Trial:
     def tolerance(self, damping):
         """Bound on the relative error of p: rounding times the condition of B + lambda I."""
         norm = max(float(B.norm()) for B in self.B)
-        single = self.case.dtype == torch.float32
-        rounding = 3e-5 if single else 1e-11  # eps, times 256 (5e4 in float64) for sums and the model's own rounding
+        rounding = self.eps
         if self.options.method == "HessianFree" or self.options.arguments.get("solver") in ("cg", "products"):
-            rounding = 3e-4 if single else 1e-9  # eps^(3/4) is where they stop
+            rounding = max(rounding, 3e-4 if self.case.dtype == torch.float32 else 1e-9)  # they stop at eps^(3/4)
         return rounding * (1 + norm / damping)
 
     def build(self, model):
@@ -298,15 +316,22 @@ class Trial:
             ]
         return getattr(woodbury, self.options.method)(model, self.case.loss, **arguments)
 
-    def compare(self, p, references, tolerance, what, extra=0.0):
-        """Raise unless p is one of the references, to this relative error; returns which."""
+    def compare(self, p, references, tolerance, what, slack):
+        """Raise unless p is one of the references, to this relative error and this slack; returns which."""
         if not torch.isfinite(p).all():
             raise WrongError(f"{what} is not finite")
-        errors = [float((p - r).norm()) / max(float(r.norm()) + extra, 1e-300) for r in references]
+        errors = [float((p - r).norm()) for r in references]
+        bounds = [tolerance * float(r.norm()) + slack for r in references]
         best = min(range(len(errors)), key=errors.__getitem__)
-        if not errors[best] <= tolerance and float((p - references[best]).norm()) > 1e-13:
-            raise WrongError(f"{what}: relative error {errors[best]:.2g}, bound {tolerance:.2g}")
+        if not errors[best] <= bounds[best]:
+            size = max(float(references[best].norm()), 1e-300)
+            raise WrongError(f"{what}: relative error {errors[best] / size:.2g}, bound {bounds[best] / size:.2g}")
         return best
+
+    def slack(self, damping, center):
+        """Error of p beside the relative one: residuals s - t are rounded to eps, which moves g by eps |J|."""
+        eps = torch.finfo(self.case.dtype).eps
+        return float(10 * eps * self.dense.J.norm() / damping + self.tolerance(damping) * center.norm())
 
     def keywords(self):
         keywords = {}
@@ -323,7 +348,8 @@ class Trial:
         """Make a call that must change nothing (or random numbers alone, if it draws)."""
         before = state_of(self.model, self.tensors)
         try:
-            return call()
+            with self.guard():
+                return call()
         finally:
             if draws:
                 torch.set_rng_state(self.random)
@@ -340,8 +366,11 @@ class Trial:
             norm = max(float(B.norm()) for B in self.B) or 1.0
         else:
             norm = 1.0
-        if self.case.mixes and self.dense is not None:
-            self.check_mixing()
+        if self.dense is not None and (self.case.mixes or rng.random() < 0.1) and not self.case.random:
+            if self.reference_mixes() != self.case.mixes:
+                if not self.case.mixes:
+                    raise GeneratorError("samples are mixed")
+                options.expect, options.why = "either", "samples could be mixed, and are not"
         damping = options.relative * norm
         policy = rng.random() < 0.3
         self.policy = damping
@@ -358,8 +387,15 @@ class Trial:
         if rng.random() < 0.25 and self.dense is not None:
             self.second_round(numeric)
 
-    def check_mixing(self):
-        """The generator says that samples are mixed: the Jacobian in another sample's input must say so too."""
+    def reference_mixes(self):
+        """Whether the outputs of some sample are others on its own than in the batch."""
+        dense = self.dense
+        try:
+            alone = [dense.forward(torch.tensor([i])).detach() for i in range(dense.n)]
+        except (ValueError, RuntimeError, IndexError):  # a model that does not take one sample
+            return True
+        together = dense.outputs.detach()
+        return not torch.allclose(torch.cat(alone), together, 1e-9, 1e-9 * float(together.abs().max()))
 
     def one_round(self, damping, shift, numeric):
         rng, options, dense = self.rng, self.options, self.dense
@@ -373,7 +409,7 @@ class Trial:
             else torch.zeros_like(shift)
         )
         references = self.solutions(damping, center) if comparable else None
-        extra = float(center.norm()) if comparable else 0.0
+        slack = self.slack(damping, center) if comparable else 0.0
         p = None
         which = None
         if rng.random() < 0.8:
@@ -387,7 +423,7 @@ class Trial:
                     raise WrongError(f"direction has the names {sorted(vector)}, not {sorted(dense.parameters)}")
                 p = dense.flatten(vector)
             if comparable and not self.warned:
-                which = self.compare(p, references, tolerance, "direction", extra)
+                which = self.compare(p, references, tolerance, "direction", slack)
             elif p is not None and not torch.isfinite(p).all():
                 raise WrongError("direction is not finite")
         if rng.random() < 0.4 and self.case.twice and not options.full:
@@ -395,7 +431,7 @@ class Trial:
         if rng.random() < 0.25:
             self.check_rows()
         if rng.random() < 0.75:
-            self.check_step(p, which, references, damping, center, comparable, tolerance, extra)
+            self.check_step(p, which, references, damping, center, comparable, tolerance, slack)
         if rng.random() < 0.3:
             self.check_copies()
 
@@ -412,15 +448,17 @@ class Trial:
             return
         if not comparable or self.warned:
             return
-        if not residual <= tolerance * 10:
-            raise WrongError(f"verify gives {residual:.2g}, bound {10 * tolerance:.2g}")
+        dense = self.dense
+        rhs = damping * center - self.g - self.decay * dense.theta
+        bound = 10 * tolerance * max(1.0, damping * float(center.norm() / rhs.norm()))
+        if not residual <= bound:
+            raise WrongError(f"verify gives {residual:.2g}, bound {bound:.2g}")
         if which is None:
             return
-        dense, B = self.dense, self.B[which]
-        rhs = damping * center - self.g - self.decay * dense.theta
+        B = self.B[which]
         own = B @ p + (self.decay + damping) * p - rhs
         expected = float(own.norm() / rhs.norm())
-        eps = 3e-5 if self.case.dtype == torch.float32 else 1e-11
+        eps = self.eps
         scale = float((B.norm() + damping) * p.norm() / rhs.norm() + 1)
         if not abs(residual - expected) <= eps * scale:
             raise WrongError(f"verify gives {residual:.2g}, the reference {expected:.2g}")
@@ -452,7 +490,7 @@ class Trial:
         if rows.shape != tuple(U.shape) or U.shape[0] % n or U.shape[1] != len(dense.theta):
             raise WrongError(f"rows of shape {tuple(U.shape)}, {rows.shape}")
         B = dense.curvature(options.kind, list(range(n)))
-        eps = 3e-5 if case.dtype == torch.float32 else 1e-11
+        eps = self.eps
         scale = float(dense.J.square().sum()) * (1 + float(dense.slope(dense.outputs, dense.targets).norm()) ** 2)
 
         def near(a, b, what):
@@ -471,12 +509,13 @@ class Trial:
             G = n**0.5 * torch.einsum("nc,ncp->np", slope, dense.J)
             near(U, G, "the rows of each sample")
 
-    def check_step(self, p, which, references, damping, center, comparable, tolerance, extra):
+    def check_step(self, p, which, references, damping, center, comparable, tolerance, slack_p):
         self.calls += 1
         case, options, dense = self.case, self.options, self.dense
         before = state_of(self.model, self.tensors)
         try:
-            info = self.optimizer.step(self.inputs, self.targets, **self.keywords(), **self.loader())
+            with self.guard():
+                info = self.optimizer.step(self.inputs, self.targets, **self.keywords(), **self.loader())
         except BaseException:
             check_state(before, state_of(self.model, self.tensors), "a step that raised", ("parameter", "buffer"))
             raise
@@ -505,19 +544,20 @@ class Trial:
         if not math.isfinite(numbers["loss"]) or not torch.isfinite(theta).all():
             raise WrongError(f"not finite after a step: {numbers}")
         single = case.dtype == torch.float32
-        eps = 3e-5 if single else 1e-11
+        eps = self.eps
         self.near(numbers["loss"], self.f, eps * (1 + abs(self.f)), "loss")
+        if p is not None and numbers["accepted"] and not comparable:
+            if not float((moved - p).norm()) <= 1e-3 * float(p.norm() + dense.theta.norm()):
+                raise WrongError("the step does not move by lr times direction")
         if not comparable:
             self.last_p = moved if numbers["accepted"] else None
             return
         self.near(numbers["damping"], damping, 1e-6 * damping, "damping")
-        slack = (1e-6 if single else 1e-14) * float(dense.theta.norm() / self.lr.min())
+        slack = (1e-6 if single else 1e-14) * float(dense.theta.norm() / self.lr.min()) + slack_p
         if numbers["accepted"]:
-            candidates = references if p is None else [p]
             if p is None:
-                bound = tolerance + slack / max(min(float(r.norm()) for r in references), 1e-300)
-                which = self.compare(moved, candidates, bound, "the step", extra)
-            elif not float((moved - p).norm()) <= eps * 10 * float(p.norm()) + 10 * slack + tolerance * float(p.norm()):
+                which = self.compare(moved, references, tolerance, "the step", slack)
+            elif not float((moved - p).norm()) <= (10 * eps + tolerance) * float(p.norm()) + 10 * slack:
                 raise WrongError(
                     f"the step moves by {float(moved.norm()):.3g}, {float((moved - p).norm()):.2g} from direction"
                 )
@@ -566,7 +606,7 @@ class Trial:
     def check_copies(self):
         """state_dict and deepcopy carry everything that the next step needs."""
         self.calls += 2
-        if self.case.random:
+        if self.case.random or "frozen-later" in self.case.features:
             return
         expected = self.optimizer.direction(self.inputs, self.targets, **self.keywords(), **self.loader())
         twin = copy.deepcopy(self.optimizer)
@@ -596,6 +636,7 @@ class Trial:
             rho, old = float(before.ratio), float(before.damping) - floor
             factor = 1.5 if not rho >= 0.25 else 0.7 if rho > 0.75 else 1.0
             self.near(float(value), old * factor, 1e-6 * old, "the next damping")
+        self.change_something()
         self.refer()
         accepted = taken and bool(self.optimizer.last.accepted)
         shift = torch.zeros_like(self.dense.theta)
@@ -603,15 +644,49 @@ class Trial:
             if last is None:
                 return
             shift = last
+        if len(shift) != len(self.dense.theta):  # a parameter was frozen meanwhile
+            shift = self.dense.flatten(dict(zip(self.before_names, shift.split(self.before_sizes), strict=True)))
         self.one_round(damping, shift, numeric)
+
+    def change_something(self):
+        """What a user may do to a model between two steps."""
+        rng, dense, parameters = self.rng, self.dense, dict(self.model.named_parameters())
+        self.before_names, self.before_sizes = list(dense.parameters), [p.numel() for p in dense.parameters.values()]
+        kind = rng.choices(["nothing", "freeze", "scale"], [4, 1, 1])[0]
+        name = rng.choice(self.before_names)
+        if kind == "freeze" and len(self.before_names) > 1 and self.options.method != "KFAC":
+            self.case.features.add("frozen-later")
+            parameters[name].requires_grad_(False)
+            self.options.names = tuple(own for own in self.before_names if own != name)
+        elif kind == "scale":
+            self.case.features.add("changed-later")
+            with torch.no_grad():
+                parameters[name].mul_(0.8)
 
 
 class GeneratorError(Exception):
     """The problem could not be made or the reference not computed."""
 
 
+def run_misuse(number):
+    """One call that must be refused."""
+    name = list(MISUSES)[number // EVERY_MISUSE % len(MISUSES)]
+    torch.manual_seed(0)
+    features = {"misuse", f"misuse-{name}"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            MISUSES[name]()
+    except Exception as error:
+        outcome = "refused" if is_refusal(error) else "crashed"
+        return Result(number, outcome, f"{name}: {short(error)}", features, 1, traceback.format_exc())
+    return Result(number, "missed", name, features, 1)
+
+
 def run_case(seed, number):
     """The result of one case."""
+    if number % EVERY_MISUSE == EVERY_MISUSE - 1:
+        return run_misuse(number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -681,6 +756,10 @@ def main(arguments=None):
 
 def tell(seed, number):
     """Run one case and print what it is made of."""
+    if number % EVERY_MISUSE == EVERY_MISUSE - 1:
+        result = run_misuse(number)
+        print(result.text, result.outcome, result.detail)
+        return int(result.outcome in FAILURES)
     trial = Trial(seed, number)
     print(trial.model)
     print(trial.case.loss, "batch", trial.case.n, trial.case.style, trial.case.dtype)

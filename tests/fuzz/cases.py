@@ -203,9 +203,12 @@ def _differential(rng):
 
 
 def _composed(rng):
-    n = rng.choice([4, 5, 6, 7])
+    mixing = rng.random() < 0.12
+    n = rng.choice([4, 5, 6, 7] if mixing else [1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7])
     total = n + N_MORE
     kind = rng.choice(["vector", "vector", "sequence", "image", "words"])
+    chain = not mixing and rng.random() < 0.1
+    kind = rng.choice(["vector", "sequence"]) if chain else kind
     words = None
     if kind == "vector":
         x = torch.randn(total, rng.choice([2, 3, 4]))
@@ -219,8 +222,10 @@ def _composed(rng):
     builder = Builder(rng, x, words)
     builder.features.add(kind)
     count = rng.choice([1, 2, 2, 3, 4])
-    mix_at = rng.randrange(count) if rng.random() < 0.12 else None
-    for index in range(count):
+    mix_at = rng.randrange(count) if mixing else None
+    if chain:
+        _chain(rng, builder)
+    for index in range(0 if chain else count):
         builder.stage()
         if index == mix_at:
             builder.mix()
@@ -238,7 +243,7 @@ def _composed(rng):
             model = Nested(model)
         else:
             forward = scaled
-    elif rng.random() < 0.2:  # a chain, if it is one, without a module around it
+    elif chain or rng.random() < 0.2:  # a chain, if it is one, without a module around it
         model = nn.Sequential(*builder.stages)
     case = Case(model, loss, x, scale, targets, n, style, dtype, forward, builder.features)
     case.needs_fallback, case.mixes, case.random = builder.needs_fallback, builder.mixes, builder.random
@@ -253,7 +258,21 @@ def _composed(rng):
         case.may_refuse = "pos_weight for part of the outputs"
     case.features.add(str(dtype).removeprefix("torch."))
     case.features.add(type(loss).__name__)
-    return case.to(dtype)
+    case = case.to(dtype)
+    if x.is_floating_point() and rng.random() < 0.1:
+        case.features.add("strided-inputs")
+        case.x = torch.stack([case.x, torch.zeros_like(case.x)], dim=-1)[..., 0]
+    return case
+
+
+def _chain(rng, builder):
+    """Linear layers and activations alone, as `woodbury.model.chain` runs them by hand."""
+    builder.features.add("chain")
+    if builder.h.dim() > 2:
+        builder.add("flatten", nn.Flatten(), plain=True)
+    for _ in range(rng.choice([0, 1, 2, 3])):
+        builder.add("Linear", nn.Linear(builder.h.shape[1], rng.choice([2, 3, 5]), bias=rng.random() < 0.8), plain=True)
+        builder.activation()
 
 
 def _head(rng, builder):

@@ -15,10 +15,10 @@ def flat(tensors):
 class Dense:
     """Everything about a model on a batch, written out in float64 at the parameters it has now."""
 
-    def __init__(self, case, model=None, names=None, random=None):
+    def __init__(self, case, model=None, names=None, random=None, dtype=torch.float64):
         """names are the parameters to train (all trainable ones by default); random a state to run with."""
-        self.case = wide = case.to(torch.float64)
-        self.model = wide.model if model is None else deepcopy(model).to(torch.float64)
+        self.case = wide = case.to(dtype)
+        self.model = wide.model if model is None else deepcopy(model).to(dtype)
         self.run = case.forward or (lambda m, x: m(x))
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = trainable if names is None else {name: trainable[name] for name in trainable if name in names}

@@ -215,6 +215,29 @@ class Bag(nn.Module):
         return self.bag(x)
 
 
+class Padded(nn.Module):
+    """torch's encoder with a mask of padded positions that comes from the data."""
+
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x):
+        mask = x[..., 0] > 0.5
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
+        return self.encoder(x, src_key_padding_mask=mask)
+
+
+def stretch(module, arguments, output):
+    """A forward hook."""
+    return 1.5 * output
+
+
+def bend(module, arguments):
+    """A hook before forward."""
+    return (torch.tanh(arguments[0]),)
+
+
 def fold(x):
     return x.flatten(0, 1)
 
@@ -256,9 +279,9 @@ def shift(x):
 
 
 def middle(x):
-    """Mixes two samples that are neither the first nor the last."""
+    """Mixes two samples that are neither the first nor the last, where there are such."""
     y = x.clone()
-    y[1], y[2] = x[1] + 0.5 * x[2], x[2]
+    y[1:-2] += 0.5 * x[2:-1]
     return y
 
 
@@ -334,6 +357,12 @@ class Builder:
             bag = nn.EmbeddingBag(words, width, mode=rng.choice(["sum", "mean"]))
             self.single = False
             self.add("EmbeddingBag", Bag(bag), fallback=True)
+        elif kind < 0.24:
+            option = rng.choice(["max_norm", "scale_grad_by_freq"])
+            self.refused = f"EmbeddingBag({option})"
+            layer = nn.EmbeddingBag(words, width, **{option: 0.5 if option == "max_norm" else True})
+            self.single = False
+            self.add(f"Embedding-bag-{option}", Bag(layer), fallback=True)
         elif kind < 0.28:
             option = rng.choice(["max_norm", "scale_grad_by_freq", "sparse"])
             self.refused = f"Embedding({option})"
@@ -341,7 +370,13 @@ class Builder:
             self.add(f"Embedding-{option}", layer)
         else:
             padding = rng.choice([None, 0])
-            self.add("Embedding", nn.Embedding(words, width, padding_idx=padding))
+            table = nn.Embedding(words, width, padding_idx=padding)
+            self.add("Embedding", table)
+            if rng.random() < 0.2:
+                head = nn.Linear(width, words)
+                head.weight = table.weight
+                self.add("tied-embedding", nn.Sequential(nn.Tanh(), head))
+                width = words
         if self.h.dim() == 3 and rng.random() < 0.3:
             expanded = rng.random() < 0.5
             self.add("places", Places(self.h.shape[1], width, expanded), fallback=not expanded)
@@ -371,6 +406,8 @@ class Builder:
             "cell": 0.6,
             "past-module": 0.6,
             "unused": 0.4,
+            "hooked": 0.5,
+            "shared-module": 0.7,
             "to-sequence": 1.2,
         }
         kind = rng.choices(list(choices), list(choices.values()))[0]
@@ -420,6 +457,16 @@ class Builder:
             self.add(kind, Cell(cell), True)
         elif kind == "past-module":
             self.add(kind, PastModule(width), True)
+        elif kind == "hooked":
+            layer = nn.Linear(width, out)
+            if rng.random() < 0.5:
+                layer.register_forward_hook(stretch)
+            else:
+                layer.register_forward_pre_hook(bend)
+            self.add(kind, layer)
+        elif kind == "shared-module":
+            layer = rng.choice([nn.Linear(width, width), Gain(width), nn.LayerNorm(width), nn.PReLU()])
+            self.add(kind, nn.Sequential(layer, nn.Tanh(), layer))
         elif kind == "unused":
             self.add(kind, Unused(width))
         elif width % 2 == 0:
@@ -442,6 +489,8 @@ class Builder:
             "ConvTranspose1d": 1,
             "MultiheadAttention": 1.5,
             "TransformerEncoderLayer": 1,
+            "TransformerEncoder-padded": 0.8,
+            "bias_kv": 0.4,
             "RNN": 1.5,
             "Bilinear": 0.5,
             "bare": 0.5,
@@ -486,10 +535,20 @@ class Builder:
                 width, 1, 3, dropout=0.0, batch_first=True, norm_first=rng.random() < 0.5
             )
             self.add(kind, layer.train(training))
+        elif kind == "TransformerEncoder-padded" and width == 2:
+            training = rng.random() < 0.5
+            layer = nn.TransformerEncoderLayer(width, 1, 3, dropout=0.0, batch_first=True)
+            self.add(kind, Padded(nn.TransformerEncoder(layer, 1)).train(training))
+        elif kind == "bias_kv" and width % 2 == 0 and width <= 4:
+            attention = nn.MultiheadAttention(width, 1, add_bias_kv=True, batch_first=True)
+            self.add(kind, Attention(attention), True)
         elif kind == "RNN" and width <= 4:
             cls = rng.choice([nn.RNN, nn.LSTM, nn.GRU])
             both, tied = rng.random() < 0.2, rng.random() < 0.15
-            rnn = cls(width, width if tied else 2, batch_first=rng.random() < 0.5, bidirectional=both)
+            layers = rng.choice([1, 1, 2])
+            rnn = cls(
+                width, width if tied else 2, layers, batch_first=rng.random() < 0.5, bidirectional=both and not tied
+            )
             if tied:
                 rnn.weight_hh_l0 = rnn.weight_ih_l0
                 self.features.add("RNN-tied")
@@ -539,7 +598,7 @@ class Builder:
             self.convolution(nn.Conv2d, 2)
         elif kind == "ConvTranspose2d" and height <= 4:
             self.transposed_convolution(nn.ConvTranspose2d)
-        elif kind == "GroupNorm":
+        elif kind == "GroupNorm" and self.h.is_contiguous():  # torch 2.13's own backward may segfault otherwise
             self.add(kind, nn.GroupNorm(self.divisor(channels, multiple=height * width == 1), channels))
             self.maybe_inplace()
         elif kind == "InstanceNorm" and height * width > 1:
