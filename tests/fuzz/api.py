@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import woodbury
@@ -155,7 +154,7 @@ def choose_options(rng, case):
         if rng.random() < 0.1:
             arguments["max_bytes"] = rng.choice([1, 3000])
             features.add("max_bytes")
-        if case.needs_fallback and rng.random() < 0.93 or not case.needs_fallback and rng.random() < 0.3:
+        if rng.random() < (0.93 if case.needs_fallback else 0.3):
             arguments["fallback"] = "autograd"
             features.add("fallback")
     elif method == "HessianFree":
@@ -273,11 +272,9 @@ class Trial:
         torch.set_rng_state(self.random)
         every = list(range(dense.n))
         subset = every if options.subset is None else options.subset
+        self.subsets = [subset]
         if options.drawn is not None:
-            subsets = list(itertools.combinations(every, options.drawn))
-        else:
-            subsets = [subset]
-        self.subsets = [list(s) for s in subsets]
+            self.subsets = [list(own) for own in itertools.combinations(every, options.drawn)]
         self.f, self.g = dense.over(self.parts)
         torch.set_rng_state(self.random)
         self.decay, self.lr = dense.spread(options.decay), dense.spread(options.lr)
@@ -294,6 +291,11 @@ class Trial:
             B = dense.curvature(options.kind, own)
             self.B.append(B if mask is None else B * mask)
 
+    @property
+    def at_once(self):
+        """Whether S2 is the whole batch, and the batch all there is."""
+        return self.options.subset is None and self.options.drawn is None and not self.options.full
+
     def solutions(self, damping, shift):
         return [solve(B, self.g, damping, self.decay, self.dense.theta, shift) for B in self.B]
 
@@ -303,7 +305,9 @@ class Trial:
         rounding = self.eps
         if self.options.method == "HessianFree" or self.options.arguments.get("solver") in ("cg", "products"):
             rounding = max(rounding, 3e-4 if self.case.dtype == torch.float32 else 1e-9)  # they stop at eps^(3/4)
-        return rounding * (1 + norm / damping)
+        # the factor S holds probabilities of eps^(3/2) at least, where a saturated softmax has zeros
+        clamped = 2 * torch.finfo(self.case.dtype).eps ** 1.5 * float(self.dense.J.square().sum()) / damping
+        return rounding * (1 + norm / damping) + clamped
 
     def build(self, model):
         """The optimizer under test, on a model that has the parameters of the case."""
@@ -364,13 +368,15 @@ class Trial:
             except Exception as error:
                 raise GeneratorError(short(error)) from error
             norm = max(float(B.norm()) for B in self.B) or 1.0
+            if not all(math.isfinite(float(B.norm())) for B in self.B):
+                options.expect, options.why, norm = "either", "no target in S2", 1.0
         else:
             norm = 1.0
-        if self.dense is not None and (self.case.mixes or rng.random() < 0.1) and not self.case.random:
-            if self.reference_mixes() != self.case.mixes:
-                if not self.case.mixes:
-                    raise GeneratorError("samples are mixed")
-                options.expect, options.why = "either", "samples could be mixed, and are not"
+        looks = self.dense is not None and not self.case.random and (self.case.mixes or rng.random() < 0.1)
+        if looks and self.reference_mixes() != self.case.mixes:
+            if not self.case.mixes:
+                raise GeneratorError("samples are mixed")
+            options.expect, options.why = "either", "samples could be mixed, and are not"
         damping = options.relative * norm
         policy = rng.random() < 0.3
         self.policy = damping
@@ -384,7 +390,7 @@ class Trial:
         numeric = self.dense is not None and options.method != "KFAC"
         shift = torch.zeros_like(self.dense.theta) if numeric else None
         self.one_round(damping, shift, numeric)
-        if rng.random() < 0.25 and self.dense is not None:
+        if rng.random() < 0.18 and self.dense is not None:
             self.second_round(numeric)
 
     def reference_mixes(self):
@@ -400,7 +406,7 @@ class Trial:
     def one_round(self, damping, shift, numeric):
         rng, options, dense = self.rng, self.options, self.dense
         tolerance = self.tolerance(damping) if numeric else math.inf
-        comparable = numeric and tolerance < 0.3
+        comparable = numeric and tolerance < 0.3 and float(dense.J.norm()) > 1e-9  # not rounding error alone
         center = (
             None
             if not numeric
@@ -432,15 +438,13 @@ class Trial:
             self.check_rows()
         if rng.random() < 0.75:
             self.check_step(p, which, references, damping, center, comparable, tolerance, slack)
-        if rng.random() < 0.3:
+        if rng.random() < 0.15:
             self.check_copies()
 
     def check_verify(self, p, which, damping, center, comparable, tolerance):
         self.calls += 1
         residual = float(
-            self.unchanged(
-                lambda: self.optimizer.verify(self.inputs, self.targets, **self.keywords()), "verify"
-            )
+            self.unchanged(lambda: self.optimizer.verify(self.inputs, self.targets, **self.keywords()), "verify")
         )
         if self.options.method == "KFAC" or self.dense is None:
             if not math.isfinite(residual):
@@ -450,7 +454,11 @@ class Trial:
             return
         dense = self.dense
         rhs = damping * center - self.g - self.decay * dense.theta
-        bound = 10 * tolerance * max(1.0, damping * float(center.norm() / rhs.norm()))
+        size = max(float(rhs.norm()), 1e-300)
+        rounded = (
+            100 * torch.finfo(self.case.dtype).eps * float(dense.J.norm()) / size
+        )  # residuals s - t, see slack
+        bound = 10 * tolerance * max(1.0, damping * float(center.norm()) / size) + rounded
         if not residual <= bound:
             raise WrongError(f"verify gives {residual:.2g}, bound {bound:.2g}")
         if which is None:
@@ -460,7 +468,7 @@ class Trial:
         expected = float(own.norm() / rhs.norm())
         eps = self.eps
         scale = float((B.norm() + damping) * p.norm() / rhs.norm() + 1)
-        if not abs(residual - expected) <= eps * scale:
+        if not abs(residual - expected) <= eps * scale + rounded:
             raise WrongError(f"verify gives {residual:.2g}, the reference {expected:.2g}")
 
     def check_rows(self):
@@ -520,7 +528,9 @@ class Trial:
             check_state(before, state_of(self.model, self.tensors), "a step that raised", ("parameter", "buffer"))
             raise
         after = state_of(self.model, self.tensors)
-        check_state(before, after, "a step", ("grad", "identity", "module", "input", "F.linear", "python", "numpy"))
+        check_state(
+            before, after, "a step", ("grad", "identity", "module", "input", "F.linear", "python", "numpy")
+        )
         if not case.random:
             check_state(before, after, "a step", ("random",))
         numbers = info.as_dict()
@@ -528,17 +538,16 @@ class Trial:
             raise WrongError("last is not the StepInfo of the step")
         if not numbers["accepted"]:
             check_state(before, after, "a rejected step", ("parameter", "buffer"))
-        elif case.running and dense is not None and options.subset is None and options.drawn is None:
-            if not options.full:
-                for name, expected in dense.buffers.items():
-                    if not torch.allclose(after[f"buffer {name}"].double(), expected.double(), 1e-4, 1e-6):
-                        raise WrongError(f"buffer {name} is not as after one pass")
+        elif case.running and dense is not None and self.at_once:
+            for name, expected in dense.buffers.items():
+                if not torch.allclose(after[f"buffer {name}"].double(), expected.double(), 1e-4, 1e-6):
+                    raise WrongError(f"buffer {name} is not as after one pass")
         if dense is None or self.warned:
             return
         trained = set(dense.parameters)
-        others = tuple(f"parameter {name}" for name, _ in self.model.named_parameters() if name not in trained)
-        if others:
-            check_state(before, after, "a step", others)
+        for name, _ in self.model.named_parameters():
+            if name not in trained and not same(before[f"parameter {name}"], after[f"parameter {name}"]):
+                raise WrongError(f"a step changed {name}, which it is not to train")
         theta = dense.flatten({name: after[f"parameter {name}"] for name in dense.parameters})
         moved = (theta - dense.theta) / self.lr
         if not math.isfinite(numbers["loss"]) or not torch.isfinite(theta).all():
@@ -546,10 +555,10 @@ class Trial:
         single = case.dtype == torch.float32
         eps = self.eps
         self.near(numbers["loss"], self.f, eps * (1 + abs(self.f)), "loss")
-        if p is not None and numbers["accepted"] and not comparable:
-            if not float((moved - p).norm()) <= 1e-3 * float(p.norm() + dense.theta.norm()):
-                raise WrongError("the step does not move by lr times direction")
         if not comparable:
+            apart = 0.0 if p is None else float((moved - p).norm())
+            if numbers["accepted"] and not apart <= 1e-3 * float(moved.norm() + dense.theta.norm()):
+                raise WrongError("the step does not move by lr times direction")
             self.last_p = moved if numbers["accepted"] else None
             return
         self.near(numbers["damping"], damping, 1e-6 * damping, "damping")
@@ -568,8 +577,15 @@ class Trial:
         weight = self.g + self.decay * dense.theta
         predicted = float(-weight @ q - 0.5 * q @ (B @ q + self.decay * q))
         size = abs(float(weight @ q)) + float(q @ (B @ q + self.decay * q)) + float(weight.norm() * q.norm())
-        self.near(numbers["step_norm"], float(q.norm()), (tolerance + eps) * float(q.norm()) + 10 * slack, "step_norm")
-        self.near(numbers["predicted"], predicted, (tolerance + eps) * size + 10 * slack * float(weight.norm()), "predicted")
+        self.near(
+            numbers["step_norm"], float(q.norm()), (tolerance + eps) * float(q.norm()) + 10 * slack, "step_norm"
+        )
+        self.near(
+            numbers["predicted"],
+            predicted,
+            (tolerance + eps) * size + 10 * slack * float(weight.norm()),
+            "predicted",
+        )
         self.check_ratio(numbers, q, predicted, size, tolerance, eps, slack)
         self.last_p = q if numbers["accepted"] else None
 
@@ -594,9 +610,9 @@ class Trial:
             return
         self.near(numbers["ratio"], expected, bound, "ratio")
         accept = self.options.arguments["accept"]
-        if accept is not None and math.isfinite(accept) and abs(expected - accept) > bound:
-            if numbers["accepted"] != (expected >= accept):
-                raise WrongError(f"accepted is {numbers['accepted']} at ratio {expected:.3g}, accept {accept}")
+        clear = accept is not None and abs(expected - accept) > bound
+        if clear and numbers["accepted"] != (expected >= accept):
+            raise WrongError(f"accepted is {numbers['accepted']} at ratio {expected:.3g}, accept {accept}")
 
     @staticmethod
     def near(a, b, bound, what):
@@ -651,7 +667,10 @@ class Trial:
     def change_something(self):
         """What a user may do to a model between two steps."""
         rng, dense, parameters = self.rng, self.dense, dict(self.model.named_parameters())
-        self.before_names, self.before_sizes = list(dense.parameters), [p.numel() for p in dense.parameters.values()]
+        self.before_names, self.before_sizes = (
+            list(dense.parameters),
+            [p.numel() for p in dense.parameters.values()],
+        )
         kind = rng.choices(["nothing", "freeze", "scale"], [4, 1, 1])[0]
         name = rng.choice(self.before_names)
         if kind == "freeze" and len(self.before_names) > 1 and self.options.method != "KFAC":
@@ -668,9 +687,14 @@ class GeneratorError(Exception):
     """The problem could not be made or the reference not computed."""
 
 
-def run_misuse(number):
+def misuse_at(number):
+    """The name of the misuse that stands in for this case, or None."""
+    turn, place = divmod(number, EVERY_MISUSE)
+    return list(MISUSES)[turn % len(MISUSES)] if place == EVERY_MISUSE - 1 else None
+
+
+def run_misuse(name, number=-1):
     """One call that must be refused."""
-    name = list(MISUSES)[number // EVERY_MISUSE % len(MISUSES)]
     torch.manual_seed(0)
     features = {"misuse", f"misuse-{name}"}
     try:
@@ -685,8 +709,9 @@ def run_misuse(number):
 
 def run_case(seed, number):
     """The result of one case."""
-    if number % EVERY_MISUSE == EVERY_MISUSE - 1:
-        return run_misuse(number)
+    misuse = misuse_at(number)
+    if misuse is not None:
+        return run_misuse(misuse, number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -747,7 +772,9 @@ def main(arguments=None):
         seconds = time.perf_counter() - start
         if len(results) % 50 == 0 and sys.stderr.isatty():
             failed = sum(r.outcome in FAILURES for r in results)
-            print(f"\r{len(results)} cases, {failed} failures, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{len(results)} cases, {failed} failures, {seconds:.0f} s", end="", file=sys.stderr, flush=True
+            )
         if seconds > given.seconds:
             break
     report(results, given.seed, time.perf_counter() - start)
@@ -756,8 +783,9 @@ def main(arguments=None):
 
 def tell(seed, number):
     """Run one case and print what it is made of."""
-    if number % EVERY_MISUSE == EVERY_MISUSE - 1:
-        result = run_misuse(number)
+    misuse = misuse_at(number)
+    if misuse is not None:
+        result = run_misuse(misuse, number)
         print(result.text, result.outcome, result.detail)
         return int(result.outcome in FAILURES)
     trial = Trial(seed, number)

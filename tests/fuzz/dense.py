@@ -3,8 +3,6 @@
 No code of woodbury's.
 """
 
-from copy import deepcopy
-
 import torch
 
 
@@ -17,11 +15,13 @@ class Dense:
 
     def __init__(self, case, model=None, names=None, random=None, dtype=torch.float64):
         """names are the parameters to train (all trainable ones by default); random a state to run with."""
-        self.case = wide = case.to(dtype)
-        self.model = wide.model if model is None else deepcopy(model).to(dtype)
+        self.case = wide = case.to(dtype, model)
+        self.model = wide.model
         self.run = case.forward or (lambda m, x: m(x))
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters = trainable if names is None else {name: trainable[name] for name in trainable if name in names}
+        self.parameters = (
+            trainable if names is None else {name: trainable[name] for name in trainable if name in names}
+        )
         self.theta = flat([p.detach() for p in self.parameters.values()])
         self.before = {name: b.clone() for name, b in self.model.named_buffers()}
         self.random = random
@@ -106,7 +106,7 @@ class Dense:
         grads = torch.autograd.grad(value, parameters, allow_unused=True)
         gradient = flat([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)])
         self.put(self.theta)
-        return float(value), gradient
+        return float(value.detach()), gradient
 
     def put(self, theta):
         with torch.no_grad():
@@ -133,7 +133,9 @@ class Dense:
 
     def spread(self, by_name):
         """One number per parameter entry, from one per parameter."""
-        return flat([torch.full((p.numel(),), float(by_name[n]), dtype=torch.float64) for n, p in self.parameters.items()])
+        return flat(
+            [torch.full((p.numel(),), float(by_name[n]), dtype=torch.float64) for n, p in self.parameters.items()]
+        )
 
 
 def solve(B, g, damping, decay, theta, shift):

@@ -132,9 +132,7 @@ MISUSES = {
     "complex": _step(lambda m, x, t: (m.to(torch.complex64), x.to(torch.complex64), t)),
     "half": _step(lambda m, x, t: (m.bfloat16(), x.bfloat16(), t)),
     "meta": _step(lambda m, x, t: (m.to("meta"), x.to("meta"), t.to("meta"))),
-    "complex-targets": _step(
-        lambda m, x, t: (m, x, torch.randn(5, 2, dtype=torch.complex64)), loss=nn.MSELoss()
-    ),
+    "complex-targets": _step(lambda m, x, t: (m, x, torch.randn(5, 2, dtype=torch.complex64)), loss=nn.MSELoss()),
     "wrong-shape-targets": _step(lambda m, x, t: (m, x, torch.randn(5, 1)), loss=nn.MSELoss()),
     "targets-above-1": _step(lambda m, x, t: (m, x, torch.full((5, 2), 2.0)), loss=nn.BCEWithLogitsLoss()),
     "parameters-for-model": _parameters,

@@ -1,7 +1,7 @@
 """Random models, stage by stage; each knows what the library promises about it.
 
-A stage is chosen for the shape that reaches it: (n, F), (n, T, F) or (n, C, H, W). `Builder.features` names what was
-chosen, `needs_fallback`, `mixes` and `random` say what the documentation says about that.
+A stage is chosen for the shape that reaches it: (n, F), (n, T, F) or (n, C, H, W). `Builder.features` names what
+was chosen; `needs_fallback`, `mixes` and `random` say what the documentation says about that.
 """
 
 import torch
@@ -425,7 +425,7 @@ class Builder:
             self.add(kind, nn.Sequential(first, nn.Tanh(), second))
         elif kind in ("LayerNorm", "RMSNorm"):
             self.add(kind, getattr(nn, kind)(width, **self.no_bias(kind)))
-        elif kind == "GroupNorm":
+        elif kind == "GroupNorm" and width > 1:
             self.add(kind, nn.GroupNorm(self.divisor(width, multiple=True), width))
         elif kind == "BatchNorm-eval":
             self.add(kind, self.still(nn.BatchNorm1d(width)))
@@ -510,7 +510,7 @@ class Builder:
             self.activation()
         elif kind in ("LayerNorm", "RMSNorm"):
             self.add(kind, getattr(nn, kind)(rng.choice([width, (length, width)]), **self.no_bias(kind)))
-        elif kind == "GroupNorm":
+        elif kind == "GroupNorm" and length * width > 1:
             self.add(kind, nn.GroupNorm(self.divisor(length, multiple=width == 1), length))
             self.maybe_inplace()
         elif kind == "InstanceNorm" and width > 1:
@@ -547,7 +547,11 @@ class Builder:
             both, tied = rng.random() < 0.2, rng.random() < 0.15
             layers = rng.choice([1, 1, 2])
             rnn = cls(
-                width, width if tied else 2, layers, batch_first=rng.random() < 0.5, bidirectional=both and not tied
+                width,
+                width if tied else 2,
+                layers,
+                batch_first=rng.random() < 0.5,
+                bidirectional=both and not tied,
             )
             if tied:
                 rnn.weight_hh_l0 = rnn.weight_ih_l0
@@ -598,7 +602,8 @@ class Builder:
             self.convolution(nn.Conv2d, 2)
         elif kind == "ConvTranspose2d" and height <= 4:
             self.transposed_convolution(nn.ConvTranspose2d)
-        elif kind == "GroupNorm" and self.h.is_contiguous():  # torch 2.13's own backward may segfault otherwise
+        elif kind == "GroupNorm" and self.h.is_contiguous() and self.h[0].numel() > 1:
+            # torch 2.13's own backward may segfault where channels are last
             self.add(kind, nn.GroupNorm(self.divisor(channels, multiple=height * width == 1), channels))
             self.maybe_inplace()
         elif kind == "InstanceNorm" and height * width > 1:
