@@ -519,7 +519,7 @@ class Trial:
 
     def check_step(self, p, which, references, damping, center, comparable, tolerance, slack_p):
         self.calls += 1
-        case, options, dense = self.case, self.options, self.dense
+        case, dense = self.case, self.dense
         before = state_of(self.model, self.tensors)
         try:
             with self.guard():

@@ -284,8 +284,7 @@ def _head(rng, builder):
     if h.dim() == 2 or rng.random() < 0.4:
         if h.dim() > 2:
             builder.add("flatten", nn.Flatten())
-        if builder.h.shape[1] > 8:  # few parameters, for the dense reference
-            builder.add("narrow", Function(torch.narrow, 1, 0, 8), plain=True)
+        builder.narrow()
         builder.add("Linear", nn.Linear(builder.h.shape[1], rng.choice([1, 2, 2, 3])), plain=True)
         return "vector"
     if h.dim() == 3:

@@ -336,8 +336,14 @@ class Builder:
         else:
             self.add("activation", rng.choice(ACTIVATIONS)(), plain=True)
 
+    def narrow(self, most=8):
+        """Leave few features, for the dense reference."""
+        if self.h.dim() < 4 and self.h.shape[-1] > most:
+            self.add("narrow", Function(torch.narrow, -1, 0, most), plain=True)
+
     def stage(self):
         """Add one stage that fits."""
+        self.narrow(6)
         if self.words is not None:
             self.embed()
         elif self.h.dim() == 2:
@@ -535,9 +541,9 @@ class Builder:
                 width, 1, 3, dropout=0.0, batch_first=True, norm_first=rng.random() < 0.5
             )
             self.add(kind, layer.train(training))
-        elif kind == "TransformerEncoder-padded" and width == 2:
+        elif kind == "TransformerEncoder-padded" and width in (2, 4):
             training = rng.random() < 0.5
-            layer = nn.TransformerEncoderLayer(width, 1, 3, dropout=0.0, batch_first=True)
+            layer = nn.TransformerEncoderLayer(width, 2, 3, dropout=0.0, batch_first=True)
             self.add(kind, Padded(nn.TransformerEncoder(layer, 1)).train(training))
         elif kind == "bias_kv" and width % 2 == 0 and width <= 4:
             attention = nn.MultiheadAttention(width, 1, add_bias_kv=True, batch_first=True)
