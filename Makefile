@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-slow test-all lint format clean
+.PHONY: help demo test test-slow test-all fuzz-api lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -23,6 +23,9 @@ test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take giga
 	$(BIN)/pytest -m slow
 
 test-all: test test-slow  ## Both
+
+fuzz-api: $(STAMP)  ## Compare 10,000 random problems with a dense reference (about ten minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.api --count 10000 --seed 0
 
 lint: $(STAMP)  ## Check format, lint and types
 	$(BIN)/ruff format --check

@@ -1,0 +1,1 @@
+"""Random problems against independent references: `python -m tests.fuzz.api --help`."""

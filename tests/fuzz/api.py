@@ -1,0 +1,830 @@
+"""Drive the public API with random problems and compare every number with the dense reference.
+
+    python -m tests.fuzz.api --count 10000 --seed 0     # the whole run
+    python -m tests.fuzz.api --seed 0 --case 17         # one case again, with its story
+
+Outcomes: right; refused, where the documentation says so; and the failures: wrong (a number or a state differs),
+missed (something that must be refused was not), false-refusal (something documented as supported was refused),
+crashed (an error that the package did not mean to raise), generator (the problem itself could not be made).
+"""
+
+import argparse
+import contextlib
+import copy
+import itertools
+import math
+import random as python_random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+import woodbury
+
+from .cases import make_case
+from .dense import Dense, solve
+from .misuse import MISUSES
+
+FAILURES = ("wrong", "missed", "false-refusal", "crashed", "generator")
+PACKAGE = str(Path(woodbury.__file__).parent)
+EVERY_MISUSE = 40  # every so many cases, one of the calls that must be refused
+MEANT = (ValueError, TypeError, NotImplementedError, RuntimeError, MemoryError)
+
+
+class WrongError(Exception):
+    """A number or a state is not what it should be."""
+
+
+@dataclass
+class Result:
+    number: int
+    outcome: str
+    detail: str = ""
+    features: set = field(default_factory=set)
+    calls: int = 0
+    text: str = ""  # a traceback, for a single case
+
+
+def is_refusal(error):
+    """Whether the package itself raised this, on purpose."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    return isinstance(error, MEANT) and last.filename.startswith(PACKAGE) and (last.line or "").startswith("raise")
+
+
+def short(error):
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+
+
+# -- state that a call must leave alone ------------------------------------------------------------------------
+
+
+def state_of(model, tensors):
+    """What `direction` and `verify` must not change, by name."""
+    state = {"random": torch.get_rng_state(), "python random": python_random.getstate()}
+    name, keys, *rest = np.random.get_state()
+    state["numpy random"] = (name, keys.tobytes(), *rest)
+    state["F.linear"] = F.linear
+    for name, p in model.named_parameters():
+        state[f"parameter {name}"] = p.detach().clone()
+        state[f"grad {name}"] = None if p.grad is None else p.grad.clone()
+        state[f"identity {name}"] = (id(p), p.requires_grad, p.dtype)
+    for name, b in model.named_buffers():
+        state[f"buffer {name}"] = b.clone()
+    for name, module in model.named_modules():
+        hooks = tuple(len(v) for k, v in sorted(vars(module).items()) if "hooks" in k and isinstance(v, dict))
+        attributes = tuple(k for k in vars(module) if not k.startswith("_flat_weight"))
+        state[f"module {name}"] = (type(module), module.training, hooks, attributes)
+    for index, tensor in enumerate(tensors):
+        state[f"input {index}"] = tensor.detach().clone()
+        state[f"input grad {index}"] = tensor.grad if tensor.is_leaf else None
+    return state
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, 0, 0, equal_nan=True))
+    return type(a) is type(b) and a == b
+
+
+def check_state(before, after, what, only=None):
+    keys = [k for k in before if only is None or k.startswith(only)]
+    changed = [k for k in keys if k not in after or not same(before[k], after[k])]
+    changed += [k for k in after if k not in before and (only is None or k.startswith(only))]
+    if changed:
+        raise WrongError(f"{what} changed {', '.join(changed[:4])}")
+
+
+def tensors_of(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return [leaf for part in tree for leaf in tensors_of(part)]
+    return []
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Options:
+    method: str
+    kind: str  # of curvature
+    arguments: dict
+    relative: float  # damping over the norm of B
+    names: tuple | None = None  # parameters in the groups, None for all
+    lr: dict = field(default_factory=dict)  # by parameter name
+    decay: dict = field(default_factory=dict)
+    momentum: dict = field(default_factory=dict)
+    subset: list | None = None
+    drawn: int | None = None  # how many samples are drawn
+    full: bool = False
+    expect: str = "right"  # or refused, either
+    why: str = ""
+
+
+def choose_options(rng, case):
+    """Random settings, and with them what must happen."""
+    method = rng.choices(["GaussNewton", "NaturalGradient", "HessianFree", "KFAC"], [5, 4, 1.5, 0.7])[0]
+    kind = "empirical" if method == "NaturalGradient" else "gauss-newton"
+    arguments, features = {}, case.features
+    single = case.dtype == torch.float32
+    options = Options(method, kind, arguments, 10 ** rng.uniform(-2.5 if single else -7, 2))
+    features.add(method)
+    trainable = [name for name, p in case.model.named_parameters() if p.requires_grad]
+    rows = method in ("GaussNewton", "NaturalGradient")
+    if rows:
+        arguments["blocks"] = rng.choice(["full", "full", "layer"])
+        arguments["solver"] = rng.choices(["cholesky", "cg", "products"], [6, 1, 1])[0]
+        features |= {f"blocks={arguments['blocks']}", f"solver={arguments['solver']}"}
+        if arguments["solver"] != "cholesky":
+            options.relative = max(options.relative, 1e-3)
+        if rng.random() < 0.15:
+            arguments["gram_dtype"] = torch.float64
+            features.add("gram_dtype")
+        if rng.random() < 0.1:
+            arguments["max_bytes"] = rng.choice([1, 3000])
+            features.add("max_bytes")
+        if rng.random() < (0.93 if case.needs_fallback else 0.3):
+            arguments["fallback"] = "autograd"
+            features.add("fallback")
+    elif method == "HessianFree":
+        options.relative = max(options.relative, 1e-3)
+        arguments |= {"progress": 0.0, "max_iterations": 400, "warm_start": rng.choice([0.0, 0.95])}
+    if not case.random:
+        kind_of_subset = rng.choices(["all", "subset", "drawn", "full"], [5, 2, 1, 1.5])[0]
+        if case.n == 1 and kind_of_subset == "drawn":
+            kind_of_subset = "all"
+        if kind_of_subset in ("subset", "full") and rng.random() < (1.0 if kind_of_subset == "subset" else 0.5):
+            options.subset = rng.sample(range(case.n), rng.randint(1, case.n))
+            features.add("subset")
+        if kind_of_subset == "drawn":
+            options.drawn = rng.choice([1, case.n - 1])  # few subsets to compare with
+            arguments["curvature_samples"] = rng.choice([options.drawn, options.drawn / case.n])
+            features.add("curvature_samples")
+        options.full = kind_of_subset == "full" and not case.style.startswith("per-sample")
+        if options.full:
+            features.add("full")
+    arguments["lr"] = rng.choice([1.0, 0.5, 0.1, 2.0])
+    arguments["accept"] = rng.choices([None, 0.0, 0.25, math.inf, -math.inf], [6, 1, 1, 0.5, 0.5])[0]
+    if arguments["accept"] is not None:
+        features.add(f"accept={arguments['accept']}")
+    base = {"lr": arguments["lr"], "momentum": 0.0, "weight_decay": 0.0}
+    if rng.random() < 0.25:
+        base["weight_decay"] = arguments["weight_decay"] = 10 ** rng.uniform(-3, 0)
+        features.add("weight_decay")
+    if rows and rng.random() < 0.3:
+        base["momentum"] = arguments["momentum"] = rng.choice([0.5, 0.9])
+        features.add("momentum")
+    settings = {name: dict(base) for name in trainable}
+    if rng.random() < 0.2 and len(trainable) > 1:
+        features.add("groups")
+        cut = rng.randint(1, len(trainable) - 1)
+        left_out = rng.randint(0, 1) if cut + 1 < len(trainable) else 0
+        parts = [trainable[:cut], trainable[cut : len(trainable) - left_out]]
+        own = {"lr": rng.choice([0.3, 1.5]), "weight_decay": rng.choice([0.0, 0.2])}
+        if method == "KFAC":
+            own["weight_decay"] = base["weight_decay"]
+        parameters = dict(case.model.named_parameters())
+        arguments["params"] = [
+            {"params": [parameters[name] for name in parts[0]]},
+            {"params": [parameters[name] for name in parts[1]], **own},
+        ]
+        for name in parts[1]:
+            settings[name] |= own
+        if left_out:
+            features.add("left-out")
+            options.names = tuple(parts[0] + parts[1])
+            settings = {name: settings[name] for name in options.names}
+    for attribute in ("lr", "momentum"):
+        setattr(options, attribute, {name: own[attribute] for name, own in settings.items()})
+    options.decay = {name: own["weight_decay"] for name, own in settings.items()}
+    if case.forward is not None:
+        arguments["forward"] = case.forward
+        features.add("forward=")
+    _expect(case, options, rows)
+    return options
+
+
+def _expect(case, options, rows):
+    """What the documentation promises for this case with these options."""
+    by_rows = rows and options.arguments["solver"] != "products"
+    if case.refused:
+        options.expect, options.why = "refused", case.refused
+    elif case.mixes:
+        options.expect, options.why = ("refused" if by_rows else "either"), "mixes samples"
+    elif by_rows and case.needs_fallback and "fallback" not in options.arguments:
+        options.expect, options.why = "either", "no fallback"  # right where nothing needs it after all
+    elif options.method == "KFAC":
+        options.expect, options.why = "either", "KFAC takes Linear on one vector per sample"
+    elif case.may_refuse:
+        options.expect, options.why = "either", case.may_refuse
+    elif not case.twice and not by_rows:
+        options.expect, options.why = "either", "no second derivatives"
+
+
+# -- one case --------------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """One case, its options and the calls made on it."""
+
+    def __init__(self, seed, number):
+        self.number = number
+        self.case, self.rng = make_case(seed, number)
+        self.options = choose_options(self.rng, self.case)
+        self.calls = 0
+        self.warned = []
+        self.model = self.case.model
+        if self.rng.random() < 0.3:  # a gradient that is not the optimizer's to touch
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    p.grad = torch.randn_like(p)
+        self.inputs, self.targets = self.case.batch()
+        self.guard = contextlib.nullcontext
+        if self.rng.random() < 0.05:
+            self.guard = torch.no_grad
+            self.case.features.add("no_grad")
+        if isinstance(self.inputs, torch.Tensor) and self.inputs.is_floating_point() and self.rng.random() < 0.05:
+            self.inputs.requires_grad_()
+            self.case.features.add("inputs-require-grad")
+        self.tensors = tensors_of(self.inputs) + tensors_of(self.targets)
+        self.random = torch.get_rng_state()
+        self.dense = None
+        self.parts = [torch.arange(self.case.n)]
+        if self.options.full:
+            self.parts.append(torch.arange(self.case.n, len(self.case.x)))
+
+    def refer(self):
+        """The reference at the parameters as they are."""
+        options = self.options
+        random = self.random if self.case.random else None
+        self.dense = dense = Dense(self.case, self.model, options.names, random)
+        torch.set_rng_state(self.random)
+        every = list(range(dense.n))
+        subset = every if options.subset is None else options.subset
+        self.subsets = [subset]
+        if options.drawn is not None:
+            self.subsets = [list(own) for own in itertools.combinations(every, options.drawn)]
+        self.f, self.g = dense.over(self.parts)
+        torch.set_rng_state(self.random)
+        self.decay, self.lr = dense.spread(options.decay), dense.spread(options.lr)
+        mask = dense.block_mask() if options.arguments.get("blocks") == "layer" else None
+        self.eps = 1e-11  # 5e4 times eps, for sums and the model's own rounding
+        if self.case.dtype == torch.float32:
+            # 256 times eps, and more where autograd in float32 itself is further off
+            narrow = Dense(self.case, self.model, options.names, random, dtype=torch.float32)
+            loss = float((narrow.J.double() - dense.J).norm() / max(float(dense.J.norm()), 1e-30))
+            self.eps = max(3e-5, 30 * loss)
+            torch.set_rng_state(self.random)
+        self.B = []
+        for own in self.subsets:
+            B = dense.curvature(options.kind, own)
+            self.B.append(B if mask is None else B * mask)
+
+    @property
+    def at_once(self):
+        """Whether S2 is the whole batch, and the batch all there is."""
+        return self.options.subset is None and self.options.drawn is None and not self.options.full
+
+    def solutions(self, damping, shift):
+        return [solve(B, self.g, damping, self.decay, self.dense.theta, shift) for B in self.B]
+
+    def tolerance(self, damping):
+        """Bound on the relative error of p: rounding times the condition of B + lambda I."""
+        norm = max(float(B.norm()) for B in self.B)
+        rounding = self.eps
+        if self.options.method == "HessianFree" or self.options.arguments.get("solver") in ("cg", "products"):
+            rounding = max(rounding, 3e-4 if self.case.dtype == torch.float32 else 1e-9)  # they stop at eps^(3/4)
+        # the factor S holds probabilities of eps^(3/2) at least, where a saturated softmax has zeros
+        clamped = 2 * torch.finfo(self.case.dtype).eps ** 1.5 * float(self.dense.J.square().sum()) / damping
+        return rounding * (1 + norm / damping) + clamped
+
+    def build(self, model):
+        """The optimizer under test, on a model that has the parameters of the case."""
+        arguments = dict(self.options.arguments)
+        if model is not self.model and "params" in arguments:
+            own = dict(model.named_parameters())
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            arguments["params"] = [
+                {**group, "params": [own[names[id(p)]] for p in group["params"]]} for group in arguments["params"]
+            ]
+        return getattr(woodbury, self.options.method)(model, self.case.loss, **arguments)
+
+    def compare(self, p, references, tolerance, what, slack):
+        """Raise unless p is one of the references, to this relative error and this slack; returns which."""
+        if not torch.isfinite(p).all():
+            raise WrongError(f"{what} is not finite")
+        errors = [float((p - r).norm()) for r in references]
+        bounds = [tolerance * float(r.norm()) + slack for r in references]
+        best = min(range(len(errors)), key=errors.__getitem__)
+        if not errors[best] <= bounds[best]:
+            size = max(float(references[best].norm()), 1e-300)
+            raise WrongError(f"{what}: relative error {errors[best] / size:.2g}, bound {bounds[best] / size:.2g}")
+        return best
+
+    def slack(self, damping, center):
+        """Error of p beside the relative one: residuals s - t are rounded to eps, which moves g by eps |J|."""
+        eps = torch.finfo(self.case.dtype).eps
+        return float(10 * eps * self.dense.J.norm() / damping + self.tolerance(damping) * center.norm())
+
+    def keywords(self):
+        keywords = {}
+        if self.options.subset is not None:
+            keywords["subset"] = torch.tensor(self.options.subset)
+        return keywords
+
+    def loader(self):
+        if not self.options.full:
+            return {}
+        return {"full": [(self.case.inputs(index), self.case.target(index)) for index in self.parts]}
+
+    def unchanged(self, call, what, draws=False):
+        """Make a call that must change nothing (or random numbers alone, if it draws)."""
+        before = state_of(self.model, self.tensors)
+        try:
+            with self.guard():
+                return call()
+        finally:
+            if draws:
+                torch.set_rng_state(self.random)
+            check_state(before, state_of(self.model, self.tensors), what)
+
+    def run(self):
+        """All calls; raises what the package raises, and `WrongError`."""
+        rng, options = self.rng, self.options
+        if not (options.expect == "refused" and self.case.refused):
+            try:
+                self.refer()
+            except Exception as error:
+                raise GeneratorError(short(error)) from error
+            norm = max(float(B.norm()) for B in self.B) or 1.0
+            if not all(math.isfinite(float(B.norm())) for B in self.B):
+                options.expect, options.why, norm = "either", "no target in S2", 1.0
+        else:
+            norm = 1.0
+        looks = self.dense is not None and not self.case.random and (self.case.mixes or rng.random() < 0.1)
+        if looks and self.reference_mixes() != self.case.mixes:
+            if not self.case.mixes:
+                raise GeneratorError("samples are mixed")
+            options.expect, options.why = "either", "samples could be mixed, and are not"
+        damping = options.relative * norm
+        policy = rng.random() < 0.3
+        self.policy = damping
+        if policy:
+            self.policy = woodbury.LevenbergMarquardt(
+                initial=0.9 * damping, floor=0.1 * damping, boost=1.5, drop=0.7
+            )
+        options.arguments["damping"] = self.policy
+        self.optimizer = self.unchanged(lambda: self.build(self.model), "the constructor", draws=True)
+        self.damping = damping
+        numeric = self.dense is not None and options.method != "KFAC"
+        shift = torch.zeros_like(self.dense.theta) if numeric else None
+        self.one_round(damping, shift, numeric)
+        if rng.random() < 0.18 and self.dense is not None:
+            self.second_round(numeric)
+
+    def reference_mixes(self):
+        """Whether the outputs of some sample are others on its own than in the batch."""
+        dense = self.dense
+        try:
+            alone = [dense.forward(torch.tensor([i])).detach() for i in range(dense.n)]
+        except (ValueError, RuntimeError, IndexError):  # a model that does not take one sample
+            return True
+        together = dense.outputs.detach()
+        return not torch.allclose(torch.cat(alone), together, 1e-9, 1e-9 * float(together.abs().max()))
+
+    def one_round(self, damping, shift, numeric):
+        rng, options, dense = self.rng, self.options, self.dense
+        tolerance = self.tolerance(damping) if numeric else math.inf
+        comparable = numeric and tolerance < 0.3 and float(dense.J.norm()) > 1e-9  # not rounding error alone
+        center = (
+            None
+            if not numeric
+            else dense.spread(options.momentum) * shift
+            if options.method != "HessianFree"
+            else torch.zeros_like(shift)
+        )
+        references = self.solutions(damping, center) if comparable else None
+        slack = self.slack(damping, center) if comparable else 0.0
+        p = None
+        which = None
+        if rng.random() < 0.8:
+            self.calls += 1
+            vector = self.unchanged(
+                lambda: self.optimizer.direction(self.inputs, self.targets, **self.keywords(), **self.loader()),
+                "direction",
+            )
+            if dense is not None:
+                if set(vector) != set(dense.parameters):
+                    raise WrongError(f"direction has the names {sorted(vector)}, not {sorted(dense.parameters)}")
+                p = dense.flatten(vector)
+            if comparable and not self.warned:
+                which = self.compare(p, references, tolerance, "direction", slack)
+            elif p is not None and not torch.isfinite(p).all():
+                raise WrongError("direction is not finite")
+        if rng.random() < 0.4 and self.case.twice and not options.full:
+            self.check_verify(p, which, damping, center, comparable, tolerance)
+        if rng.random() < 0.25:
+            self.check_rows()
+        if rng.random() < 0.75:
+            self.check_step(p, which, references, damping, center, comparable, tolerance, slack)
+        if rng.random() < 0.15:
+            self.check_copies()
+
+    def check_verify(self, p, which, damping, center, comparable, tolerance):
+        self.calls += 1
+        residual = float(
+            self.unchanged(lambda: self.optimizer.verify(self.inputs, self.targets, **self.keywords()), "verify")
+        )
+        if self.options.method == "KFAC" or self.dense is None:
+            if not math.isfinite(residual):
+                raise WrongError("verify of KFAC is not finite")
+            return
+        if not comparable or self.warned:
+            return
+        dense = self.dense
+        rhs = damping * center - self.g - self.decay * dense.theta
+        size = max(float(rhs.norm()), 1e-300)
+        rounded = (
+            100 * torch.finfo(self.case.dtype).eps * float(dense.J.norm()) / size
+        )  # residuals s - t, see slack
+        bound = 10 * tolerance * max(1.0, damping * float(center.norm()) / size) + rounded
+        if not residual <= bound:
+            raise WrongError(f"verify gives {residual:.2g}, bound {bound:.2g}")
+        if which is None:
+            return
+        B = self.B[which]
+        own = B @ p + (self.decay + damping) * p - rhs
+        expected = float(own.norm() / rhs.norm())
+        eps = self.eps
+        scale = float((B.norm() + damping) * p.norm() / rhs.norm() + 1)
+        if not abs(residual - expected) <= eps * scale + rounded:
+            raise WrongError(f"verify gives {residual:.2g}, the reference {expected:.2g}")
+
+    def check_rows(self):
+        """woodbury.rows of the batch against J^T H J of every sample."""
+        options, case = self.options, self.case
+        self.calls += 1
+        fallback = options.arguments.get("fallback")
+        if options.method in ("HessianFree", "KFAC"):
+            fallback = "autograd"
+        if case.needs_fallback and fallback is None:
+            return
+        rows = self.unchanged(
+            lambda: woodbury.rows(
+                self.model, case.loss, self.inputs, self.targets, options.kind, case.forward, fallback
+            ),
+            "rows",
+            draws=case.random,
+        )
+        if self.dense is None:
+            return
+        dense = self.dense if options.names is None else Dense(case, self.model, None, self.dense.random)
+        torch.set_rng_state(self.random)
+        if case.random:
+            return
+        U = rows.dense().double()
+        n = dense.n
+        if rows.shape != tuple(U.shape) or U.shape[0] % n or U.shape[1] != len(dense.theta):
+            raise WrongError(f"rows of shape {tuple(U.shape)}, {rows.shape}")
+        B = dense.curvature(options.kind, list(range(n)))
+        eps = self.eps
+        scale = float(dense.J.square().sum()) * (1 + float(dense.slope(dense.outputs, dense.targets).norm()) ** 2)
+
+        def near(a, b, what):
+            if not float((a - b).norm()) <= eps * (float(b.norm()) + scale * 1e-3):
+                raise WrongError(f"rows: {what} off by {float((a - b).norm()):.2g} of {float(b.norm()):.2g}")
+
+        near(U.T @ U, B, "U^T U")
+        near(rows.gram().double(), U @ U.T, "gram")
+        v = torch.randn(U.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        own = {name: value.to(case.dtype) for name, value in dense.unflatten(v).items()}
+        near(rows.matvec(own).double(), U @ v, "matvec")
+        c = torch.randn(U.shape[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        near(dense.flatten(rows.rmatvec(c.to(case.dtype))), U.T @ c, "rmatvec")
+        if options.kind == "empirical":
+            slope = dense.slope(dense.outputs, dense.targets).reshape(n, -1)
+            G = n**0.5 * torch.einsum("nc,ncp->np", slope, dense.J)
+            near(U, G, "the rows of each sample")
+
+    def check_step(self, p, which, references, damping, center, comparable, tolerance, slack_p):
+        self.calls += 1
+        case, dense = self.case, self.dense
+        before = state_of(self.model, self.tensors)
+        try:
+            with self.guard():
+                info = self.optimizer.step(self.inputs, self.targets, **self.keywords(), **self.loader())
+        except BaseException:
+            check_state(before, state_of(self.model, self.tensors), "a step that raised", ("parameter", "buffer"))
+            raise
+        after = state_of(self.model, self.tensors)
+        check_state(
+            before, after, "a step", ("grad", "identity", "module", "input", "F.linear", "python", "numpy")
+        )
+        if not case.random:
+            check_state(before, after, "a step", ("random",))
+        numbers = info.as_dict()
+        if self.optimizer.last is not info:
+            raise WrongError("last is not the StepInfo of the step")
+        if not numbers["accepted"]:
+            check_state(before, after, "a rejected step", ("parameter", "buffer"))
+        elif case.running and dense is not None and self.at_once:
+            for name, expected in dense.buffers.items():
+                if not torch.allclose(after[f"buffer {name}"].double(), expected.double(), 1e-4, 1e-6):
+                    raise WrongError(f"buffer {name} is not as after one pass")
+        if dense is None or self.warned:
+            return
+        trained = set(dense.parameters)
+        for name, _ in self.model.named_parameters():
+            if name not in trained and not same(before[f"parameter {name}"], after[f"parameter {name}"]):
+                raise WrongError(f"a step changed {name}, which it is not to train")
+        theta = dense.flatten({name: after[f"parameter {name}"] for name in dense.parameters})
+        moved = (theta - dense.theta) / self.lr
+        if not math.isfinite(numbers["loss"]) or not torch.isfinite(theta).all():
+            raise WrongError(f"not finite after a step: {numbers}")
+        single = case.dtype == torch.float32
+        eps = self.eps
+        self.near(numbers["loss"], self.f, eps * (1 + abs(self.f)), "loss")
+        if not comparable:
+            apart = 0.0 if p is None else float((moved - p).norm())
+            if numbers["accepted"] and not apart <= 1e-3 * float(moved.norm() + dense.theta.norm()):
+                raise WrongError("the step does not move by lr times direction")
+            self.last_p = moved if numbers["accepted"] else None
+            return
+        self.near(numbers["damping"], damping, 1e-6 * damping, "damping")
+        slack = (1e-6 if single else 1e-14) * float(dense.theta.norm() / self.lr.min()) + slack_p
+        if numbers["accepted"]:
+            if p is None:
+                which = self.compare(moved, references, tolerance, "the step", slack)
+            elif not float((moved - p).norm()) <= (10 * eps + tolerance) * float(p.norm()) + 10 * slack:
+                raise WrongError(
+                    f"the step moves by {float(moved.norm()):.3g}, {float((moved - p).norm()):.2g} from direction"
+                )
+        elif p is None:
+            return
+        q = moved if p is None else p
+        B = self.B[which]
+        weight = self.g + self.decay * dense.theta
+        predicted = float(-weight @ q - 0.5 * q @ (B @ q + self.decay * q))
+        size = abs(float(weight @ q)) + float(q @ (B @ q + self.decay * q)) + float(weight.norm() * q.norm())
+        self.near(
+            numbers["step_norm"], float(q.norm()), (tolerance + eps) * float(q.norm()) + 10 * slack, "step_norm"
+        )
+        self.near(
+            numbers["predicted"],
+            predicted,
+            (tolerance + eps) * size + 10 * slack * float(weight.norm()),
+            "predicted",
+        )
+        self.check_ratio(numbers, q, predicted, size, tolerance, eps, slack)
+        self.last_p = q if numbers["accepted"] else None
+
+    def check_ratio(self, numbers, q, predicted, size, tolerance, eps, slack):
+        dense, case = self.dense, self.case
+        after, slope = dense.over(self.parts, dense.theta + q)
+        torch.set_rng_state(self.random)
+        if not math.isfinite(after) or abs(after) > 1e15:
+            return
+        decrease = self.f - after - float((self.decay * q * (dense.theta + 0.5 * q)).sum())
+        rounding = torch.finfo(case.dtype).eps
+        noise = rounding * abs(self.f) + rounding**2
+        if predicted + noise <= 0:
+            return
+        expected = (decrease + noise) / (predicted + noise)
+        error = eps * (abs(self.f) + abs(after) + size) + (eps + tolerance) * float(
+            (slope.norm() + self.g.norm()) * q.norm()
+        )
+        error += 10 * slack * float(slope.norm() + self.g.norm())
+        bound = (error + abs(expected) * (tolerance + eps) * size) / (predicted + noise)
+        if not math.isfinite(slope.norm()) or not bound < 0.5 * (1 + abs(expected)):
+            return
+        self.near(numbers["ratio"], expected, bound, "ratio")
+        accept = self.options.arguments["accept"]
+        clear = accept is not None and abs(expected - accept) > bound
+        if clear and numbers["accepted"] != (expected >= accept):
+            raise WrongError(f"accepted is {numbers['accepted']} at ratio {expected:.3g}, accept {accept}")
+
+    @staticmethod
+    def near(a, b, bound, what):
+        if not abs(a - b) <= bound:
+            raise WrongError(f"{what} is {a:.10g}, the reference {b:.10g}, bound {bound:.2g}")
+
+    def check_copies(self):
+        """state_dict and deepcopy carry everything that the next step needs."""
+        self.calls += 2
+        if self.case.random or "frozen-later" in self.case.features:
+            return
+        expected = self.optimizer.direction(self.inputs, self.targets, **self.keywords(), **self.loader())
+        twin = copy.deepcopy(self.optimizer)
+        if twin.model is self.model:
+            raise WrongError("deepcopy shares the model")
+        model = copy.deepcopy(self.model)
+        loaded = self.build(model)
+        loaded.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        for other, what in ((twin, "deepcopy"), (loaded, "load_state_dict")):
+            own = other.direction(self.inputs, self.targets, **self.keywords(), **self.loader())
+            for name, value in expected.items():
+                size = max(float(value.abs().max()), 1e-30) if value.numel() else 1.0
+                if not float((own[name] - value).abs().max()) <= 1e-3 * size:
+                    raise WrongError(f"{what}: direction of {name} differs")
+
+    def second_round(self, numeric):
+        """Another step where the first one left off: momentum and damping carry over."""
+        last = getattr(self, "last_p", None)
+        taken = self.optimizer.last is not None
+        self.random = torch.get_rng_state()
+        self.case.features.add("second-step")
+        value = self.optimizer.state_dict()["state"]["damping"]
+        floor = self.policy.floor if isinstance(self.policy, woodbury.LevenbergMarquardt) else 0.0
+        damping = float(value) + floor
+        if taken and isinstance(self.policy, woodbury.LevenbergMarquardt):
+            before = self.optimizer.last
+            rho, old = float(before.ratio), float(before.damping) - floor
+            factor = 1.5 if not rho >= 0.25 else 0.7 if rho > 0.75 else 1.0
+            self.near(float(value), old * factor, 1e-6 * old, "the next damping")
+        self.change_something()
+        self.refer()
+        accepted = taken and bool(self.optimizer.last.accepted)
+        shift = torch.zeros_like(self.dense.theta)
+        if accepted:
+            if last is None:
+                return
+            shift = last
+        if len(shift) != len(self.dense.theta):  # a parameter was frozen meanwhile
+            shift = self.dense.flatten(dict(zip(self.before_names, shift.split(self.before_sizes), strict=True)))
+        self.one_round(damping, shift, numeric)
+
+    def change_something(self):
+        """What a user may do to a model between two steps."""
+        rng, dense, parameters = self.rng, self.dense, dict(self.model.named_parameters())
+        self.before_names, self.before_sizes = (
+            list(dense.parameters),
+            [p.numel() for p in dense.parameters.values()],
+        )
+        kind = rng.choices(["nothing", "freeze", "scale"], [4, 1, 1])[0]
+        name = rng.choice(self.before_names)
+        if kind == "freeze" and len(self.before_names) > 1 and self.options.method != "KFAC":
+            self.case.features.add("frozen-later")
+            parameters[name].requires_grad_(False)
+            self.options.names = tuple(own for own in self.before_names if own != name)
+        elif kind == "scale":
+            self.case.features.add("changed-later")
+            with torch.no_grad():
+                parameters[name].mul_(0.8)
+
+
+class GeneratorError(Exception):
+    """The problem could not be made or the reference not computed."""
+
+
+def misuse_at(number):
+    """The name of the misuse that stands in for this case, or None."""
+    turn, place = divmod(number, EVERY_MISUSE)
+    return list(MISUSES)[turn % len(MISUSES)] if place == EVERY_MISUSE - 1 else None
+
+
+def run_misuse(name, number=-1):
+    """One call that must be refused."""
+    torch.manual_seed(0)
+    features = {"misuse", f"misuse-{name}"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            MISUSES[name]()
+    except Exception as error:
+        outcome = "refused" if is_refusal(error) else "crashed"
+        return Result(number, outcome, f"{name}: {short(error)}", features, 1, traceback.format_exc())
+    return Result(number, "missed", name, features, 1)
+
+
+def run_case(seed, number):
+    """The result of one case."""
+    misuse = misuse_at(number)
+    if misuse is not None:
+        return run_misuse(misuse, number)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trial = Trial(seed, number)
+        except Exception as error:
+            return Result(number, "generator", short(error), text=traceback.format_exc())
+        trial.warned = Warned(caught)
+        options = trial.options
+
+        def result(outcome, detail="", text=""):
+            features = trial.case.features
+            return Result(number, outcome, detail, features, trial.calls, text)
+
+        try:
+            trial.run()
+        except GeneratorError as error:
+            return result("generator", str(error), traceback.format_exc())
+        except WrongError as error:
+            return result("wrong", str(error), traceback.format_exc())
+        except Exception as error:
+            text = traceback.format_exc()
+            if not is_refusal(error):
+                if not trial.case.twice and "not implemented" in str(error):  # documented
+                    return result("refused", short(error))
+                return result("crashed", short(error), text)
+            if options.expect in ("refused", "either"):
+                return result("refused", short(error), text)
+            return result("false-refusal", short(error), text)
+        if options.expect == "refused":
+            return result("missed", options.why)
+        return result("right")
+
+
+class Warned:
+    """True once woodbury has warned that it solved another system than the one asked for."""
+
+    def __init__(self, caught):
+        self.caught = caught
+
+    def __bool__(self):
+        return any(w.filename.startswith(PACKAGE) or "damping" in str(w.message) for w in self.caught)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000, help="number of cases")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="run this case alone and tell about it")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many seconds")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if given.case is not None:
+        return tell(given.seed, given.case)
+    results, start = [], time.perf_counter()
+    for number in range(given.first, given.first + given.count):
+        results.append(run_case(given.seed, number))
+        seconds = time.perf_counter() - start
+        if len(results) % 50 == 0 and sys.stderr.isatty():
+            failed = sum(r.outcome in FAILURES for r in results)
+            print(
+                f"\r{len(results)} cases, {failed} failures, {seconds:.0f} s", end="", file=sys.stderr, flush=True
+            )
+        if seconds > given.seconds:
+            break
+    report(results, given.seed, time.perf_counter() - start)
+    return int(any(r.outcome in FAILURES for r in results))
+
+
+def tell(seed, number):
+    """Run one case and print what it is made of."""
+    misuse = misuse_at(number)
+    if misuse is not None:
+        result = run_misuse(misuse, number)
+        print(result.text, result.outcome, result.detail)
+        return int(result.outcome in FAILURES)
+    trial = Trial(seed, number)
+    print(trial.model)
+    print(trial.case.loss, "batch", trial.case.n, trial.case.style, trial.case.dtype)
+    print("expected:", trial.options.expect, trial.options.why)
+    for name, value in vars(trial.options).items():
+        if name == "arguments":
+            value = {key: own for key, own in value.items() if key != "params"}
+        print(f"  {name} = {value}")
+    result = run_case(seed, number)
+    print(sorted(result.features))
+    print(result.text or "")
+    print(result.outcome, result.detail)
+    return int(result.outcome in FAILURES)
+
+
+def report(results, seed, seconds):
+    """Print counts per outcome and per feature, and the failures."""
+    outcomes = Counter(r.outcome for r in results)
+    calls = sum(r.calls for r in results)
+    names = ["right", "refused", *FAILURES]
+    print(f"\n{len(results)} cases, {calls} calls, {seconds:.0f} s, seed {seed}")
+    print("  ".join(f"{name} {outcomes[name]}" for name in names))
+    per_feature = {}
+    for r in results:
+        for feature in r.features:
+            per_feature.setdefault(feature, Counter())[r.outcome] += 1
+    width = max(map(len, per_feature), default=0)
+    print(f"\n{'feature':{width}}  " + "  ".join(names))
+    for feature in sorted(per_feature):
+        own = per_feature[feature]
+        print(f"{feature:{width}}  " + "  ".join(f"{own[name]:{len(name)}}" for name in names))
+    failures = [r for r in results if r.outcome in FAILURES]
+    if failures:
+        print("\nfailures:")
+        for r in failures:
+            print(f"  {r.number}: {r.outcome}: {r.detail}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
