@@ -71,7 +71,12 @@ def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path: Pa
         f"{name}-seed{seed}" for name in names for seed in range(2)
     )
     for run in folder.glob("*-seed*"):
-        assert {path.name for path in run.iterdir()} == {"config.json", "records.jsonl", "model.pt"}
+        assert {path.name for path in run.iterdir()} == {
+            "config.json",
+            "records.jsonl",
+            "records.crc32",
+            "model.pt",
+        }
     assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir() if path.is_file()} == REPORT | {"digits.png", "digits.svg"}
     for word in [*names, "train loss", "test error", "seconds", "damping", "epochs", "report.html"]:
