@@ -102,8 +102,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="A setting of the optimizer, e.g. momentum=0.9, or a field of one, e.g. damping.initial=10: it changes "
-        "the value that --set damping= gives before or after it, or else the default. May be repeated.",
+        help="A setting of the optimizer, e.g. momentum=0.9, or a field of one, e.g. damping.initial=10: it "
+        "changes what --set damping= gives before or after it, or else the default. May be repeated.",
     ),
 ]
 

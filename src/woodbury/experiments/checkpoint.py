@@ -79,16 +79,33 @@ def read_checkpoint(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
         raise RunFolderError(f"{path} {fault.verdict}: {fault}; {_REMEDY}") from None
 
 
-def archive_fault(content: bytes) -> str | None:
-    """What is wrong with a file that torch.save wrote, None if nothing; torch itself compares no CRC-32."""
+def check_model(path: Path) -> None:
+    """Raise RunFolderError if the file of a trained network is damaged."""
+    try:
+        _load(path.read_bytes())
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
+    except _FaultError as fault:
+        raise RunFolderError(f"{path} {fault.verdict}: {fault}; {_REMEDY}") from None
+
+
+def _load(content: bytes) -> Any:
+    """What torch.save wrote, after the CRC-32 of each part was compared: torch itself does not do that."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
-                return "a part of it is compressed, which torch.save never does"
+            compressed = any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
             damaged = archive.testzip()
     except Exception as error:  # zipfile raises errors of many kinds
-        return f"it is no whole archive ({one_line(error)})"
-    return None if damaged is None else f"its part {printable(damaged, 100)} has another CRC-32"
+        raise _FaultError(f"it is no whole archive ({one_line(error)})") from None
+    if compressed:  # torch.save never does that, and a small part could become a large one
+        raise _FaultError("a part of it is compressed")
+    if damaged is not None:
+        raise _FaultError(f"its part {printable(damaged, 100)} has another CRC-32")
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises errors of any kind
+        reason = printable(one_line(error).split(". ")[0], 300)
+        raise _FaultError(f"it cannot be read ({type(error).__name__}: {reason})") from None
 
 
 def _checksum(version: int, content: bytes) -> str:
@@ -100,10 +117,7 @@ def _unpack(content: bytes) -> tuple[dict[str, Any], int | None]:
     if not content:
         raise _FaultError("it is empty")
     version = None
-    if content.startswith(_ARCHIVE):
-        if fault := archive_fault(content):
-            raise _FaultError(fault)
-    else:
+    if not content.startswith(_ARCHIVE):
         header = _HEADER.match(content)
         if header is None:
             raise _FaultError("it does not begin like a checkpoint")
@@ -117,12 +131,7 @@ def _unpack(content: bytes) -> tuple[dict[str, Any], int | None]:
             raise _ForeignError(
                 f"it has format {version}, from another version of woodbury; this one reads {FORMAT}"
             )
-    try:
-        values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises errors of any kind
-        raise _FaultError(
-            f"it cannot be read ({type(error).__name__}: {one_line(error).split('. ')[0]})"
-        ) from None
+    values = _load(content)
     if not isinstance(values, dict):
         raise _FaultError("it holds no fields")
     return values, version

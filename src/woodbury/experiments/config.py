@@ -22,6 +22,7 @@ FORMAT = 4  # of a run folder; raised whenever an older version would misread it
 _READABLE = (2, 3, FORMAT)  # 2 has the fields of a damping policy without its name, 2 and 3 have no checksum
 _SEALED = 4  # formats from here on have a checksum
 CONFIG_FILE = "config.json"  # in a run folder
+_REMEDY = "put back a whole copy, or train again in a new folder"
 _LONGEST = 100  # characters of a name
 _LARGEST = 2**63 - 1
 
@@ -102,7 +103,7 @@ class RunConfig:
         except OSError as error:
             raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
         except ValueError as error:
-            raise RunFolderError(f"{path} is damaged: {one_line(error)}") from None
+            raise RunFolderError(f"{path} is damaged: {one_line(error)}; {_REMEDY}") from None
         config = cls.from_dict(values, where=str(folder))
         check_seal(values, str(path))
         return config
@@ -230,9 +231,11 @@ def check_seal(values: Mapping[str, Any], path: str) -> None:
     """
     if SEAL not in values:
         if values.get("format", 1) >= _SEALED:
-            raise RunFolderError(f"{path} is damaged: it lacks its checksum '{SEAL}'")
+            raise RunFolderError(f"{path} is damaged: it lacks its checksum '{SEAL}'; {_REMEDY}")
     elif values[SEAL] != seal(values):
-        raise RunFolderError(f"{path} is damaged: it has changed since it was written ('{SEAL}' does not agree)")
+        raise RunFolderError(
+            f"{path} is damaged: it has changed since it was written ('{SEAL}' does not agree); {_REMEDY}"
+        )
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:

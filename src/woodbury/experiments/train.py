@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.checkpoint import archive_fault, as_bytes, read_checkpoint, write_checkpoint
+from woodbury.experiments.checkpoint import as_bytes, check_model, read_checkpoint, write_checkpoint
 from woodbury.experiments.config import CONFIG_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.experiments.errors import RunFolderError, one_line
@@ -79,7 +79,7 @@ def train(
     if resume:
         check_same_run(config, folder)
         if is_complete(folder):
-            _check_model(folder / MODEL_FILE)
+            check_model(folder / MODEL_FILE)
             _remove_leftovers(folder)
             return
     folder.mkdir(parents=True, exist_ok=resume)
@@ -102,16 +102,6 @@ def _remove_leftovers(folder: Path) -> None:
         remove_unfinished(folder / name)
     if is_complete(folder):
         (folder / _CHECKPOINT).unlink(missing_ok=True)
-
-
-def _check_model(path: Path) -> None:
-    """Raise RunFolderError if the trained network of a complete run cannot be read."""
-    try:
-        fault = archive_fault(path.read_bytes())
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
-    if fault:
-        raise RunFolderError(f"{path} is damaged: {fault}; delete it to train from the start")
 
 
 class _Run:
