@@ -8,7 +8,7 @@ Outcomes of a case:
     right    the result of the undamaged file; of the records of an unfinished run also that of its first lines,
              because a run may have been killed there
     refused  an error of the package (RunFolderError, DataError) in one line that names the file
-    open     another result from a file that never had a checksum, as older versions wrote it or as it is published:
+    open     another result from a file that never had a checksum (written by an older version, or published so):
              the change of a digit cannot be known there
     wrong    another result from a file that has one
     crashed  any other exception, more than 20 seconds, or more than 1 GiB of memory beyond what was there
@@ -52,6 +52,7 @@ from woodbury.experiments.files import DataFile, Files, Home, _read_member
 from woodbury.experiments.folders import check_same_run
 from woodbury.experiments.presets import PRESETS
 from woodbury.experiments.records import Records
+from woodbury.experiments.runs import compact
 
 OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
 SECONDS, BYTES = 20, 1 << 30  # that a case may take
@@ -331,7 +332,7 @@ DATA = tiny_data()
 
 @contextmanager
 def _even_clock() -> Iterator[None]:
-    """Inside, each look at the clock is 1/1024 second after the one before: the records are the same every time."""
+    """Inside, each look at the clock is 1/1024 second after the one before, so that the records do not vary."""
     looks = iter(range(1, 10**9))
     clock, time.perf_counter = time.perf_counter, lambda: next(looks) / 1024
     try:
@@ -386,10 +387,7 @@ def make_targets(root: Path) -> dict[str, Target]:
     copy("config by command", "complete", Target("config.json", commanded, 1))
     for name in ("compact", "older compact"):
         (root / name).mkdir()
-        report.write(report.load([root / "complete"]), root / name)
-        for path in (root / name).iterdir():
-            if path.name != "records.json":
-                path.unlink()
+        (root / name / "records.json").write_text(compact(report.load([root / "complete"])))
         targets[name] = Target("records.json", reported, 10, checked=name == "compact")
     values = json.loads((root / "older compact" / "records.json").read_text())
     del values["sha256"]
@@ -429,10 +427,12 @@ def _data_targets(root: Path, targets: dict[str, Target]) -> None:
                 checked = known is not None or ending != ""
                 targets[target] = Target(f"set/file{ending}", read_by(parse, known), 2 if known else 4, checked)
     (root / "archive").mkdir()
-    with tarfile.open(root / "archive" / "archive.tar.gz", "w:gz") as archive:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
         entry = tarfile.TarInfo("inside/file")
         entry.size = len(images)
         archive.addfile(entry, io.BytesIO(images))
+    (root / "archive" / "archive.tar.gz").write_bytes(gzip.compress(packed.getvalue(), mtime=0))
     targets["archive"] = Target("archive.tar.gz", member(hashlib.sha256(images).hexdigest()))
 
 
@@ -465,7 +465,7 @@ def _limits() -> Iterator[None]:
 
 
 class Fuzzer:
-    """The files, the result of each while it is undamaged, and a folder to damage them in."""
+    """The files, and a folder to damage them in."""
 
     def __init__(self, root: Path) -> None:
         warnings.simplefilter("ignore")
@@ -473,7 +473,13 @@ class Fuzzer:
         self.work = root / "work"
         self.root.mkdir(parents=True)
         self.targets = make_targets(self.root)
-        self.whole = {name: self._use(name, None) for name in self.targets}
+        self._whole: dict[str, Any] = {}
+
+    def whole(self, name: str) -> Any:
+        """The result of a target while its file is undamaged."""
+        if name not in self._whole:
+            self._whole[name] = self._use(name, None)
+        return self._whole[name]
 
     def case(self, seed: int, number: int, only: str | None = None, show: bool = False) -> Outcome:
         """One case, which depends on its two numbers alone."""
@@ -481,6 +487,7 @@ class Fuzzer:
         names = [only] if only else list(self.targets)
         name = draw.choices(names, [self.targets[name].weight for name in names])[0]
         target = self.targets[name]
+        whole = self.whole(name)
         content, damage = damaged((self.root / name / target.file).read_bytes(), draw)
         try:
             with _limits():
@@ -497,10 +504,10 @@ class Fuzzer:
             if show:
                 traceback.print_exc()
             return Outcome(name, damage, "crashed", f"{type(error).__name__}: {error}")
-        if result == self.whole[name] or (target.first_lines and _is_beginning(result, self.whole[name])):
+        if result == whole or (target.first_lines and _is_beginning(result, whole)):
             return Outcome(name, damage, "right", "")
         if show:
-            print(f"got      {result}\nexpected {self.whole[name]}")
+            print(f"got      {result}\nexpected {whole}")
         return Outcome(name, damage, "wrong" if target.checked else "open", "another result")
 
     def _use(self, name: str, content: bytes | None) -> Any:

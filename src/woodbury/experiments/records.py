@@ -56,10 +56,10 @@ class Records:
 
         Raises ValueError, and changes nothing, if they are not there or have another checksum.
         """
+        if self._file.seek(0, os.SEEK_END) < length:
+            raise ValueError(f"{self._path.name} is shorter than when the checkpoint was written")
         self._file.seek(0)
         content = self._file.read(length)
-        if len(content) < length:
-            raise ValueError(f"{self._path.name} is shorter than when the checkpoint was written")
         if sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise ValueError(f"{self._path.name} has changed since the checkpoint was written")
         if content and not content.endswith(b"\n"):

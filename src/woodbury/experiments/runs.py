@@ -181,7 +181,7 @@ def _from_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records that `_columns` turned into columns; raises ValueError if these have not the same length."""
     count = columns["count"]
     lengths = {len(column) for column in columns.values() if isinstance(column, list)} or {min(count, _POINTS)}
-    if type(count) is not int or lengths != {count}:  # before a list of that length is made
+    if type(count) is not int or count < 0 or lengths != {count}:  # before a list of that length is made
         raise ValueError(f"columns of {lengths} values for {count} records")
     lists = {
         name: column if isinstance(column, list) else [column] * count
