@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-slow test-all lint format clean
+.PHONY: help demo test fuzz-files test-slow test-all lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -18,6 +18,9 @@ demo: $(STAMP)  ## Train four optimizers on the digits, print a table, write a f
 
 test: lint  ## Check format, lint and types, then run the tests that take seconds
 	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
+
+fuzz-files: $(STAMP)  ## Damage data, checkpoint, configuration and record files byte by byte, 5,000 times
+	$(BIN)/python -m tests.fuzz.files --count 5000 --seed 0
 
 test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take gigabytes
 	$(BIN)/pytest -m slow

@@ -23,6 +23,7 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import random
 import resource
 import shutil
@@ -357,6 +358,7 @@ def make_targets(root: Path) -> dict[str, Target]:
             except training.InterruptedRunError:
                 targets[folder.name] = Target("checkpoint.pt", resumed(optimizer))
         training.train(tiny_config("smw-gn"), root / "complete", data=DATA)
+    os.utime(root / "complete" / "records.jsonl", (0, 0))  # the day in a report
 
     def copy(name: str, source: str, target: Target) -> Path:
         shutil.copytree(root / source, root / name)
