@@ -225,6 +225,7 @@ FIELD_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "setting": (lambda v: group(v).update(bost=2.0), "a setting 'bost' that the optimizer does not have here"),
     "damping": (lambda v: v["optimizer"]["state"].pop("damping"), "it lacks the state 'damping'"),
     "bad damping": (lambda v: v["optimizer"]["state"].update(damping="1"), "its state 'damping' is of type str"),
+    "no damping": (lambda v: v["optimizer"]["state"].update(damping=float("inf")), "its state 'damping' is inf"),
     "generator": (lambda v: v["optimizer"]["state"].pop("generator"), "it lacks the state 'generator'"),
     "momentum": (
         lambda v: v["optimizer"]["state"]["momentum"].update({"0.bias": torch.zeros(5)}),
@@ -285,6 +286,32 @@ def test_a_checkpoint_cannot_run_code(form: str, tmp_path: Path) -> None:
     (folder / "checkpoint.pt").write_bytes(content)
     refusal(lambda: resume(folder), str(folder / "checkpoint.pt"))
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("damping", [{"initial": 10}, {"Constant": {"initial": 2}}, {"boost": 2, "drop": 1}, 3])
+def test_a_whole_number_as_damping_is_resumed_from(damping: Any, tmp_path: Path) -> None:
+    """It becomes a fraction on the way."""
+    config = tiny_run(damping=damping)
+    train(config, tmp_path / "whole", data=DATA)
+    with pytest.raises(InterruptedRunError):
+        train(config, tmp_path / "cut", data=DATA, stop=stop_after(STEPS))
+    train(config, tmp_path / "cut", data=DATA, resume=True)
+    assert_same_end(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_want_of_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or someone would be told to delete a good checkpoint."""
+    folder = unfinished(tmp_path / "run")
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise MemoryError
+
+    for place, name in ((torch, "load"), (training._Run, "_values")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, full)
+            with pytest.raises(MemoryError):
+                resume(folder)
+    resume(folder)
 
 
 def test_a_second_process_does_not_train_in_the_same_folder(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def _load(content: bytes) -> Any:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             compressed = any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
             damaged = archive.testzip()
+    except MemoryError:  # no fault of the file
+        raise
     except Exception as error:  # zipfile raises errors of many kinds
         raise _FaultError(f"it is no whole archive ({one_line(error)})") from None
     if compressed:  # torch.save never does that, and a small part could become a large one
@@ -103,6 +105,8 @@ def _load(content: bytes) -> Any:
         raise _FaultError(f"its part {printable(damaged, 100)} has another CRC-32")
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # torch.load raises errors of any kind
         reason = printable(one_line(error).split(". ")[0], 300)
         raise _FaultError(f"it cannot be read ({type(error).__name__}: {reason})") from None
@@ -218,7 +222,11 @@ def _checked_state(state: Mapping[Any, Any], fresh: Mapping[Any, Any], parameter
     by_index = dict(enumerate(parameters.values()))
     for name, example in fresh.items():
         if name in state:
-            _same_kind(f"state '{name}'", state[name], example)
+            both = (example, state[name])
+            if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in both):
+                _same_kind(f"state '{name}'", state[name], example)
+            elif not math.isfinite(state[name]):
+                raise _FaultError(f"its state '{name}' is {state[name]}")
         elif name in _NEEDED_STATE:
             raise _FaultError(f"it lacks the state '{name}'")
     for name, value in state.items():

@@ -227,7 +227,7 @@ class _Run:
             self.order.set_state(values["order_of_epoch"])
             self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
             records.go_back(values["records"], values["records_sha256"])
-        except OSError:
+        except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
             raise
         except Exception as error:  # what torch says of a state that it cannot take
             raise RunFolderError(
