@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-slow test-all fuzz-api lint format clean
+.PHONY: help demo test test-slow test-all fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -24,8 +24,17 @@ test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take giga
 
 test-all: test test-slow  ## Both
 
+fuzz: fuzz-api fuzz-files  ## Look for wrong steps and for damaged files that are taken for good ones
+
 fuzz-api: $(STAMP)  ## Compare 10,000 random problems with a dense reference (about ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.api --count 10000 --seed 0
+
+fuzz-files: $(STAMP)  ## Damage data, checkpoint, configuration and record files byte by byte, 5,000 times
+	$(BIN)/python -m tests.fuzz.files --count 5000 --seed 0
+
+soak: $(STAMP)  ## 50,000 steps with flat memory, and 100 kills with bit-exact resume
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak.steps --steps 50000
+	$(BIN)/python -m tests.soak.kill --kills 100 --seed 0
 
 lint: $(STAMP)  ## Check format, lint and types
 	$(BIN)/ruff format --check

@@ -71,7 +71,12 @@ def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path: Pa
         f"{name}-seed{seed}" for name in names for seed in range(2)
     )
     for run in folder.glob("*-seed*"):
-        assert {path.name for path in run.iterdir()} == {"config.json", "records.jsonl", "model.pt"}
+        assert {path.name for path in run.iterdir()} == {
+            "config.json",
+            "records.jsonl",
+            "records.crc32",
+            "model.pt",
+        }
     assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir() if path.is_file()} == REPORT | {"digits.png", "digits.svg"}
     for word in [*names, "train loss", "test error", "seconds", "damping", "epochs", "report.html"]:
@@ -225,6 +230,7 @@ def test_resume_with_nothing_to_resume_starts_a_new_run(tmp_path: Path) -> None:
         (["train", "a9a", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
         (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: lr must be a finite number, got inf"),
         (["train", "digits", "--set", "momentum=Infinity"], "--set momentum=Infinity: not a finite number"),
+        (["train", "digits", "--checkpoint-seconds", "nan"], "--checkpoint-seconds nan: not a number"),
         (["train", "digits", "--set", "accept=x"], "smw-gn: "),
         (["train", "digits", "--set", "seed=abc"], "smw-gn: "),
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9]"], "adam: "),

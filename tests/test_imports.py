@@ -48,9 +48,10 @@ FLOORS = {
     ],
     "experiments": [
         ["storage", "models", "looks", "errors"],
-        ["config", "files"],
-        ["data", "presets", "folders", "runs"],
-        ["train", "medians"],
+        ["config", "files", "checkpoint", "records"],
+        ["data", "presets", "folders"],
+        ["runs", "train"],
+        ["medians"],
         ["figure"],
         ["report"],
     ],

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from woodbury.experiments.storage import round_numbers, write_whole
+from woodbury.experiments.errors import RunFolderError, printable
+from woodbury.experiments.storage import read_json, round_numbers, seal, sync_folder, write_whole
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -43,3 +44,39 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
 def test_numbers_are_rounded_to_what_json_can_hold() -> None:
     values = {"a": [1 / 3, float("nan"), float("-inf")], "b": (123456.7, 7, True, None, "text")}
     assert round_numbers(values) == {"a": [0.33333, None, None], "b": [123460.0, 7, True, None, "text"]}
+
+
+def test_json_holds_finite_numbers_and_whole_characters_only() -> None:
+    assert read_json('{"a": [1, -2.5e-3, null, true, "é", "\\u00e9"]}'.encode()) == {
+        "a": [1, -0.0025, None, True, "é", "é"]
+    }
+    for text in (b"NaN", b"[-Infinity]", b"", b"[" * 100_000, b'"\\ud800"', b"\xff", b"9" * 5000, b"{} {}", b"\0"):
+        with pytest.raises(ValueError):
+            read_json(text)
+
+
+def test_a_seal_depends_on_every_value_and_on_nothing_else() -> None:
+    values = {"a": 1, "b": [1.5, {"c": None}]}
+    assert seal(values) == seal({"b": [1.5, {"c": None}], "a": 1, "sha256": "anything"})
+    others = [
+        {"a": 2, "b": [1.5, {"c": None}]},
+        {"a": 1, "b": [1.5, {"c": 0}]},
+        {"a": 1, "b": [1.5, {"d": None}]},
+        {},
+    ]
+    assert seal(values) not in map(seal, others) and len(seal(values)) == 64
+
+
+def test_a_folder_that_cannot_be_synchronised_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    sync_folder(tmp_path)
+    sync_folder(tmp_path / "absent")
+    assert len(synced) == 1
+
+
+def test_a_message_is_one_printable_line_of_bounded_length() -> None:
+    for text in ("two\nlines\r\n", "\x1b[31m\a\0", "x" * 10**6, "\ud800\u202e", "\n" * 10**5):
+        assert printable(text, 100).isprintable() and len(printable(text, 100)) <= 100
+        assert str(RunFolderError(text)).isprintable() and len(str(RunFolderError(text))) <= 2000
+    assert printable("as it is: é 日本 'a'", 100) == "as it is: é 日本 'a'"

@@ -1,8 +1,8 @@
 """The command `woodbury`."""
 
 import difflib
-import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -14,6 +14,7 @@ try:
     import torch
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import (
         BarColumn,
         TaskProgressColumn,
@@ -28,11 +29,18 @@ try:
     from woodbury.experiments import report
     from woodbury.experiments.config import RunConfig
     from woodbury.experiments.data import DATASETS, load_dataset
-    from woodbury.experiments.errors import DataError, RunFolderError, one_line
+    from woodbury.experiments.errors import DataError, RunFolderError, one_line, printable
     from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
     from woodbury.experiments.models import network_name
     from woodbury.experiments.presets import PAPER, PRESETS
-    from woodbury.experiments.train import InterruptedRunError, Progress, stop_on_signal, train
+    from woodbury.experiments.storage import read_json
+    from woodbury.experiments.train import (
+        CHECKPOINT_SECONDS,
+        InterruptedRunError,
+        Progress,
+        stop_on_signal,
+        train,
+    )
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -80,11 +88,22 @@ DataDir = Annotated[
 ]
 OnDevice = Annotated[Device, typer.Option(help="Where to train.")]
 InDtype = Annotated[Dtype, typer.Option(help="Precision of parameters and data.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue in the newest folder that holds these runs.")]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Continue in the newest folder that holds these runs, from their last checkpoints."
+    ),
+]
+CheckpointSeconds = Annotated[
+    float, typer.Option(min=0.0, help="Time between two checkpoints; 0 saves one after every step.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="A setting of the optimizer, e.g. momentum=0.9; may be repeated."
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting of the optimizer, e.g. momentum=0.9, or a field of one, e.g. damping.initial=10: it "
+        "changes what --set damping= gives before or after it, or else the default. May be repeated.",
     ),
 ]
 
@@ -131,6 +150,7 @@ def train_one(
     device: OnDevice = Device.cpu,
     dtype: InDtype = Dtype.float32,
     resume: Resume = False,
+    checkpoint_seconds: CheckpointSeconds = CHECKPOINT_SECONDS,
 ) -> None:
     """Train one optimizer on one data set and write a report."""
     _check_name("data set", dataset, DATASETS)
@@ -154,7 +174,7 @@ def train_one(
     except Exception as error:  # any error here comes from a setting
         _fail(f"{optimizer}: {one_line(error)}")
     with _one_line_errors(out):
-        _train_and_report([config], out, data_dir, resume)
+        _train_and_report([config], out, data_dir, resume, checkpoint_seconds)
 
 
 @app.command()
@@ -168,6 +188,7 @@ def compare(
     device: OnDevice = Device.cpu,
     dtype: InDtype = Dtype.float32,
     resume: Resume = False,
+    checkpoint_seconds: CheckpointSeconds = CHECKPOINT_SECONDS,
 ) -> None:
     """Train several optimizers on one data set and write a report that compares them."""
     _check_name("data set", dataset, DATASETS)
@@ -183,7 +204,7 @@ def compare(
         for name in names
     ]
     with _one_line_errors(out):
-        _train_and_report(configs, out, data_dir, resume)
+        _train_and_report(configs, out, data_dir, resume, checkpoint_seconds)
 
 
 @app.command()
@@ -197,13 +218,14 @@ def reproduce(
     device: OnDevice = Device.cpu,
     dtype: InDtype = Dtype.float32,
     resume: Resume = False,
+    checkpoint_seconds: CheckpointSeconds = CHECKPOINT_SECONDS,
 ) -> None:
     """Repeat an experiment of the paper: its network, batch sizes, learning rates and damping rule.
 
     covtype is not in the paper; it uses the settings of webspam.
     """
     _check_name("preset", preset, PAPER)
-    compare(preset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume)
+    compare(preset, optimizers, seeds, epochs, out, data_dir, device, dtype, resume, checkpoint_seconds)
 
 
 @app.command("report")
@@ -235,8 +257,12 @@ def bench(context: typer.Context) -> None:
 # -- parts of the commands ------------------------------------------------------------------------------------
 
 
-def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool) -> None:
+def _train_and_report(
+    configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
+) -> None:
     """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
+    if math.isnan(checkpoint_seconds):
+        _fail("--checkpoint-seconds nan: not a number")
     dataset = configs[0].dataset
     data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
     folder = folder_to_resume(out, configs) if resume else None
@@ -248,7 +274,15 @@ def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | 
         for config in configs:
             try:
                 run = run_folder(folder, config)
-                train(config, run, partial(show, config), data=data, resume=resume, stop=stop)
+                train(
+                    config,
+                    run,
+                    partial(show, config),
+                    data=data,
+                    resume=resume,
+                    stop=stop,
+                    checkpoint_seconds=checkpoint_seconds,
+                )
             except InterruptedRunError:
                 finished = False
                 break
@@ -264,7 +298,7 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
     _print_summary(report.summarise(runs))
     written = report.write(runs, folder)
     page = next(path for path in written if path.suffix == ".html")
-    console.print(f"wrote [bold]{page}[/], with figures and records beside it", soft_wrap=True)
+    console.print(f"wrote [bold]{escape(str(page))}[/], with figures and records beside it", soft_wrap=True)
 
 
 @contextmanager
@@ -308,8 +342,8 @@ def _print_summary(summaries: list[report.Summary]) -> None:
     for summary in summaries:
         whole = summary.seeds == summary.seeds_started
         table.add_row(
-            summary.label,
-            *([summary.dataset] if datasets > 1 else []),
+            escape(summary.label),
+            *([escape(summary.dataset)] if datasets > 1 else []),
             f"{summary.epochs:g}",
             f"{summary.seeds}" if whole else f"{summary.seeds} of {summary.seeds_started}",
             _short(summary.train_loss),
@@ -328,19 +362,22 @@ def _available(device: Device) -> str:
 
 
 def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
-    """Entries NAME=VALUE as a dictionary; a value that is not JSON is a string."""
+    """Entries NAME=VALUE or NAME.FIELD=VALUE as a dictionary; a value that is not JSON is a string."""
     settings: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
-        if not equals or not name:
+        name = name.strip()
+        if not equals or not all(part.isidentifier() for part in name.split(".")) or name.count(".") > 1:
             _fail(f"--set takes NAME=VALUE, got '{entry}'")
+        if text.strip().lstrip("-") in ("NaN", "Infinity"):
+            _fail(f"--set {entry}: not a finite number")
         try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
+            value = read_json(text.encode("utf-8", "surrogateescape"))
+        except ValueError:
             value = text
         if isinstance(value, float) and not math.isfinite(value):
             _fail(f"--set {entry}: not a finite number")
-        settings[name.strip()] = value
+        settings[name] = value
     return settings
 
 
@@ -358,9 +395,11 @@ def _try_step(config: RunConfig) -> None:
 
 @contextmanager
 def _one_line_errors(out: Path) -> Iterator[None]:
-    """End with one line and status 2 after an error that a user can resolve."""
+    """End with one line and status 2 after an error that a user can resolve; a warning is one line too."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *where: _say(str(message))
+            yield
     except (DataError, RunFolderError) as error:
         _fail(str(error))
     except OSError as error:
@@ -384,7 +423,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"woodbury: {message}", err=True)
+    typer.echo(f"woodbury: {printable(message, 2000)}", err=True)
 
 
 def _short(value: float) -> str:

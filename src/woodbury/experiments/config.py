@@ -4,8 +4,9 @@ import dataclasses
 import importlib.metadata
 import inspect
 import json
+import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -13,13 +14,17 @@ from typing import Any, get_origin
 import torch
 
 from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.storage import write_whole
+from woodbury.experiments.storage import SEAL, read_json, seal, write_whole
 from woodbury.optim import OPTIMIZERS
-from woodbury.policies import from_plain, to_plain
+from woodbury.policies import change, from_plain, to_plain
 
-FORMAT = 3  # of a run folder; raised whenever an older version would misread it
-_READABLE = (2, FORMAT)  # 2 has the fields of a damping policy without its name
-CONFIG_FILE, RECORDS_FILE = "config.json", "records.jsonl"  # in a run folder
+FORMAT = 4  # of a run folder; raised whenever an older version would misread it
+_READABLE = (2, 3, FORMAT)  # 2 has the fields of a damping policy without its name, 2 and 3 have no checksum
+_SEALED = 4  # formats from here on have a checksum
+CONFIG_FILE = "config.json"  # in a run folder
+_REMEDY = "put back a whole copy, or train again in a new folder"
+_LONGEST = 100  # characters of a name
+_LARGEST = 2**63 - 1
 
 # Arguments of an optimizer that are objects, not settings.
 _NOT_SETTINGS = ("model", "loss", "params", "forward")
@@ -77,8 +82,9 @@ class RunConfig:
     format: int = FORMAT
 
     def save(self, folder: Path) -> None:
-        """Write the configuration as JSON into the run folder."""
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """Write the configuration as JSON into the run folder, with the checksum of its values."""
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        text = json.dumps({**values, SEAL: seal(values)}, indent=2) + "\n"
         write_whole(folder / CONFIG_FILE, text.encode())
 
     @staticmethod
@@ -91,34 +97,51 @@ class RunConfig:
         """Read the configuration of a run folder."""
         path = folder / CONFIG_FILE
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path.read_bytes())
         except FileNotFoundError:
             raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise RunFolderError(f"{path} is damaged: {error}") from None
-        return cls.from_dict(values, where=str(folder))
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
+        except ValueError as error:
+            raise RunFolderError(f"{path} is damaged: {one_line(error)}; {_REMEDY}") from None
+        config = cls.from_dict(values, where=str(folder))
+        check_seal(values, str(path))
+        return config
 
     @classmethod
     def from_dict(cls, values: Any, where: str) -> "RunConfig":
         """The configuration in a dictionary that came from JSON; `where` names its file in messages."""
         version = values.get("format", 1) if isinstance(values, dict) else None
-        if version not in _READABLE:
-            readable = " and ".join(map(str, _READABLE))
-            raise RunFolderError(
-                f"{where} was written by another version of woodbury (format {version}, this one reads {readable})"
-            )
+        check_format(version, where)
         missing = sorted(_TYPES.keys() - values.keys())
         if missing:
             raise RunFolderError(f"{where} is damaged: its configuration lacks {', '.join(missing)}")
+        for name in values.keys() - _TYPES.keys() - {SEAL}:
+            raise RunFolderError(f"{where} is damaged: its configuration has an unknown '{name}'")
         for name, kind in _TYPES.items():
-            if type(values[name]) is not kind or (name == "widths" and {type(w) for w in values[name]} != {int}):
+            if type(values[name]) is not kind or not _PROPER.get(name, _anything)(values[name]):
                 raise RunFolderError(f"{where} is damaged: its configuration has no proper '{name}'")
         try:
             settings = {name: to_plain(from_plain(value)) for name, value in values["settings"].items()}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise RunFolderError(f"{where} has settings that cannot be read: {one_line(error)}") from None
         converted = {"widths": tuple(values["widths"]), "settings": settings, "format": FORMAT}
         return cls(**{name: values[name] for name in _TYPES} | converted)
+
+    def with_all_settings(self, where: str) -> "RunConfig":
+        """The configuration with the default of every setting that did not exist yet when it was saved.
+
+        Raises RunFolderError that names a setting the optimizer does not have; `where` names its folder.
+        """
+        if self.optimizer not in OPTIMIZERS:
+            return self
+        try:
+            settings = full_settings(self.optimizer, self.settings)
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(
+                f"cannot resume {where}: it was written by another version of woodbury ({one_line(error)})"
+            ) from None
+        return dataclasses.replace(self, settings=settings)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """{name: (own value, other's)} where the two differ, apart from versions and machine."""
@@ -142,6 +165,79 @@ _IN_JSON: dict[Any, Any] = {Mapping: dict, tuple: list}
 _TYPES = {field.name: _IN_JSON.get(get_origin(field.type), field.type) for field in dataclasses.fields(RunConfig)}
 
 
+def _is_name(value: Any) -> bool:
+    """Whether a value can stand in a table, a figure and a file name: a short line of printable characters."""
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
+
+
+def _is_count(value: int) -> bool:
+    return 0 < value <= _LARGEST
+
+
+def _are_widths(values: list[Any]) -> bool:
+    return bool(values) and all(type(value) is int and _is_count(value) for value in values)
+
+
+def _are_settings(values: dict[str, Any]) -> bool:
+    return all(_is_name(name) and _is_setting(value) for name, value in values.items())
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a value can be that of a setting: a finite number, a name, true, false, null, or a few of these."""
+    if isinstance(value, dict):
+        return len(value) <= _LONGEST and _are_settings(value)
+    if isinstance(value, list):
+        return len(value) <= _LONGEST and all(map(_is_setting, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) <= _LARGEST
+    return value is None or _is_name(value)
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+# What a field must be beyond its type.
+_PROPER: dict[str, Callable[[Any], bool]] = {
+    "dataset": _is_name,
+    "optimizer": _is_name,
+    "settings": _are_settings,
+    "widths": _are_widths,
+    "batch_size": _is_count,
+    "epochs": _is_count,
+    "seed": lambda seed: 0 <= seed <= _LARGEST,
+    "evaluations": _is_count,
+    "device": lambda device: device.split(":")[0] in ("cpu", "cuda") and _is_name(device),
+    "dtype": lambda dtype: dtype in ("float32", "float64"),
+    "versions": lambda versions: all(isinstance(version, str) for version in versions.values()),
+}
+
+
+def check_format(version: Any, where: str) -> None:
+    """Raise RunFolderError unless a file of this format can be read."""
+    if type(version) is not int or version not in _READABLE:
+        readable = f"{', '.join(map(str, _READABLE[:-1]))} and {_READABLE[-1]}"
+        raise RunFolderError(
+            f"{where} was written by another version of woodbury (format {version}, this one reads {readable})"
+        )
+
+
+def check_seal(values: Mapping[str, Any], path: str) -> None:
+    """Raise RunFolderError if a JSON object has not the checksum it had when it was written.
+
+    Formats before 4 had none: there a changed value cannot be known.
+    """
+    if SEAL not in values:
+        if values.get("format", 1) >= _SEALED:
+            raise RunFolderError(f"{path} is damaged: it lacks its checksum '{SEAL}'; {_REMEDY}")
+    elif values[SEAL] != seal(values):
+        raise RunFolderError(
+            f"{path} is damaged: it has changed since it was written ('{SEAL}' does not agree); {_REMEDY}"
+        )
+
+
 def default_settings(optimizer: str) -> dict[str, Any]:
     """Every setting of an optimizer with its default, read from its signature."""
     make: Any = OPTIMIZERS[optimizer]
@@ -155,10 +251,17 @@ def default_settings(optimizer: str) -> dict[str, Any]:
 def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`, and the default of every other setting of the optimizer, as plain values for JSON.
 
-    Raises TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
+    A name `setting.field` changes one field of a policy, whichever else `settings` gives or the default. Raises
+    TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
     """
     defaults = default_settings(optimizer)
-    unknown = sorted(settings.keys() - defaults.keys())
-    if unknown:
-        raise TypeError(f"there is no setting {unknown[0]!r}, only {', '.join(sorted(defaults))}")
-    return {name: to_plain(from_plain(settings.get(name, default))) for name, default in defaults.items()}
+    fields: dict[str, dict[str, Any]] = {}  # by setting, then by field
+    for entry, value in settings.items():
+        name, dot, field = entry.partition(".")
+        if name not in defaults:
+            raise TypeError(f"there is no setting {name!r}, only {', '.join(sorted(defaults))}")
+        if dot:
+            fields.setdefault(name, {})[field] = value
+    chosen = {name: settings.get(name, default) for name, default in defaults.items()}
+    changed = {name: change(name, chosen[name], given) for name, given in fields.items()}
+    return {name: to_plain(from_plain(value)) for name, value in {**chosen, **changed}.items()}

@@ -5,7 +5,9 @@ The functions `read_...` turn the bytes of a published file into tensors and rai
 
 import io
 import math
+import re
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -133,8 +135,15 @@ def read_covtype(content: bytearray) -> tuple[Tensor, Tensor]:
 
     columns = 55
     text = bytes(content.rstrip())
+    if text.translate(None, b"0123456789,-\r\n") or re.search(rb"[0-9]{10}", text):  # ten digits overflow int32
+        raise ValueError("something other than integers of at most nine digits")
     rows = text.count(b"\n") + 1
-    table = numpy.fromstring(text.replace(b"\n", b","), dtype=numpy.int32, sep=",")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # numpy's word for a text that it does not read to its end
+        try:
+            table = numpy.fromstring(text.replace(b"\n", b","), dtype=numpy.int32, sep=",")
+        except DeprecationWarning:
+            raise ValueError("something other than integers") from None
     if table.size != rows * columns:
         raise ValueError(f"{table.size} integers in {rows} lines, not {columns} in each")
     values = torch.from_numpy(table).view(-1, columns)
@@ -152,13 +161,18 @@ def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, T
     import numpy
     from sklearn.datasets import load_svmlight_file
 
-    values, labels = load_svmlight_file(
-        io.BytesIO(content), n_features=features, dtype=numpy.float32, zero_based=False
-    )
+    try:
+        values, labels = load_svmlight_file(
+            io.BytesIO(content), n_features=features, dtype=numpy.float32, zero_based=False
+        )
+    except OverflowError:
+        raise ValueError(f"an index far beyond the {features} features") from None
     if len(labels) != rows:
         raise ValueError(f"{len(labels)} rows instead of {rows}")
     if not numpy.isin(labels, (-1, 1)).all():
         raise ValueError("a label other than +1 and -1")
+    if not numpy.isfinite(values.data).all():
+        raise ValueError("a value that is not a finite number")
     return torch.from_numpy(values.toarray()), _binary(torch.from_numpy(labels) > 0)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -73,7 +74,8 @@ def draw(runs: Sequence[Run]) -> Figure:
 def images(figure: Figure) -> dict[str, bytes]:
     """The figure as files, by ending."""
     files = {}
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name may have any letters; a box stands for them
         for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=ending, **options)
@@ -235,14 +237,19 @@ def _short(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
 
 
+def _literal(text: str) -> str:
+    """A text that matplotlib draws as it is: a dollar begins a formula, an underscore in front hides a label."""
+    return ("" if text[:1] != "_" else " ") + text.replace("$", r"\$")
+
+
 def _draw_heading(figure: Figure, groups: Sequence[Group]) -> None:
     """The title above the panels and the legend below them."""
     config, seeds = groups[0].runs[0].config, max(group.seeds for group in groups)
-    title = f"{config.dataset}: network {network_name(config.widths)}, batches of {config.batch_size}"
+    title = f"{_literal(config.dataset)}: network {network_name(config.widths)}, batches of {config.batch_size}"
     if seeds > 1:
         title += f"; median over {seeds} seeds, bands from smallest to largest"
     figure.suptitle(title, x=0.012, ha="left", fontsize=12)
     lines = [Line2D([], [], **_line_style(group.look)) for group in groups]
-    labels = [group.label for group in groups]
+    labels = [_literal(group.label) for group in groups]
     columns = max(1, int(9 * figure.get_figwidth() / (max(map(len, labels)) + 7)))
     figure.legend(lines, labels, loc="outside lower center", ncols=min(len(groups), columns), frameon=False)

@@ -140,7 +140,7 @@ def _open(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".xz":
-        return lzma.open(path)
+        return lzma.open(path, format=lzma.FORMAT_XZ)  # the older .lzma has no checksum
     return path.open("rb")
 
 

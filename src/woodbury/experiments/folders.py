@@ -7,10 +7,17 @@ from pathlib import Path
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
 
+MODEL_FILE = "model.pt"  # the trained network; where it exists the run is complete
+
 
 def run_folder(folder: Path, config: RunConfig) -> Path:
     """The folder of one run inside the folder of a command."""
     return folder / f"{config.optimizer}-seed{config.seed}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the run in this folder has finished."""
+    return (folder / MODEL_FILE).exists()
 
 
 def new_folder(out: Path, dataset: str) -> Path:
@@ -54,7 +61,8 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
     """Raise RunFolderError if the folder holds another run than this one."""
     if not RunConfig.is_in(folder):
         return
-    for name, (there, here) in RunConfig.load(folder).differences(config).items():
+    saved = RunConfig.load(folder).with_all_settings(where=str(folder))
+    for name, (there, here) in saved.differences(config).items():
         raise RunFolderError(
             f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; "
             "without --resume the run gets a new folder"

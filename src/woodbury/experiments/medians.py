@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from woodbury.experiments.errors import printable
 from woodbury.experiments.looks import Look, looks_of
 from woodbury.experiments.runs import Run, even_indices
 
 RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
+_LONGEST = 200  # characters of a label
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
 
 _Series = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]  # step numbers in ascending order, values
@@ -62,7 +64,9 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
     return [
-        " ".join([optimizer, *(f"{name}={table[name]}" for name in differing if name in table)])
+        printable(
+            " ".join([optimizer, *(f"{name}={table[name]}" for name in differing if name in table)]), _LONGEST
+        )
         for table in tables
     ]
 

@@ -45,12 +45,23 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = {"report.html": html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
-        stem = re.sub(r"[^\w.-]", "_", dataset)
+        stem = _file_stem(dataset, files)
         files |= {f"{stem}.{ending}": content for ending, content in images(draw(members)).items()}
     files[COMPACT] = compact(runs).encode()
     for name, content in files.items():
         write_whole(folder / name, content)
     return [folder / name for name in files]
+
+
+def _file_stem(name: str, taken: Iterable[str]) -> str:
+    """A name as the first part of a file name, which no file before it has."""
+    stem = re.sub(r"[^\w.-]", "_", name)
+    used = {path.rpartition(".")[0].casefold() for path in taken}
+    number = 2
+    unique = stem
+    while unique.casefold() in used:
+        unique, number = f"{stem}-{number}", number + 1
+    return unique
 
 
 def html(runs: Iterable[Run]) -> str:

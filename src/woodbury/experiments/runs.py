@@ -5,21 +5,23 @@ Of an unfinished run a report shows what has been recorded.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, FORMAT, RECORDS_FILE, RunConfig
+from woodbury.experiments.config import CONFIG_FILE, FORMAT, RunConfig, check_format, check_seal
 from woodbury.experiments.errors import RunFolderError, one_line
+from woodbury.experiments.folders import is_complete
 from woodbury.experiments.models import network_name
-from woodbury.experiments.storage import round_numbers
+from woodbury.experiments.records import EPOCH_KEYS, RECORDS_FILE, check_order, kind_of, read_records
+from woodbury.experiments.storage import SEAL, read_json, round_numbers, seal
 from woodbury.optim import OPTIMIZERS
 
 COMPACT = "records.json"
-# What a record must hold.
-_KEYS = {"epoch": ("epoch", "step", "seconds", "train_loss", "test_error"), "step": ("step", "damping")}
+_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _POINTS = 250  # steps of a run in a compact file and in a curve, at most
 
 
@@ -73,7 +75,7 @@ def load(paths: Iterable[Path]) -> list[Run]:
 
 def _identity(run: Run) -> str:
     """A key that two copies of a run share, even if one of them has the few digits of a compact file."""
-    epochs = [[record[key] for key in _KEYS["epoch"]] for record in run.epochs]
+    epochs = [[record[key] for key in EPOCH_KEYS] for record in run.epochs]
     return json.dumps(round_numbers([dataclasses.asdict(run.config), epochs]), sort_keys=True)
 
 
@@ -94,64 +96,44 @@ def _sources(path: Path) -> list[Path]:
 def _load_run(folder: Path) -> Run:
     """Read one run folder; a run that has only just started has no records."""
     path = folder / RECORDS_FILE
+    config = RunConfig.load(folder)
+    records = read_records(folder, is_complete(folder))
     try:
-        config = RunConfig.load(folder)
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-        day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat() if lines else ""
-    except OSError as error:
-        raise RunFolderError(f"{error.filename or path} cannot be read: {one_line(error)}") from None
-    records: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": []}
-    for number, line in enumerate(lines, start=1):
-        last = number == len(lines)
-        if last and not line:  # behind the last line end
-            break
-        try:
-            record = json.loads(line)
-        except ValueError:
-            if last:  # the run was killed while it wrote this line
-                break
-            raise RunFolderError(f"{path} is damaged: line {number} is not JSON") from None
-        records[_kind(record, f"{path} is damaged: line {number}")].append(record)
+        day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat()
+    except (OSError, ValueError, OverflowError):
+        day = ""
     return Run(config, records["step"], records["epoch"], day)
 
 
 def _load_compact(path: Path) -> list[Run]:
     """The runs in a file written by `compact`."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path.read_bytes())
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
     except ValueError:
         raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it is not JSON") from None
     if not isinstance(content, dict) or not isinstance(content.get("runs"), list):
         raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it lists no runs")
+    check_format(content.get("format", 2), str(path))
     runs = []
     for number, entry in enumerate(content["runs"], start=1):
         config = RunConfig.from_dict(entry.get("config") if isinstance(entry, dict) else None, where=str(path))
         where = f"{path} is damaged: run {number}"
         try:
             steps, epochs = _from_columns(entry["steps"]), _from_columns(entry["epochs"])
-            day = str(entry["day"])
+            day = entry["day"]
+            if not isinstance(day, str) or not (day == "" or _DAY.fullmatch(day)):
+                raise ValueError(day)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise RunFolderError(f"{where} has no proper records") from None
         for kind, records in (("step", steps), ("epoch", epochs)):
-            for record in records:
-                _kind({"kind": kind, **record}, where)
+            for index, record in enumerate(records):
+                kind_of({**record, "kind": kind}, where)
+                check_order(records[max(index - 1, 0) : index], record, kind, where)
         runs.append(Run(config, steps, epochs, day))
+    check_seal({"format": 2, **content}, str(path))
     return runs
-
-
-def _kind(record: Any, where: str) -> str:
-    """ "step" or "epoch", the kind of a record; raises RunFolderError if it is neither or lacks a number."""
-    kind = record.get("kind") if isinstance(record, dict) else None
-    if not isinstance(kind, str) or kind not in _KEYS:
-        raise RunFolderError(f"{where} is not the record of a step or an epoch")
-    for key in _KEYS[kind]:
-        value = record.get(key, "")
-        needed = key in ("epoch", "step", "seconds")
-        if not isinstance(value, int | float) and not (value is None and not needed):
-            raise RunFolderError(f"{where} has no number '{key}'")
-    return kind
 
 
 def _order(run: Run) -> tuple[Any, ...]:
@@ -169,8 +151,8 @@ def _sortable(value: Any) -> tuple[bool, float, str]:
 
 
 def compact(runs: Sequence[Run]) -> str:
-    """The runs as JSON with few steps and digits, one line per run."""
-    lines = []
+    """The runs as JSON with few steps and digits, one line per run, and the checksum of it all."""
+    entries = []
     for run in runs:
         steps = [run.steps[index] for index in even_indices(len(run.steps))]
         entry = {
@@ -179,8 +161,10 @@ def compact(runs: Sequence[Run]) -> str:
             "epochs": _columns(round_numbers(run.epochs)),
             "steps": _columns(round_numbers(steps)),
         }
-        lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
-    return f'{{"format":{FORMAT},"runs":[\n' + ",\n".join(lines) + "\n]}\n"
+        entries.append(json.loads(json.dumps(entry, allow_nan=False)))
+    sealed = seal({"format": FORMAT, "runs": entries})
+    lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
+    return f'{{"format":{FORMAT},"{SEAL}":"{sealed}","runs":[\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -194,9 +178,13 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _from_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The records that `_columns` turned into columns."""
+    """The records that `_columns` turned into columns; raises ValueError if these have not the same length."""
+    count = columns["count"]
+    lengths = {len(column) for column in columns.values() if isinstance(column, list)} or {min(count, _POINTS)}
+    if type(count) is not int or count < 0 or lengths != {count}:  # before a list of that length is made
+        raise ValueError(f"columns of {lengths} values for {count} records")
     lists = {
-        name: column if isinstance(column, list) else [column] * int(columns["count"])
+        name: column if isinstance(column, list) else [column] * count
         for name, column in columns.items()
         if name != "count"
     }

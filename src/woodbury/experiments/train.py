@@ -1,18 +1,17 @@
 """One training run, from a configuration to a folder of plain files.
 
-    config.json     everything needed to repeat the run
+    config.json     everything needed to repeat the run, with a checksum
     records.jsonl   one JSON object per line: {"kind": "step", ...} after each step, {"kind": "epoch", ...}
                     before training (epoch 0) and after each epoch or part of one
-    checkpoint.pt   while the run is unfinished: what it needs to go on
+    records.crc32   a check value for each line of the records
+    checkpoint.pt   while the run is unfinished: what it needs to go on, with a checksum
     model.pt        the state_dict of the trained network; where it exists the run is complete
 
-The key `seconds` in a record is the time spent inside `optimizer.step` so far, without evaluation and writing.
+A run that is killed at any moment resumes from its last checkpoint. The key `seconds` in a record is the time
+spent inside `optimizer.step` so far, without evaluation and writing.
 """
 
-import io
-import json
 import math
-import os
 import signal
 import threading
 import time
@@ -21,21 +20,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.config import CONFIG_FILE, RECORDS_FILE, RunConfig
+from woodbury.experiments.checkpoint import as_bytes, check_model, read_checkpoint, write_checkpoint
+from woodbury.experiments.config import CONFIG_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.folders import check_same_run
+from woodbury.experiments.folders import MODEL_FILE, check_same_run, is_complete
 from woodbury.experiments.models import mlp
-from woodbury.experiments.storage import remove_unfinished, write_whole
+from woodbury.experiments.records import CHECKS_FILE, Records
+from woodbury.experiments.storage import remove_unfinished, sync_folder, write_whole
 from woodbury.optim import OPTIMIZERS, NonFiniteLossError
 
-_CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
-_CHECKPOINT_SECONDS = 20.0  # between checkpoints within an epoch
+_CHECKPOINT = "checkpoint.pt"
+CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
 _EVALUATION_SAMPLES = 10_000  # at once
 
 
@@ -61,6 +62,7 @@ def train(
     data: Dataset | None = None,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> None:
     """Train as `config` says and leave the results in `folder`, which must not exist yet.
 
@@ -72,35 +74,34 @@ def train(
         resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
             bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
         stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
+        checkpoint_seconds: how much time passes between two checkpoints; 0 saves one after every step.
     """
     if resume:
         check_same_run(config, folder)
-        _remove_leftovers(folder)
         if is_complete(folder):
+            check_model(folder / MODEL_FILE)
+            _remove_leftovers(folder)
             return
     folder.mkdir(parents=True, exist_ok=resume)
     if not RunConfig.is_in(folder):
         config.save(folder)
     run = _Run(config, load_dataset(config.dataset) if data is None else data)
-    (folder / RECORDS_FILE).touch()
-    with (folder / RECORDS_FILE).open("r+b") as records:
+    with Records(folder) as records:
+        _remove_leftovers(folder)
         run.restore(folder / _CHECKPOINT, records)
-        run.finish(folder, records, progress, stop)
-    write_whole(folder / _MODEL, _as_bytes(run.model.state_dict()))
-    (folder / _CHECKPOINT).unlink(missing_ok=True)
+        run.finish(folder, records, progress, stop, checkpoint_seconds)
+        records.sync()
+        write_whole(folder / MODEL_FILE, as_bytes(run.model.state_dict()))
+        sync_folder(folder)  # before the checkpoint goes
+        (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what a run that was killed left behind."""
-    for name in (_CHECKPOINT, _MODEL, CONFIG_FILE):
+    for name in (_CHECKPOINT, MODEL_FILE, CONFIG_FILE, CHECKS_FILE):
         remove_unfinished(folder / name)
     if is_complete(folder):
         (folder / _CHECKPOINT).unlink(missing_ok=True)
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether the run in this folder has finished."""
-    return (folder / _MODEL).exists()
 
 
 class _Run:
@@ -111,6 +112,7 @@ class _Run:
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         self.train_set = _to_device(data.train_inputs, data.train_targets, device, dtype)
         self.test_set = _to_device(data.test_inputs, data.test_targets, device, dtype)
+        self.per_epoch = math.ceil(len(self.train_set[0]) / config.batch_size)  # steps
         self.loss = data.loss()
         self.model = mlp(config.widths, seed=config.seed).to(device, dtype)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model, self.loss, **config.optimizer_settings())
@@ -125,13 +127,14 @@ class _Run:
     def finish(
         self,
         folder: Path,
-        records: BinaryIO,
+        records: Records,
         progress: Callable[[Progress], None] | None,
         stop: Callable[[], bool],
+        checkpoint_seconds: float,
     ) -> None:
         """Train from the current state to the end."""
         config, (inputs, targets) = self.config, self.train_set
-        per_epoch = math.ceil(len(inputs) / config.batch_size)
+        per_epoch = self.per_epoch
         steps = config.epochs * per_epoch
         marks = {round(part * per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
         if self.epoch == 0:
@@ -149,13 +152,13 @@ class _Run:
                     self._evaluate(records, per_epoch)
                     return
                 record = {"kind": "step", "epoch": self.epoch, "step": self.step, "seconds": self.seconds}
-                _write(records, {**record, **values})
+                records.write({**record, **values})
                 if progress is not None:
                     progress(Progress(self.step, steps, values["loss"], values["damping"]))
                 if self.batches_done in marks:
                     self._evaluate(records, per_epoch)
                 stopping = stop()
-                if stopping or time.monotonic() - saved > _CHECKPOINT_SECONDS:
+                if stopping or time.monotonic() - saved >= checkpoint_seconds:
                     self.save(folder / _CHECKPOINT, records)
                     saved = time.monotonic()
                 if stopping and self.step < steps:
@@ -175,20 +178,23 @@ class _Run:
             values["iterations"] = self.optimizer.iterations
         return values
 
-    def _evaluate(self, records: BinaryIO, per_epoch: int) -> None:
+    def _evaluate(self, records: Records, per_epoch: int) -> None:
         """Record the loss and the error on both sets."""
         epoch = self.step / per_epoch
         record: dict[str, Any] = {"kind": "epoch", "epoch": int(epoch) if epoch.is_integer() else epoch}
         record |= {"step": self.step, "seconds": self.seconds}
         for name, (inputs, targets) in (("train", self.train_set), ("test", self.test_set)):
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
-        _write(records, record)
+        records.write(record)
 
-    def save(self, path: Path, records: BinaryIO) -> None:
-        """Write a checkpoint."""
-        records.flush()
-        os.fsync(records.fileno())
-        values = {
+    def save(self, path: Path, records: Records) -> None:
+        """Write a checkpoint, with the records before it on disk."""
+        records.sync()
+        write_checkpoint(path, self._values(records))
+
+    def _values(self, records: Records) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "order_of_epoch": self.order_of_epoch,
@@ -196,32 +202,37 @@ class _Run:
             "done": self.batches_done,
             "step": self.step,
             "seconds": self.seconds,
-            "records": records.tell(),
+            "records": records.length,
+            "records_sha256": records.sha256,
         }
-        write_whole(path, _as_bytes(values))
 
-    def restore(self, path: Path, records: BinaryIO) -> None:
-        """Go back to the checkpoint, or to the start if there is none, and remove later records."""
-        if path.exists():
-            try:
-                values = torch.load(path, map_location="cpu", weights_only=True)
-                self.model.load_state_dict(values["model"])
-                self.optimizer.load_state_dict(values["optimizer"])
-                self.order_of_epoch = values["order_of_epoch"]
-                self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
-                self.seconds, length = values["seconds"], values["records"]
-            except Exception as error:  # torch.load raises anything on a damaged file
-                reason = f"{type(error).__name__}: {one_line(error)}"
-                raise RunFolderError(f"{path} is damaged ({reason}): delete it to train from the start") from None
-            if records.seek(0, os.SEEK_END) < length:
-                raise RunFolderError(
-                    f"{path.parent / RECORDS_FILE} is shorter than when {path.name} was written: "
-                    f"delete {path.name} to train from the start"
-                )
-        else:
-            length = 0
-        records.seek(length)
-        records.truncate()
+    def restore(self, path: Path, records: Records) -> None:
+        """Go back to the checkpoint, or to the start if there is none, and remove later records.
+
+        Raises RunFolderError, and leaves all files as they are, if it is damaged or of another run.
+        """
+        if not path.exists():
+            records.go_back(0, None)
+            return
+        values = read_checkpoint(path, self._values(records))
+        try:
+            self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
+            place = f"batch {self.batches_done} of {self.per_epoch} in epoch {self.epoch} of {self.config.epochs}"
+            before = (self.epoch - 1) * self.per_epoch  # steps of the epochs that have ended
+            inside = 1 <= self.epoch <= self.config.epochs and 0 < self.batches_done <= self.per_epoch
+            if not inside or self.step != before + self.batches_done:
+                raise ValueError(f"step {self.step} cannot be {place}")
+            self.model.load_state_dict(values["model"])
+            self.optimizer.load_state_dict(values["optimizer"])
+            self.order.set_state(values["order_of_epoch"])
+            self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
+            records.go_back(values["records"], values["records_sha256"])
+        except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
+            raise
+        except Exception as error:  # what torch says of a state that it cannot take
+            raise RunFolderError(
+                f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
+            ) from None
 
 
 @torch.no_grad()
@@ -267,20 +278,3 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 def _to_device(inputs: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return inputs.to(device, dtype), targets.to(device, dtype if targets.is_floating_point() else None)
-
-
-def _write(records: BinaryIO, record: dict[str, Any]) -> None:
-    """Append a record as one line of JSON, with null for numbers that are not finite."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
-    records.write((json.dumps(finite, allow_nan=False) + "\n").encode())
-    records.flush()  # a run that is killed loses no record
-
-
-def _as_bytes(values: Any) -> bytes:
-    """What torch.save writes, in memory: on a full disk it would raise errors that are no OSError."""
-    buffer = io.BytesIO()
-    torch.save(values, buffer)
-    return buffer.getvalue()

@@ -1,0 +1,565 @@
+"""Damage the files of runs and data sets byte by byte: what comes of it is right or refused, never wrong.
+
+    python -m tests.fuzz.files --count 5000 --seed 0
+    python -m tests.fuzz.files --case 1234 --seed 0      one case again, with its error in full
+
+Outcomes of a case:
+
+    right    the result of the undamaged file; of the records of an unfinished run also that of its first lines,
+             because a run may have been killed there
+    refused  an error of the package (RunFolderError, DataError) in one line that names the file
+    open     another result from a file that never had a checksum (written by an older version, or published so):
+             the change of a digit cannot be known there
+    wrong    another result from a file that has one
+    crashed  any other exception, more than 20 seconds, or more than 1 GiB of memory beyond what was there
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from woodbury.experiments import report
+from woodbury.experiments import train as training
+from woodbury.experiments.config import RunConfig
+from woodbury.experiments.data import Dataset, read_cifar, read_covtype, read_idx, read_libsvm
+from woodbury.experiments.errors import DataError, RunFolderError
+from woodbury.experiments.files import DataFile, Files, Home, _read_member
+from woodbury.experiments.folders import check_same_run
+from woodbury.experiments.presets import PRESETS
+from woodbury.experiments.records import Records
+from woodbury.experiments.runs import compact
+
+OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
+SECONDS, BYTES = 20, 1 << 30  # that a case may take
+HOSTILE = (
+    *(
+        b"NaN",
+        b"Infinity",
+        b"-Infinity",
+        b"1e999",
+        b"-1",
+        b"null",
+        b"true",
+        b'"',
+        b"{",
+        b"}",
+        b"\\ud800",
+        b"\\u0000",
+    ),
+    *(
+        b"[" * 5000,
+        b"9" * 30,
+        b"9" * 5000,
+        b"$\\frac$",
+        b"[/]",
+        b"</script>",
+        b"../../x",
+        b"\n",
+        b"\r\n",
+        b"\0",
+        b"\xff",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file to damage, and what is done with it."""
+
+    file: str  # path below the folder of the target
+    use: Callable[[Path], Any]  # the result, from the folder
+    weight: int = 10
+    checked: bool = True  # whether the file has a checksum, so that another result is wrong
+    first_lines: bool = False  # whether a result from the first lines is right as well
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case."""
+
+    target: str
+    damage: str
+    outcome: str
+    detail: str
+
+
+# -- damage ----------------------------------------------------------------------------------------------------
+
+
+def damaged(content: bytes, draw: random.Random) -> tuple[bytes, str]:
+    """The content with one to three damages, and their names; it always differs."""
+    while True:
+        changed, names = bytearray(content), []
+        for _ in range(draw.choice((1, 1, 1, 2, 3))):
+            name = draw.choice(list(DAMAGES))
+            names.append(name)
+            DAMAGES[name](changed, draw)
+        if changed != content:
+            return bytes(changed), "+".join(names)
+
+
+def _range(content: bytearray, draw: random.Random) -> tuple[int, int]:
+    """A range of the content, short ones as likely as long ones."""
+    start = draw.randrange(len(content) + 1)
+    longest = max(1, len(content) - start)
+    return start, start + min(longest, int(longest ** draw.random()) + draw.randrange(8))
+
+
+def _flip(content: bytearray, draw: random.Random) -> None:
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        if content:
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+
+
+def _overwrite(content: bytearray, draw: random.Random) -> None:
+    start, stop = _range(content, draw)
+    stop = min(stop, start + 64)
+    content[start:stop] = draw.randbytes(stop - start)
+
+
+def _truncate(content: bytearray, draw: random.Random) -> None:
+    del content[draw.choice((0, draw.randrange(len(content) + 1), max(0, len(content) - draw.randrange(1, 40)))) :]
+
+
+def _insert(content: bytearray, draw: random.Random) -> None:
+    at = draw.randrange(len(content) + 1)
+    content[at:at] = draw.randbytes(draw.choice((1, 2, 16, 1000)))
+
+
+def _insert_hostile(content: bytearray, draw: random.Random) -> None:
+    at = draw.randrange(len(content) + 1)
+    content[at : at + draw.choice((0, 1, 5))] = draw.choice(HOSTILE)
+
+
+def _delete(content: bytearray, draw: random.Random) -> None:
+    start, stop = _range(content, draw)
+    del content[start:stop]
+
+
+def _repeat(content: bytearray, draw: random.Random) -> None:
+    start, stop = _range(content, draw)
+    at = draw.choice((stop, draw.randrange(len(content) + 1)))
+    content[at:at] = content[start:stop]
+
+
+def _zero(content: bytearray, draw: random.Random) -> None:
+    start, stop = _range(content, draw)
+    stop = min(stop, len(content))
+    content[start:stop] = bytes(stop - start)
+
+
+def _digit(content: bytearray, draw: random.Random) -> None:
+    places = [place for place, byte in enumerate(content) if 48 <= byte < 58]
+    if places:
+        content[draw.choice(places)] = draw.randrange(48, 58)
+
+
+def _line(content: bytearray, draw: random.Random) -> None:
+    """Remove, repeat or exchange whole lines."""
+    lines = bytes(content).splitlines(keepends=True)
+    if lines:
+        first, second = draw.randrange(len(lines)), draw.randrange(len(lines))
+        kind = draw.randrange(3)
+        if kind == 0:
+            del lines[first]
+        elif kind == 1:
+            lines.insert(second, lines[first])
+        else:
+            lines[first], lines[second] = lines[second], lines[first]
+        content[:] = b"".join(lines)
+
+
+DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
+    "flip": _flip,
+    "overwrite": _overwrite,
+    "truncate": _truncate,
+    "insert": _insert,
+    "hostile": _insert_hostile,
+    "delete": _delete,
+    "repeat": _repeat,
+    "zero": _zero,
+    "digit": _digit,
+    "line": _line,
+}
+
+
+# -- what is done with a file ----------------------------------------------------------------------------------
+
+
+def tiny_data() -> Dataset:
+    """A problem of three classes whose runs take a moment."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator)
+    return Dataset(inputs[:40], targets[:40], inputs[40:], targets[40:], classes=3)
+
+
+def tiny_config(optimizer: str) -> RunConfig:
+    """A run on it; the same bytes on every machine."""
+    config = PRESETS["digits"].config("digits", optimizer, seed=1, epochs=4, batch_size=8)
+    return dataclasses.replace(config, widths=(6, 4, 3), versions={"torch": "0"}, machine={"threads": 1})
+
+
+def digest(value: Any) -> str:
+    """A checksum of tensors and plain values, by their bits."""
+    found = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            add((str(part.dtype), tuple(part.shape)))
+            found.update(part.detach().cpu().contiguous().numpy().tobytes())
+        elif isinstance(part, dict):
+            for key in sorted(part, key=repr):
+                add((repr(key), part[key]))
+        elif isinstance(part, list | tuple):
+            found.update(b"(")
+            for item in part:
+                add(item)
+            found.update(b")")
+        else:
+            found.update(repr(part).encode() + b";")
+
+    add(value)
+    return found.hexdigest()
+
+
+def resumed(optimizer: str) -> Callable[[Path], Any]:
+    """The state that a run in a folder goes on from, and the records it keeps."""
+
+    def use(folder: Path) -> Any:
+        run = training._Run(tiny_config(optimizer), DATA)
+        with Records(folder) as records:
+            run.restore(folder / "checkpoint.pt", records)
+            values = run._values(records)
+        return digest(values), (folder / "records.jsonl").read_bytes()
+
+    return use
+
+
+def finished(folder: Path) -> Any:
+    """What a complete run has left, as someone who loads it would see it."""
+    training.train(tiny_config("smw-gn"), folder, data=DATA, resume=True)
+    return digest(torch.load(folder / "model.pt", weights_only=True))
+
+
+def configuration(folder: Path) -> Any:
+    return dataclasses.asdict(RunConfig.load(folder))
+
+
+def same_run(folder: Path) -> Any:
+    check_same_run(tiny_config("smw-gn"), folder)
+
+
+def reported(folder: Path, drawn: bool = False) -> Any:
+    """The records that a report reads; its tables and its page are made from them as well."""
+    paths = [folder / "records.json"] if (folder / "records.json").exists() else [folder]
+    runs = report.load(paths)
+    report.summarise(runs)
+    report.html(runs)
+    if drawn:
+        report.write(runs, folder / "out")
+    return [(dataclasses.asdict(run.config), run.steps, run.epochs) for run in runs]
+
+
+def drawn(folder: Path) -> Any:
+    return reported(folder, drawn=True)
+
+
+def commanded(folder: Path) -> Any:
+    """What `woodbury report` prints; its errors are one line and status 2."""
+    from typer.testing import CliRunner
+
+    from woodbury import cli
+
+    done = CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(folder / "out")])
+    if done.exit_code == 2:
+        raise (
+            RunFolderError(done.output.removesuffix("\n"))
+            if done.output.count("\n") == 1
+            else AssertionError(done.output)
+        )
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+def read_by(parse: Callable[[bytearray], Any], sha256: str | None) -> Callable[[Path], Any]:
+    """What a reader of data sets makes of a file `set/file`, plain or compressed."""
+
+    def use(folder: Path) -> Any:
+        file = DataFile("file", sha256, Home("https://example.org/file", None))
+        return digest(Files("set", folder).read(file, parse))
+
+    return use
+
+
+def member(sha256: str) -> Callable[[Path], Any]:
+    def use(folder: Path) -> Any:
+        file = DataFile("file", sha256, Home("https://example.org/a.tar.gz", None), member="inside/file")
+        return bytes(_read_member(folder / "archive.tar.gz", file))
+
+    return use
+
+
+# -- the files -------------------------------------------------------------------------------------------------
+
+DATA = tiny_data()
+
+
+@contextmanager
+def _even_clock() -> Iterator[None]:
+    """Inside, each look at the clock is 1/1024 second after the one before, so that the records do not vary."""
+    looks = iter(range(1, 10**9))
+    clock, time.perf_counter = time.perf_counter, lambda: next(looks) / 1024
+    try:
+        yield
+    finally:
+        time.perf_counter = clock
+
+
+def _stop_after(steps: int) -> Callable[[], bool]:
+    calls = iter(range(1, 10**9))
+    return lambda: next(calls) >= steps
+
+
+def make_targets(root: Path) -> dict[str, Target]:
+    """Write the undamaged files of each target into a folder of its name."""
+    targets: dict[str, Target] = {}
+    with _even_clock():
+        for optimizer in ("smw-gn", "kfac", "adam"):
+            folder = root / f"checkpoint {optimizer}"
+            try:
+                training.train(tiny_config(optimizer), folder, data=DATA, stop=_stop_after(12))
+            except training.InterruptedRunError:
+                targets[folder.name] = Target("checkpoint.pt", resumed(optimizer))
+        training.train(tiny_config("smw-gn"), root / "complete", data=DATA)
+    os.utime(root / "complete" / "records.jsonl", (0, 0))  # the day in a report
+
+    def copy(name: str, source: str, target: Target) -> Path:
+        shutil.copytree(root / source, root / name)
+        targets[name] = target
+        return root / name
+
+    older = copy("older checkpoint", "checkpoint kfac", Target("checkpoint.pt", resumed("kfac")))
+    _, _, content = (older / "checkpoint.pt").read_bytes().partition(b"\n")
+    values = torch.load(io.BytesIO(content), weights_only=True)
+    del values["records_sha256"]
+    torch.save(values, older / "checkpoint.pt")
+    copy("records at resume", "checkpoint smw-gn", Target("records.jsonl", resumed("smw-gn")))
+    copy("checks at resume", "checkpoint smw-gn", Target("records.crc32", resumed("smw-gn"), 3))
+    copy("model", "complete", Target("model.pt", finished))
+    copy("config", "complete", Target("config.json", configuration))
+    older = copy("older config", "complete", Target("config.json", same_run, 5))
+    values = json.loads((older / "config.json").read_text())
+    del values["sha256"]
+    (older / "config.json").write_text(json.dumps({**values, "format": 3}, indent=2))
+    copy("records", "complete", Target("records.jsonl", reported))
+    copy("checks", "complete", Target("records.crc32", reported, 5))
+    copy("unfinished records", "checkpoint smw-gn", Target("records.jsonl", reported, first_lines=True))
+    copy("unfinished checks", "checkpoint smw-gn", Target("records.crc32", reported, 5))
+    older = copy("older records", "complete", Target("records.jsonl", reported, checked=False))
+    (older / "records.crc32").unlink()
+    copy("older records drawn", "older records", Target("records.jsonl", drawn, 1, checked=False))
+    copy("records by command", "complete", Target("records.jsonl", commanded, 1))
+    copy("config by command", "complete", Target("config.json", commanded, 1))
+    for name in ("compact", "older compact"):
+        (root / name).mkdir()
+        (root / name / "records.json").write_text(compact(report.load([root / "complete"])))
+        targets[name] = Target("records.json", reported, 10, checked=name == "compact")
+    values = json.loads((root / "older compact" / "records.json").read_text())
+    del values["sha256"]
+    (root / "older compact" / "records.json").write_text(json.dumps({**values, "format": 3}))
+    _data_targets(root, targets)
+    return targets
+
+
+def _data_targets(root: Path, targets: dict[str, Target]) -> None:
+    draw = random.Random(0)
+    images = b"\0\0\x08\x03" + bytes((0, 0, 0, 9, 0, 0, 0, 4, 0, 0, 0, 5)) + draw.randbytes(180)
+    cifar = b"".join(bytes([draw.randrange(10)]) + draw.randbytes(3072) for _ in range(3))
+    rows = ([draw.randrange(3000) for _ in range(54)] + [k % 7 + 1] for k in range(9))
+    table = b"".join(b",".join(b"%d" % value for value in row) + b"\n" for row in rows)
+    lines = b"".join(
+        b"%+d %s\n" % (draw.choice((-1, 1)), b" ".join(b"%d:%.3f" % (k, draw.random()) for k in range(1, 9)))
+        for _ in range(9)
+    )
+
+    def libsvm(content: bytearray) -> Any:
+        return read_libsvm(content, rows=9, features=8)
+
+    for name, content, parse in (
+        ("idx", images, read_idx),
+        ("cifar", cifar, read_cifar),
+        ("covtype", table, read_covtype),
+        ("libsvm", lines, libsvm),
+    ):
+        sha256 = hashlib.sha256(content).hexdigest()
+        packings = {"": content, ".gz": gzip.compress(content, mtime=0), ".xz": lzma.compress(content)}
+        for ending, packed in packings.items():
+            for known in (sha256, None):
+                target = f"{name}{ending}" if known else f"{name}{ending} without checksum"
+                (root / target / "set").mkdir(parents=True)
+                (root / target / "set" / f"file{ending}").write_bytes(packed)
+                # the CRC of gzip and xz is a checksum as well
+                checked = known is not None or ending != ""
+                targets[target] = Target(f"set/file{ending}", read_by(parse, known), 2 if known else 4, checked)
+    (root / "archive").mkdir()
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        entry = tarfile.TarInfo("inside/file")
+        entry.size = len(images)
+        archive.addfile(entry, io.BytesIO(images))
+    (root / "archive" / "archive.tar.gz").write_bytes(gzip.compress(packed.getvalue(), mtime=0))
+    targets["archive"] = Target("archive.tar.gz", member(hashlib.sha256(images).hexdigest()))
+
+
+# -- cases -----------------------------------------------------------------------------------------------------
+
+
+class _TooLongError(BaseException):
+    """A case took too long; no code under test catches it."""
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Inside, time and memory are bounded."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, end)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
+    if pages is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, hard))
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, before)
+
+
+class Fuzzer:
+    """The files, and a folder to damage them in."""
+
+    def __init__(self, root: Path) -> None:
+        warnings.simplefilter("ignore")
+        self.root = root / "whole"
+        self.work = root / "work"
+        self.root.mkdir(parents=True)
+        self.targets = make_targets(self.root)
+        self._whole: dict[str, Any] = {}
+
+    def whole(self, name: str) -> Any:
+        """The result of a target while its file is undamaged."""
+        if name not in self._whole:
+            self._whole[name] = self._use(name, None)
+        return self._whole[name]
+
+    def case(self, seed: int, number: int, only: str | None = None, show: bool = False) -> Outcome:
+        """One case, which depends on its two numbers alone."""
+        draw = random.Random(f"{seed}:{number}")
+        names = [only] if only else list(self.targets)
+        name = draw.choices(names, [self.targets[name].weight for name in names])[0]
+        target = self.targets[name]
+        whole = self.whole(name)
+        content, damage = damaged((self.root / name / target.file).read_bytes(), draw)
+        try:
+            with _limits():
+                result = self._use(name, content)
+        except (RunFolderError, DataError) as error:
+            if show:
+                print(error)
+            message = str(error)
+            whole_line = message.isprintable() and len(message) <= 2000
+            return Outcome(name, damage, "refused" if whole_line else "crashed", message)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            if show:
+                traceback.print_exc()
+            return Outcome(name, damage, "crashed", f"{type(error).__name__}: {error}")
+        if result == whole or (target.first_lines and _is_beginning(result, whole)):
+            return Outcome(name, damage, "right", "")
+        if show:
+            print(f"got      {result}\nexpected {whole}")
+        return Outcome(name, damage, "wrong" if target.checked else "open", "another result")
+
+    def _use(self, name: str, content: bytes | None) -> Any:
+        """The result of a target with this content in its file, in a fresh copy of its folder."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        shutil.copytree(self.root / name, self.work)
+        if content is not None:
+            (self.work / self.targets[name].file).write_bytes(content)
+        return self.targets[name].use(self.work)
+
+
+def _is_beginning(result: Any, whole: Any) -> bool:
+    ((config, steps, epochs),), ((own, all_steps, all_epochs),) = result, whole
+    return config == own and steps == all_steps[: len(steps)] and epochs == all_epochs[: len(epochs)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.files", description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=5000, help="number of cases (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of all cases (default: %(default)s)")
+    parser.add_argument("--case", type=int, help="run this case alone and show what it did")
+    parser.add_argument("--target", help="damage files of this kind alone")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as root:
+        fuzzer = Fuzzer(Path(root))
+        if options.case is not None:
+            print(fuzzer.case(options.seed, options.case, options.target, show=True))
+            return 0
+        counts: Counter[tuple[str, str]] = Counter()
+        failures = []
+        started = time.monotonic()
+        for number in range(options.count):
+            found = fuzzer.case(options.seed, number, options.target)
+            counts[found.target, found.outcome] += 1
+            if found.outcome in ("wrong", "crashed"):
+                failures.append((number, found))
+            if number % 100 == 99 or number + 1 == options.count:
+                print(f"\r{number + 1} of {options.count} cases, {len(failures)} failed", end="", file=sys.stderr)
+        print(file=sys.stderr)
+        width = max(map(len, fuzzer.targets))
+        print(f"{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
+        for name in fuzzer.targets:
+            print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
+        totals = {outcome: sum(counts[name, outcome] for name in fuzzer.targets) for outcome in OUTCOMES}
+        print(f"{'all':{width}}", *(f"{totals[outcome]:8}" for outcome in OUTCOMES))
+        print(f"{options.count} cases, seed {options.seed}, {time.monotonic() - started:.0f} s")
+        for number, found in failures:
+            print(f"--case {number}: {found.target}, {found.damage}: {found.outcome}, {found.detail[:300]}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""The short form of `python -m tests.soak.kill`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    import subprocess
+
+    # in a process of its own: one that has run a model has threads, and must not be forked
+    root = Path(__file__).parent.parent
+    program = "import sys; from tests.soak.kill import main; sys.exit(main(['--kills', '4', '--seed', '1']))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 kills" in done.stdout and "all equal" in done.stdout
