@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,9 +12,8 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import BadSamplesError
 from woodbury.curvature import Curvature
-from woodbury.device.scalars import is_known
 from woodbury.optim.passes import NonFiniteLossError, NonFiniteSampleError
-from woodbury.optim.step import Problem, Proposal
+from woodbury.optim.step import Problem
 
 Result = TypeVar("Result")
 
@@ -69,11 +67,6 @@ def on_good_samples(
         outcome = f"left out: sample(s) {_batch.in_words(gone)} of {total}" if kept else "the step is rejected"
         warnings.warn(f"{first}; {outcome}", RuntimeWarning, stacklevel=4)
     return result
-
-
-def is_faulty(proposal: Proposal) -> bool:
-    """Whether a proposal is known to hold no usable numbers."""
-    return is_known(proposal.predicted) and not math.isfinite(proposal.predicted)
 
 
 def name_bad_samples(problem: Problem, curvature: Curvature, cause: Exception | None) -> None:
