@@ -167,6 +167,33 @@ def test_several_faults_in_one_batch_are_skipped_together(kind):
 
 
 @every_second_order
+def test_samples_of_a_dictionary_are_skipped_in_all_its_tensors(kind):
+    """What has no sample axis stays; a subset may be a tensor, and a wrong one is refused by name."""
+    torch.manual_seed(0)
+    x, y, t = torch.randn(7, 2).double(), torch.randn(7, 1).double(), torch.randn(7, 2).double()
+    scale = torch.tensor([1.0, 2.0, 0.5]).double()
+    model = problems.mlp(3, 5, 2).double()
+
+    def forward(model, batch):
+        return model(torch.cat([batch["x"], batch["y"]], dim=1) * batch["scale"])
+
+    def direction(batch, targets, **options):
+        settings = taken(kind, TIGHT | {"damping": 0.1, "bad_samples": "skip", "forward": forward})
+        return flatten(OPTIMIZERS[kind](model, nn.MSELoss(), **settings).direction(batch, targets, **options))
+
+    kept = [0, 1, 2, 4, 5, 6]
+    clean = direction({"x": x[kept], "y": y[kept], "scale": scale}, t[kept], subset=[4, 0])
+    y[BAD] = NAN
+    batch = {"x": x, "y": y, "scale": scale}
+    with pytest.warns(RuntimeWarning, match=rf"left out: sample\(s\) {BAD} of 7"):
+        assert torch.equal(direction(batch, t, subset=torch.tensor([5, BAD, 0])), clean)
+    with pytest.raises(ValueError, match="subset must be"):
+        direction(batch, t, subset="ab")
+    with pytest.raises(ValueError, match=r"inputs hold nan or inf in a tensor of shape \(3,\)"):
+        direction({**batch, "scale": NAN * scale}, t)
+
+
+@every_second_order
 def test_curvature_samples_may_exceed_what_is_left(kind):
     problem = of_inputs()
     optimizer = build(kind, problem, bad_samples="skip", curvature_samples=problems.N, damping=0.1)

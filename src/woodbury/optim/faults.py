@@ -52,7 +52,8 @@ def on_good_samples(
             good = [index for index in range(samples) if index not in bad]
             if subset is not None:
                 places = {old: new for new, old in enumerate(good)}
-                subset = [places[int(index)] for index in subset if int(index) in places]
+                order, count = _batch.subset_first(subset, samples)  # checked: names what is wrong with it
+                subset = [places[index] for index in order[:count].tolist() if index in places]
             kept = [kept[index] for index in good]
             if not good or (subset is not None and len(subset) == 0):
                 if otherwise is None:
