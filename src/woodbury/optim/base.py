@@ -37,7 +37,6 @@ from woodbury.device.scalars import (
     as_number,
     as_truth,
     compute,
-    is_known,
     magnitude,
     ratio_where,
     scalar,
@@ -50,7 +49,7 @@ from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, is_faulty, name_bad_samples, on_good_samples
+from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, name_bad_samples, on_good_samples
 from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
 from woodbury.optim.settings import (
     BELOW_ONE,
@@ -360,7 +359,8 @@ class SecondOrder(torch.optim.Optimizer):
         except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
             name_bad_samples(problem, self.curvature, error)
             raise
-        if is_faulty(proposal):
+        predicted = proposal.predicted
+        if isinstance(predicted, float) and not -math.inf < predicted < math.inf:
             name_bad_samples(problem, self.curvature, None)
             if not to_take:
                 raise ArithmeticError(f"{type(self).__name__}: {NO_STEP}")
@@ -537,7 +537,7 @@ class SecondOrder(torch.optim.Optimizer):
         """
         hyper = read_settings(self.param_groups, self._structure.names, rates)
         damping = as_number(self.state["damping"]) + self.damping.floor
-        if is_known(damping):
+        if isinstance(damping, float) and not 0 < damping < math.inf:
             check_damping(damping, self.damping)
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain, forward = chain is not None, self.forward
@@ -673,7 +673,7 @@ class SecondOrder(torch.optim.Optimizer):
         if proposal.damping is not problem.damping:  # it was raised within the step
             value = proposal.damping - self.damping.floor
         value = self.damping.next(value, ratio)
-        if is_known(value):
+        if isinstance(value, float) and not 0 < value < math.inf:  # 0 may do, with a floor
             check_damping(value + self.damping.floor, self.damping)
         return value
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,9 +12,8 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import BadSamplesError
 from woodbury.curvature import Curvature
-from woodbury.device.scalars import is_known
 from woodbury.optim.passes import NonFiniteLossError, NonFiniteSampleError
-from woodbury.optim.step import Problem, Proposal
+from woodbury.optim.step import Problem
 
 Result = TypeVar("Result")
 
@@ -54,7 +52,8 @@ def on_good_samples(
             good = [index for index in range(samples) if index not in bad]
             if subset is not None:
                 places = {old: new for new, old in enumerate(good)}
-                subset = [places[int(index)] for index in subset if int(index) in places]
+                order, count = _batch.subset_first(subset, samples)  # checked: names what is wrong with it
+                subset = [places[index] for index in order[:count].tolist() if index in places]
             kept = [kept[index] for index in good]
             if not good or (subset is not None and len(subset) == 0):
                 if otherwise is None:
@@ -69,11 +68,6 @@ def on_good_samples(
         outcome = f"left out: sample(s) {_batch.in_words(gone)} of {total}" if kept else "the step is rejected"
         warnings.warn(f"{first}; {outcome}", RuntimeWarning, stacklevel=4)
     return result
-
-
-def is_faulty(proposal: Proposal) -> bool:
-    """Whether a proposal is known to hold no usable numbers."""
-    return is_known(proposal.predicted) and not math.isfinite(proposal.predicted)
 
 
 def name_bad_samples(problem: Problem, curvature: Curvature, cause: Exception | None) -> None:

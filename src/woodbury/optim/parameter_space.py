@@ -95,8 +95,8 @@ def cancellation(
         return None
     dtype = problem.plan.dtype
     least = max(6400 * torch.finfo(dtype).eps, 2000 * tolerance)
-    if answer.squared_norm >= least**2 * float(_vector.dot(base, base)):
-        return None
+    if not answer.squared_norm < least**2 * float(_vector.dot(base, base)):
+        return None  # or not a number: there is no p to trust
     instead = "gram_dtype=torch.float64" if problem.full is not None else "a model in float64"
     return (
         "the gradient nearly lies in the rows of the batch, and at this damping p is a difference of numbers that "

@@ -33,7 +33,8 @@ from woodbury.optim.step import Answer, Problem, Proposal
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
-_RAISES = 30  # how often, tenfold each time, lambda may be raised within a step to make K + lambda I definite
+# by how much lambda may be raised within a step, time after time, to make K + lambda I definite
+_RAISES = (*[10.0] * 12, *[1000.0] * 6)
 
 
 class _SampleSpace(SecondOrder):
@@ -233,13 +234,13 @@ class _SampleSpace(SecondOrder):
     def _with_more_damping(
         self, solve: Callable[[Scalar], Answer], failed: Answer, damping: float
     ) -> tuple[Answer, float]:
-        """Raise lambda tenfold until K + lambda I is numerically positive definite, and say so.
+        """Raise lambda, tenfold at first, until K + lambda I is numerically positive definite, and say so.
 
         Where no lambda helps (the Gram matrix overflowed, say) the failed step stands and will be rejected.
         """
         raised = damping
-        for _ in range(_RAISES):
-            raised = raised * 10
+        for factor in _RAISES:
+            raised = raised * factor
             answer = solve(raised)
             if answer.usable:
                 dtype = self.param_groups[0]["params"][0].dtype
