@@ -58,7 +58,9 @@ def watch_linear_maps(
         if places == (None, None) or (flat and len(input) % samples):  # the second has no sample axis
             return F.linear(input, weight, bias)
         inputs = (input.unflatten(0, (-1, samples)) if flat else input).transpose(0, 1)  # (n, positions, features)
-        outputs = own_outputs(F.linear(inputs, weight, bias))
+        outputs = F.linear(inputs, weight, bias)
+        if 1 in outputs.shape[:2]:  # nothing is copied below, and the caller may change what it gets in place
+            outputs = own_outputs(outputs)
         report(inputs, outputs, places)
         outputs = outputs.transpose(0, 1).contiguous()  # torch takes views of it
         return outputs.flatten(0, 1) if flat else outputs

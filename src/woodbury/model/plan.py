@@ -85,9 +85,9 @@ class Plan:
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if not nn.parameter.is_lazy(parameter)}
 
-    def versions(self) -> list[tuple[int, int]]:
-        """How often each of all parameters was changed in place so far, and its address."""
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.all_parameters.values()]
+    def versions(self) -> list[int]:
+        """How often each of all parameters was changed in place so far."""
+        return [parameter._version for parameter in self.all_parameters.values()]
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -147,7 +147,7 @@ class Plan:
             all(parameter.requires_grad for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
             and not any(_mixes_samples(norm) for norm in self.norms)
-            and not any(refused_option(module, self.names) for module in self.lookups)
+            and not (self.lookups and any(refused_option(module, self.names) for module in self.lookups))
         )
 
 
