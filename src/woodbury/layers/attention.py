@@ -12,10 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from woodbury._process import ForAllThreads
 from woodbury.layers.registry import register_layer
 from woodbury.layers.shared import own_outputs
 from woodbury.layers.sums import Place
+
+# Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.
+plain_attention = ForAllThreads(lambda: sdpa_kernel(SDPBackend.MATH))
 
 PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 Report = Callable[[Tensor, Tensor, "tuple[Place | None, Place | None]"], None]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
@@ -40,6 +39,7 @@ from woodbury.device.scalars import (
     scalar,
     to_device,
 )
+from woodbury.layers.attention import plain_attention
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
 from woodbury.model.capture import call_model
@@ -60,11 +60,6 @@ from woodbury.optim.settings import (
     with_names,
 )
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo
-
-
-def _many_times() -> AbstractContextManager[None]:
-    """Inside, the model runs on kernels that can be differentiated twice: torch's fused attention only once."""
-    return sdpa_kernel(SDPBackend.MATH)
 
 
 @cache
@@ -228,7 +223,7 @@ class SecondOrder(torch.optim.Optimizer):
             with _random.replayed(random), self._derivatives(problem, twice=True):
                 proposal = self._propose(problem)
             # in the pieces the step ran, so that dropout masks agree
-            with _random.replayed(random), _many_times(), torch.enable_grad():
+            with _random.replayed(random), plain_attention, torch.enable_grad():
                 outputs = torch.cat([self.forward(self.model, part) for part in proposal.parts])
             return products.relative_residual(
                 outputs,
@@ -289,7 +284,7 @@ class SecondOrder(torch.optim.Optimizer):
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
         if problem.chain is not None:
             return torch.no_grad()  # by hand
-        return _many_times() if twice or self._twice_differentiated else nullcontext()
+        return plain_attention if twice or self._twice_differentiated else nullcontext()
 
     def _replay(self, recordings: Recordings, inputs: Any, targets: Tensor | None) -> Tensor | None:
         """The numbers of a step replayed from a CUDA graph, recorded first if it is time; None if it is not."""
