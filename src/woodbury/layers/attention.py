@@ -78,7 +78,7 @@ def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
     functions = dict(vars(F), linear=linear)
     for name in ("multi_head_attention_forward", "_in_projection_packed", "_in_projection"):
         function = functions.get(name)
-        if isinstance(function, FunctionType):
+        if isinstance(function, FunctionType) and function.__globals__ is vars(F):  # torch's own
             functions[name] = _copy(function, functions)
     return functions
 
