@@ -1070,6 +1070,24 @@ def test_attention_with_any_part_of_its_parameters_frozen(kind):
             assert reference.relative_error(flatten(p), expected) <= 1e-10
 
 
+class OutwardOnly(nn.MultiheadAttention):
+    """Attention of someone's own, which calls the module of its last projection."""
+
+    def forward(self, x):
+        weights = (x @ x.transpose(1, 2)).softmax(-1)
+        return self.out_proj(weights @ F.linear(x, self.in_proj_weight[:4]))
+
+
+def test_attention_of_ones_own_with_a_frozen_projection_inside():
+    torch.manual_seed(0)
+    model = nn.Sequential(OutwardOnly(4, 2), nn.Flatten(), nn.Linear(12, CLASSES)).double()
+    model[0].in_proj_weight.requires_grad_(False)
+    model[0].in_proj_bias.requires_grad_(False)
+    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
+
+
 def test_attention_frozen_and_thawed_between_steps():
     torch.manual_seed(0)
     model = Attending().double()

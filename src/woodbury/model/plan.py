@@ -223,7 +223,7 @@ def plan_layers(
             layers.append(Layer(path, module, rule, used))
         elif has_fallback or not by_layers:
             uncovered.update(used.values())
-        else:
+        elif used:
             raise ValueError(
                 f"no layer rule covers parameter {_first_uncovered(used)!r} of {type(module).__name__} "
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
