@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import woodbury
-from woodbury.device import constants
+from woodbury.device import constants, recording
 
 LOSS = nn.CrossEntropyLoss()
 CLASSES = 3
@@ -108,3 +109,24 @@ def test_a_constant_is_the_same_tensor_until_many_others_were_asked_for():
     del first
     gc.collect()
     assert reference() is None
+
+
+def test_a_recording_keeps_the_constants_it_reads(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    cpu, read = torch.device("cpu"), [constants.ones(9, torch.float32, torch.device("cpu"))]
+
+    def run(inputs, targets, rates, state):
+        read.append(constants.ones(9, torch.float32, cpu))
+        read.append(constants.indices(11, cpu))  # made while it is recorded
+        return torch.zeros(6), {}
+
+    recorded = recording.record(torch.zeros(2), None, [], {}, cpu, torch.float32, run)
+    addresses = {tensor.data_ptr() for tensor in read}
+    assert read[0] is read[1]
+    read.clear()
+    for size in range(100, 101 + constants.LIMIT):
+        constants.ones(size, torch.float32, cpu)
+        constants.indices(size, cpu)
+    gc.collect()
+    assert addresses <= {tensor.data_ptr() for tensor in recorded.constants}

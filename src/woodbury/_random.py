@@ -121,17 +121,18 @@ def _numpy_state() -> tuple[Any, ...] | None:
     module = sys.modules.get("numpy.random")
     if module is None:
         return None
-    words = b""
-    if hasattr(module, "get_bit_generator"):  # since NumPy 1.24
+    try:
         generator = module.get_bit_generator()
-        if type(generator) is not module.MT19937:
-            return None
-        words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    except AttributeError:  # before NumPy 1.24, where it is always MT19937
+        return cast("tuple[Any, ...]", module.get_state())
+    if type(generator) is not module.MT19937:
+        return None
+    words = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     seen = _numpy_seen
     if seen is not None and seen[0] == words:
         return seen[1]
     state: tuple[Any, ...] = module.get_state()
-    _numpy_seen = (words, state) if words and not state[3] else None
+    _numpy_seen = None if state[3] else (words, state)
     return state
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from woodbury._process import ForAllThreads
 from woodbury.device.constants import identity, ones
 from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar, truth
 
@@ -218,9 +219,7 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.dot(vector.flatten(), torch.bmm(matrix, vector.unsqueeze(-1)).flatten())
 
 
-class full_precision:  # noqa: N801  (a context, used as a function)
-    """Inside, float32 matrix products use neither TF32 nor bfloat16, whatever the global settings say."""
-
+class _ChangedPrecision:
     def __enter__(self) -> None:
         before = _precision()
         self._before = None if set(before) <= _FULL else before
@@ -231,12 +230,20 @@ class full_precision:  # noqa: N801  (a context, used as a function)
         if self._before is not None:
             _set_precision(self._before)
 
+
+class _FullPrecision(ForAllThreads):
+    """Inside, float32 matrix products use neither TF32 nor bfloat16, whatever the global settings say."""
+
+    def __call__(self) -> _FullPrecision:
+        return self
+
     @staticmethod
     def settings() -> tuple[str, ...]:
         """The global settings now."""
         return _precision()
 
 
+full_precision = _FullPrecision(_ChangedPrecision)
 _FULL = {"ieee", "none", "highest"}
 
 # torch 2.9 gave each backend its own setting; to use the older one as well raises an error.

@@ -12,10 +12,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from woodbury._process import ForAllThreads
 from woodbury.layers.registry import register_layer
 from woodbury.layers.shared import own_outputs
 from woodbury.layers.sums import Place
+
+# Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.
+plain_attention = ForAllThreads(lambda: sdpa_kernel(SDPBackend.MATH))
 
 PROJECTIONS = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 Report = Callable[[Tensor, Tensor, "tuple[Place | None, Place | None]"], None]
@@ -58,7 +63,9 @@ def watch_linear_maps(
         if places == (None, None) or (flat and len(input) % samples):  # the second has no sample axis
             return F.linear(input, weight, bias)
         inputs = (input.unflatten(0, (-1, samples)) if flat else input).transpose(0, 1)  # (n, positions, features)
-        outputs = own_outputs(F.linear(inputs, weight, bias))
+        outputs = F.linear(inputs, weight, bias)
+        if 1 in outputs.shape[:2]:  # nothing is copied below, and the caller may change what it gets in place
+            outputs = own_outputs(outputs)
         report(inputs, outputs, places)
         outputs = outputs.transpose(0, 1).contiguous()  # torch takes views of it
         return outputs.flatten(0, 1) if flat else outputs
@@ -71,7 +78,7 @@ def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
     functions = dict(vars(F), linear=linear)
     for name in ("multi_head_attention_forward", "_in_projection_packed", "_in_projection"):
         function = functions.get(name)
-        if isinstance(function, FunctionType):
+        if isinstance(function, FunctionType) and function.__globals__ is vars(F):  # torch's own
             functions[name] = _copy(function, functions)
     return functions
 

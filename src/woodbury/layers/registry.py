@@ -71,6 +71,7 @@ def _computes_as(kind: type[nn.Module], layer: nn.Module) -> bool:
 def as_form(rows: RowForm | Mapping[str, Tensor]) -> RowForm:
     """The form of the rows that a rule returned."""
     if isinstance(rows, Mapping):
-        # detached: a rule may compute with the parameters themselves
-        return ExplicitRows({name: value.detach().flatten(0, 1) for name, value in rows.items()})
+        own = {name: value.flatten(0, 1) for name, value in rows.items()}
+        # a rule may compute with the parameters themselves
+        return ExplicitRows({name: rows.detach() if rows.requires_grad else rows for name, rows in own.items()})
     return rows

@@ -189,7 +189,11 @@ class GraphCapture:
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        with moved_model(self.plan, changes, forwards), trial_pass(self.plan, self.forward, self.autocast):
+        with (
+            moved_model(self.plan, changes, forwards),
+            torch.set_grad_enabled(trial_needs_gradients(self.plan, self.forward)),
+            casting(self.autocast, self.plan),
+        ):
             return self.forward(self.model, self.inputs).detach()
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
@@ -229,17 +233,15 @@ def casting(autocast: torch.dtype | None, plan: Plan) -> AbstractContextManager[
     return nullcontext() if autocast is None else torch.autocast(plan.device.type, dtype=autocast)
 
 
-@contextmanager
-def trial_pass(plan: Plan, forward: Forward, autocast: torch.dtype | None) -> Iterator[None]:
-    """Inside, the model is run at theta + p, for its outputs alone, as it was at theta.
+def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
+    """Whether a pass at theta + p, for its outputs alone, must have gradients on as the one at theta had.
 
-    Gradients stay on where the model itself may take some, and where it would compute other numbers without them:
-    torch's attention in eval mode leaves out padded positions then.
+    So where the model itself may take some, and where it would compute other numbers without them: torch's
+    attention in eval mode leaves out padded positions then.
     """
-    by_autograd = not calls_model(forward) or plan.has_fallback
-    by_autograd = by_autograd or any(not module.training for module in plan.fast_paths)
-    with torch.set_grad_enabled(by_autograd), casting(autocast, plan):
-        yield
+    if not calls_model(forward) or plan.has_fallback:
+        return True
+    return bool(plan.fast_paths) and not all(module.training for module in plan.fast_paths)
 
 
 @contextmanager
@@ -309,10 +311,12 @@ def _parameter_obstacle(plan: Plan, layer: Layer, outputs: Tensor, maps: Any, ca
     return None
 
 
-def _check_changes(plan: Plan, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> None:
+def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> None:
     """Raise an error that names a parameter changed in place between two readings of `Plan.versions`."""
-    for name, (then, address), (now, new_address) in zip(plan.all_parameters, before, after, strict=True):
-        if now != then and address == new_address:  # else it was moved to other memory, as flatten_parameters does
+    for name, then, now in zip(plan.all_parameters, before, after, strict=True):
+        owner = plan.model.get_submodule(name.rpartition(".")[0])
+        moved = isinstance(owner, nn.RNNBase) and plan.device.type != "cpu"  # by its flatten_parameters
+        if now != then and not moved:
             raise ValueError(
                 f"the model changes parameter {name!r} in place during its forward pass (max_norm of an "
                 "embedding, or a constraint): a step is defined for a function of parameters that stay as they "
@@ -357,7 +361,7 @@ def capture(
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)
-            if gives_views:
+            if gives_views and outputs.dim() > 2:
                 outputs = own_outputs(outputs)
             arguments = args
             if kwargs:

@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
+from woodbury._process import ForAllThreads
 from woodbury._vector import Vector
+from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -141,6 +143,17 @@ def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5, dtype: torch.dtype 
     return math.isfinite(size) and torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * size)
 
 
+@contextmanager
+def _without_batching_warnings() -> Iterator[None]:
+    """Inside, torch.func does not tell of operations that it maps slowly."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
+
+
+_no_batching_warnings = ForAllThreads(_without_batching_warnings)
+
+
 def rows_by_func(
     model: nn.Module,
     forward: Forward,
@@ -175,8 +188,7 @@ def rows_by_func(
         parameter.numel() * parameter.element_size() for parameter in parameters.values()
     )
     results = []
-    with warnings.catch_warnings(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the others do not batch
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+    with _no_batching_warnings, torch.no_grad(), plain_attention:
         for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
             own = [leaves[index][window] for index in mapped]
             results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))

@@ -109,9 +109,9 @@ class Plan:
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if not nn.parameter.is_lazy(parameter)}
 
-    def versions(self) -> list[tuple[int, int]]:
-        """How often each of all parameters was changed in place so far, and its address."""
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.all_parameters.values()]
+    def versions(self) -> list[int]:
+        """How often each of all parameters was changed in place so far."""
+        return [parameter._version for parameter in self.all_parameters.values()]
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +166,7 @@ class Plan:
             all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
             and not any(_mixes_samples(norm) for norm in self.norms)
-            and not any(refused_option(module, self.names) for module in self.lookups)
+            and not (self.lookups and any(refused_option(module, self.names) for module in self.lookups))
         )
 
 
@@ -262,7 +262,7 @@ def plan_layers(
             layers.append(Layer(path, module, rule, used))
         elif has_fallback or not by_layers:
             uncovered.update(used.values())
-        else:
+        elif used:
             raise ValueError(
                 f"no layer rule covers parameter {_first_uncovered(used)!r} of {type(module).__name__} "
                 f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
@@ -42,6 +41,7 @@ from woodbury.device.scalars import (
     scalar,
     to_device,
 )
+from woodbury.layers.attention import plain_attention
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
 from woodbury.model.capture import call_model
@@ -67,12 +67,6 @@ from woodbury.optim.settings import (
 )
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo
 from woodbury.optim.transaction import Transaction
-
-
-def _many_times() -> AbstractContextManager[None]:
-    """Inside, the model runs on kernels that can be differentiated twice: torch's fused attention only once."""
-    return sdpa_kernel(SDPBackend.MATH)
-
 
 PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
 
@@ -258,7 +252,7 @@ class SecondOrder(torch.optim.Optimizer):
                 proposal = self._proposal(problem)
                 drawn = _random.drawn_since(random)
             forward = problem.passes.forward
-            with _random.replayed(random), _many_times(), torch.enable_grad():
+            with _random.replayed(random), plain_attention, torch.enable_grad():
                 if drawn:  # in the pieces the step ran, so that dropout masks agree
                     outputs = torch.cat([forward(self.model, part) for part in proposal.parts])
                 else:  # as it was given, in one piece: a model that mixes samples gives itself away
@@ -401,7 +395,7 @@ class SecondOrder(torch.optim.Optimizer):
         """Inside, passes through the model can be differentiated as often as the method does, or twice."""
         if problem.chain is not None:
             return torch.no_grad()  # by hand
-        return _many_times() if twice or self._twice_differentiated else nullcontext()
+        return plain_attention if twice or self._twice_differentiated else nullcontext()
 
     def _replay(
         self, recordings: Recordings, inputs: Any, targets: Tensor | None, transaction: Transaction

@@ -20,7 +20,7 @@ from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.displacement import Displacement
 from woodbury.losses.rules import LossRule, check_term_count, prepare
-from woodbury.model.capture import Capture, capture, trial_pass
+from woodbury.model.capture import Capture, capture, casting, trial_needs_gradients
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_part, check_samples_apart
@@ -303,9 +303,10 @@ class Passes:
 
         def evaluate(displacement: Displacement) -> Scalar:
             after = torch.zeros_like(before)
-            with displacement.applied(self.plan):
+            by_autograd = trial_needs_gradients(self.plan, self.forward)
+            with displacement.applied(self.plan), torch.set_grad_enabled(by_autograd):
                 for inputs, targets in full:
-                    with trial_pass(self.plan, self.forward, self.autocast):
+                    with casting(self.autocast, self.plan):
                         raw = self.forward(self.plan.model, inputs).detach()
                     prepared = prepare(self.rule, self.loss, raw, targets)
                     after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
