@@ -137,8 +137,8 @@ def damaged(pack: Callable[[bytes], bytes]) -> bytes:
         ("table", CONTENT[:-1] + b"!", CONTENT[:-1] + b"!"),
         ("table", CONTENT[:-1], CONTENT[:-1]),
         ("table", b"", b""),
-        ("table.gz", gzip.compress(b"another"), b"another"),
-        ("table.gz", gzip.compress(CONTENT)[:-4], None),
+        ("table.gz", gzip.compress(b"another", mtime=0), b"another"),
+        ("table.gz", gzip.compress(CONTENT, mtime=0)[:-4], None),
         ("table.gz", damaged(gzip.compress), None),
         ("table.gz", CONTENT, b""),
         ("table.xz", lzma.compress(b"another"), b"another"),
@@ -204,7 +204,7 @@ def test_the_error_of_a_reader_names_the_file(folder: Path) -> None:
 
 
 def test_a_file_is_downloaded_once_and_then_read_from_the_cache(server: Server, cache: Path) -> None:
-    file = table(server.publish("table.gz", gzip.compress(CONTENT)))
+    file = table(server.publish("table.gz", gzip.compress(CONTENT, mtime=0)))
     for _ in range(2):
         assert Files("toy").read(file, bytes) == CONTENT
     assert server.requests == ["/table.gz"]
@@ -212,9 +212,9 @@ def test_a_file_is_downloaded_once_and_then_read_from_the_cache(server: Server, 
 
 
 def test_a_damaged_file_in_the_cache_is_downloaded_again(server: Server, cache: Path) -> None:
-    file = table(server.publish("table.gz", gzip.compress(CONTENT)))
+    file = table(server.publish("table.gz", gzip.compress(CONTENT, mtime=0)))
     cache.mkdir(parents=True)
-    (cache / "table.gz").write_bytes(gzip.compress(CONTENT)[:-3])
+    (cache / "table.gz").write_bytes(gzip.compress(CONTENT, mtime=0)[:-3])
     assert Files("toy").read(file, bytes) == CONTENT
 
 

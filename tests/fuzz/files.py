@@ -11,7 +11,8 @@ Outcomes of a case:
     open     another result from a file that never had a checksum (written by an older version, or published so):
              the change of a digit cannot be known there
     wrong    another result from a file that has one
-    crashed  any other exception, more than 20 seconds, or more than 1 GiB of memory beyond what was there
+    crashed  any other exception, more than 20 seconds of processor time or 5 minutes by the clock, or more than
+             1 GiB of memory beyond what was there
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from woodbury.experiments.records import Records
 from woodbury.experiments.runs import compact
 
 OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
-SECONDS, BYTES = 20, 1 << 30  # that a case may take
+SECONDS, MINUTES, BYTES = 20, 5, 1 << 30  # that a case may take: of the processor, by the clock, of memory
 HOSTILE = (
     *(
         b"NaN",
@@ -85,6 +86,28 @@ HOSTILE = (
         b"\0",
         b"\xff",
     ),
+)
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        0,
+        -1,
+        1,
+        3,
+        0.5,
+        1e300,
+        -1e-300,
+        2**53,
+        2**63,
+        10**400,
+        float("nan"),
+        float("inf"),
+        [],
+        {},
+        [[]],
+    ),
+    *({"a": 1}, [1, 2], "", "x", "x" * 10**5, "two\nlines", "\0", "\ud800", "[/]", "$", "_", "../x", "</script>"),
 )
 
 
@@ -195,6 +218,31 @@ def _line(content: bytearray, draw: random.Random) -> None:
         content[:] = b"".join(lines)
 
 
+def _value(content: bytearray, draw: random.Random) -> None:
+    """Put another value in place of one somewhere in JSON, or in one line of it."""
+    lines = bytes(content).splitlines(keepends=True)
+    parts = [(0, bytes(content))]
+    if lines:
+        index = draw.randrange(len(lines))
+        parts.append((sum(map(len, lines[:index])), lines[index]))
+    for start, text in parts:
+        try:
+            root = {"": json.loads(text)}
+        except (ValueError, RecursionError):
+            continue
+        place: Any = root
+        while True:
+            key = draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            inside = place[key]
+            if not isinstance(inside, dict | list) or not inside or draw.random() < 0.1:
+                break
+            place = inside
+        place[key] = draw.choice(VALUES)
+        end = b"\n" if text.endswith(b"\n") else b""
+        content[start : start + len(text)] = json.dumps(root[""]).encode() + end
+        return
+
+
 DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
     "flip": _flip,
     "overwrite": _overwrite,
@@ -206,6 +254,7 @@ DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
     "zero": _zero,
     "digit": _digit,
     "line": _line,
+    "value": _value,
 }
 
 
@@ -452,18 +501,24 @@ def _limits() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise _TooLongError
 
-    before = signal.signal(signal.SIGALRM, end)
+    timers = {
+        signal.SIGPROF: (signal.ITIMER_PROF, SECONDS),
+        signal.SIGALRM: (signal.ITIMER_REAL, 60 * MINUTES),
+    }
+    before = {number: signal.signal(number, end) for number in timers}
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
     if pages is not None:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, hard))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    for timer, limit in timers.values():
+        signal.setitimer(timer, limit)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, (timer, _) in timers.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGALRM, before)
 
 
 class Fuzzer:
@@ -509,7 +564,7 @@ class Fuzzer:
         if result == whole or (target.first_lines and _is_beginning(result, whole)):
             return Outcome(name, damage, "right", "")
         if show:
-            print(f"got      {result}\nexpected {whole}")
+            print(f"got      {str(result)[:2000]}\nexpected {str(whole)[:2000]}")
         return Outcome(name, damage, "wrong" if target.checked else "open", "another result")
 
     def _use(self, name: str, content: bytes | None) -> Any:

@@ -94,7 +94,7 @@ def _load(content: bytes) -> Any:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             compressed = any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
-            damaged = archive.testzip()
+            damaged = None if compressed else archive.testzip()
     except MemoryError:  # no fault of the file
         raise
     except Exception as error:  # zipfile raises errors of many kinds
@@ -113,7 +113,9 @@ def _load(content: bytes) -> Any:
 
 
 def _checksum(version: int, content: bytes) -> str:
-    return hashlib.sha256(b"%d %d\n" % (version, len(content)) + content).hexdigest()
+    digest = hashlib.sha256(b"%d %d\n" % (version, len(content)))
+    digest.update(content)
+    return digest.hexdigest()
 
 
 def _unpack(content: bytes) -> tuple[dict[str, Any], int | None]:
