@@ -9,8 +9,8 @@ from fuzz.misuse import MISUSES
 
 SEED, COUNT, AT_ONCE = 2026, 144, 12
 
-# (seed, case) that failed once, and what was wrong. They hold for the random numbers that the generator draws today:
-# whoever changes what it draws, or in which order, finds other cases here.
+# (seed, case) that failed once, and what was wrong. They hold for the random numbers that the generator draws
+# today: whoever changes what it draws, or in which order, finds other cases here.
 KNOWN_SEEDS = {
     (3, 120): "PReLU behind a parameter without a rule, one column per sample: crash",
     (3, 335): "PReLU behind a parameter without a rule, as many columns as samples: wrong rows",
