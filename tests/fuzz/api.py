@@ -368,7 +368,7 @@ class Trial:
             except Exception as error:
                 raise GeneratorError(short(error)) from error
             norm = max(float(B.norm()) for B in self.B) or 1.0
-            if not all(math.isfinite(float(B.norm())) for B in self.B):
+            if not all(math.isfinite(float(B.norm())) for B in self.B) or self.some_have_no_target():
                 options.expect, options.why, norm = "either", "no target in S2", 1.0
         else:
             norm = 1.0
@@ -392,6 +392,13 @@ class Trial:
         self.one_round(damping, shift, numeric)
         if rng.random() < 0.18 and self.dense is not None:
             self.second_round(numeric)
+
+    def some_have_no_target(self):
+        """Whether every target of some S2 is ignored: a mean over none, which is refused."""
+        ignored = getattr(self.case.loss, "ignore_index", None)
+        if ignored is None or self.targets.is_floating_point():
+            return False
+        return any(bool((self.targets[own] == ignored).all()) for own in self.subsets)
 
     def reference_mixes(self):
         """Whether the outputs of some sample are others on its own than in the batch."""
