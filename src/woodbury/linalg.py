@@ -219,6 +219,12 @@ def quadratic_form(matrix: Tensor, vector: Tensor) -> Tensor:
     return torch.dot(vector.flatten(), torch.bmm(matrix, vector.unsqueeze(-1)).flatten())
 
 
+def quadratic_form_error(matrix: Tensor, vector: Tensor) -> Scalar:
+    """A bound on the rounding error of v^T A v for A >= 0: eps trace(A) |v|^2, summed over blocks."""
+    trace = scalar(matrix.diagonal(dim1=-2, dim2=-1).sum())
+    return torch.finfo(matrix.dtype).eps * trace * sum_of_squares(vector)
+
+
 class _ChangedPrecision:
     def __enter__(self) -> None:
         before = _precision()

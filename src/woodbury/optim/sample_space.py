@@ -22,13 +22,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.blocks import Blocks
-from woodbury.device.scalars import Scalar, Scale, compute, scalar
+from woodbury.device.scalars import Scalar, Scale, compute, is_known, scalar
 from woodbury.displacement import Displacement
 from woodbury.linalg import (
     Solution,
     quadratic_form,
+    quadratic_form_error,
     solve_cholesky,
     solve_conjugate_gradient,
     solve_in_sample_space,
@@ -159,10 +161,15 @@ def answer_in_sample_space(
         answer = answer_of_vector(problem, displacement, damping, step.curvature, step.ok)
         doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
         return replace(answer, doubt=doubt or cancellation(problem, line, base, answer))
-    # of p itself where that is formed: c^T Z Z^T c loses digits where rows nearly repeat each other
     squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
+    if not form and is_known(squared) and squared * _DIGITS < quadratic_form_error(gram, step.coefficients):
+        # where rows nearly repeat each other, c is large and c^T Z Z^T c small; p itself keeps its digits
+        squared = scalar(_vector.dot(vector := displacement.dense(), vector))
     doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
     return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok, doubt=doubt)
+
+
+_DIGITS = 1e-3  # relative error of |p|^2 up to which it comes from the Gram matrix
 
 
 def with_doubts_of_iteration(

@@ -39,7 +39,7 @@ class StepInfo:
     damping: Tensor  # lambda used
     ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
     predicted: Tensor  # m(0) - m(p)
-    step_norm: Tensor  # |p|; theta moved by lr p
+    step_norm: Tensor  # |p|; theta moved by lr p. On a GPU up to a relative error of eps lmax |c|^2 / |p|^2
     accepted: Tensor  # whether theta moved
 
     @classmethod
