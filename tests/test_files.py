@@ -325,6 +325,32 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path: Path) -> N
     resume(folder)
 
 
+def test_a_run_that_another_process_has_just_ended_is_left_alone(
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between the look at the folder and the lock."""
+    folder = complete_copy(whole, tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    answers = iter([False, True, True, True])
+    monkeypatch.setattr(training, "is_complete", lambda path: next(answers))
+    resume(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_records_with_the_line_ends_of_another_system_are_resumed_and_read(
+    whole: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = unfinished(tmp_path / "run")
+    older_form(folder / "checkpoint.pt")
+    content = (folder / "records.jsonl").read_bytes().replace(b", ", b",\r")
+    (folder / "records.jsonl").write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resume(folder)
+    (run,) = report.load([folder])
+    assert len(run.steps) == 20 and run.steps == [record for record in run.steps if record["kind"] == "step"]
+
+
 def test_a_checkpoint_goes_only_after_the_model_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

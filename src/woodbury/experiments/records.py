@@ -66,8 +66,8 @@ class Records:
             raise ValueError(f"{self._path.name} has no end of a line where the checkpoint was written")
         checks = []
         self._sha256, self._crc32 = hashlib.sha256(content), 0
-        for line in content.splitlines(keepends=True):
-            self._crc32 = zlib.crc32(line, self._crc32)
+        for line in content.split(b"\n")[:-1]:
+            self._crc32 = zlib.crc32(line + b"\n", self._crc32)
             checks.append(f"{self._crc32:08x}\n")
         self._file.truncate(length)  # before the checks: there may be too many of them, never too few
         self._file.seek(length)

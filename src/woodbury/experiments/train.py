@@ -88,6 +88,8 @@ def train(
     run = _Run(config, load_dataset(config.dataset) if data is None else data)
     with Records(folder) as records:
         _remove_leftovers(folder)
+        if is_complete(folder):  # another process has just ended it
+            return
         run.restore(folder / _CHECKPOINT, records)
         run.finish(folder, records, progress, stop, checkpoint_seconds)
         records.sync()
