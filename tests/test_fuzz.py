@@ -15,6 +15,7 @@ KNOWN_SEEDS = {
     (3, 120): "PReLU behind a parameter without a rule, one column per sample: crash",
     (3, 335): "PReLU behind a parameter without a rule, as many columns as samples: wrong rows",
     (3, 769): "PReLU behind a parameter without a rule, one column per sample: crash",
+    (3, 139): "predicted of a registered loss whose Hessian is 1e-91",
     (3, 1840): "step_norm at small damping",
     (3, 1941): "step_norm at small damping",
     (3, 100): "one parameter under two names in one module, counted twice",

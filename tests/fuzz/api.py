@@ -425,7 +425,8 @@ class Trial:
         slack = self.slack(damping, center) if comparable else 0.0
         p = None
         which = None
-        if rng.random() < 0.8:
+        steps = rng.random() >= 0.2
+        if steps or self.options.expect == "refused":
             self.calls += 1
             vector = self.unchanged(
                 lambda: self.optimizer.direction(self.inputs, self.targets, **self.keywords(), **self.loader()),

@@ -321,8 +321,7 @@ def _loss(rng, builder, kind):
             return nn.MSELoss(reduction="sum"), targets, "reduction"
         return nn.MSELoss(), targets, None
     loss = rng.choice([LogCosh, LogCosh, Scaled, Scaled, PerOutput])()
-    wrong = isinstance(loss, PerOutput) and h[0].numel() > 1
-    return loss, targets, "values (n, C)" if wrong else None
+    return loss, targets, "values (n, C)" if isinstance(loss, PerOutput) else None
 
 
 def _softmax(rng, h, features):
