@@ -114,13 +114,14 @@ class SoftmaxFactor(Factor):
 def dense_factor(columns: Tensor, residual: Tensor) -> DenseFactor:
     """S written out, (n, k, m) with columns as rows, and what it makes of r (n, m): r_i = S_i e_i + rest_i.
 
-    e = S^T (S S^T)^+ r, where eigenvalues below the rounding of S count as zero. A rest below the rounding of r is
-    zero: kept, it would be divided by the damping.
+    e = S^T (S S^T)^+ r, where eigenvalues below the rounding of S count as zero, and those so small that e = r / S
+    would be huge: |U p|^2 = |lambda a - e|^2 would be its rounding. A rest below the rounding of r is zero: kept,
+    it would be divided by the damping.
     """
     rounding = columns.shape[2] * torch.finfo(columns.dtype).eps
     wide, r = columns.double(), residual.double()
     eigenvalues, vectors = torch.linalg.eigh(wide.mT @ wide)
-    kept = eigenvalues > rounding * eigenvalues[:, -1:]
+    kept = eigenvalues > (rounding * eigenvalues[:, -1:]).clamp_min(torch.finfo(columns.dtype).eps ** 1.5)
     image = torch.einsum("nmj,nm->nj", vectors, r)
     image = torch.where(kept, image / torch.where(kept, eigenvalues, 1.0), 0.0)
     e = torch.einsum("nkm,nmj,nj->nk", wide, vectors, image).to(columns.dtype)

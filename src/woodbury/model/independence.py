@@ -22,12 +22,12 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     """Raise if outputs of some samples depend on other samples, as far as looks at this batch can show.
 
     Seeds on a random half of the outputs must give no gradient in what layers return, and in the inputs, for the
-    other half. Run on their own, the first sample, the last one and a random half of all, in another order, must
-    give the outputs they have in the batch; a model that draws random numbers cannot be compared so.
+    other half. Run on their own, the first sample, the last one and the halves, in another order, must give the
+    outputs they have in the batch; a model that draws random numbers cannot be compared so.
 
     A first axis may only look like the sample axis, where a layer sees as many positions as there are samples:
-    with a fallback such a layer is left to it. `look` is the number of the look; each takes other halves.
-    alone=False makes no more passes through the model, so that only the gradients in what layers return are seen.
+    with a fallback such a layer is left to it, and the half that showed it is run on its own. `look` is the number
+    of the look; each takes other halves. alone=False makes no further passes through the model.
     """
     for _ in graph_edges(captured.outputs):  # raises where autograd cannot see inside
         pass
@@ -36,13 +36,12 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
         return
     captured.check_inputs()
     halves, generator = _halves(samples, look)
-    for seeded, others in halves:
-        _check_layers(captured, seeded, others, generator)
-    if not alone:
-        return
-    _check_inputs_apart(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
-    for index in (torch.tensor([0]), torch.tensor([samples - 1]), halves[0][0].flip(0)):
-        _check_alone(captured, index)
+    doubtful = [seeded for seeded, others in halves if _leaves_layers(captured, seeded, others, generator)]
+    if alone:
+        _check_inputs_apart(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
+        doubtful = [torch.tensor([0]), torch.tensor([samples - 1]), *(half for half, _ in halves)]
+    for index in doubtful:
+        _check_alone(captured, index.flip(0))
 
 
 def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generator]:
@@ -69,11 +68,14 @@ def _depends(grad: Tensor | None, others: Tensor) -> bool:
     return grad is not None and bool((grad[others.to(grad.device)].abs() > 0).any())
 
 
-def _check_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, generator: torch.Generator) -> None:
-    """Raise if outputs of one half depend on what a layer gives for the other; or leave it to the fallback."""
+def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, generator: torch.Generator) -> bool:
+    """Raise if outputs of one half depend on what a layer gives for the other; or leave it to the fallback.
+
+    Whether it left some.
+    """
     edges = [call.edge for call in captured.calls]
     if not edges:
-        return
+        return False
     seed = _seed(captured.outputs, seeded, generator)
     grads = torch.autograd.grad(captured.outputs, edges, seed, retain_graph=True, allow_unused=True)
     for call, grad in zip(list(captured.calls), grads, strict=True):
@@ -85,6 +87,7 @@ def _check_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, genera
             )
         captured.plan.findings.uncapturable.add(call.layer.name)
         captured.calls = [other for other in captured.calls if other.layer is not call.layer]
+    return len(captured.calls) < len(edges)
 
 
 def _check_inputs_apart(
@@ -174,24 +177,27 @@ def _check_alone(captured: GraphCapture, index: Tensor) -> None:
 
 
 def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None, look: int) -> None:
-    """Raise unless the model gives the curvature samples, on their own, the outputs they have in the batch.
+    """Raise unless the curvature samples, and the others, have on their own the outputs they have in the batch.
 
     Where it draws random numbers, the gradients in the inputs of the whole batch must do.
     """
-    model = plan.model
+    model, start = plan.model, 0
     with casting(autocast, plan):
         whole, drawn = _outputs_of(model, forward, batch.inputs, batch.samples)
-        try:
-            part, _ = _outputs_of(model, forward, batch.pieces()[0][0], batch.curvature)
-        except Exception as error:
-            raise ValueError(
-                f"the model cannot be run on {batch.curvature} of {batch.samples} samples ({error}), so the "
-                "curvature cannot be taken from part of the batch: pass curvature_samples=None and no subset"
-            ) from error
-    if drawn:
-        _check_inputs_apart(plan, forward, batch.inputs, batch.samples, autocast, look)
-    elif not _same(part, whole[: batch.curvature], autocast):
-        raise ValueError(
-            f"the outputs of {batch.curvature} of {batch.samples} samples change when run apart from the others: "
-            f"{_MIXED}, or changes from one run to the next"
-        )
+        if drawn:
+            _check_inputs_apart(plan, forward, batch.inputs, batch.samples, autocast, look)
+            return
+        for inputs, _, count in batch.pieces():
+            try:
+                part, _ = _outputs_of(model, forward, inputs, count)
+            except Exception as error:
+                raise ValueError(
+                    f"the model cannot be run on {count} of {batch.samples} samples ({error}), so the curvature "
+                    "cannot be taken from part of the batch: pass curvature_samples=None and no subset"
+                ) from error
+            if not _same(part, whole[start : start + count], autocast):
+                raise ValueError(
+                    f"the outputs of {count} of {batch.samples} samples change when run apart from the others: "
+                    f"{_MIXED}, or changes from one run to the next"
+                )
+            start += count
