@@ -162,14 +162,12 @@ def answer_in_sample_space(
         doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
         return replace(answer, doubt=doubt or cancellation(problem, line, base, answer))
     squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
-    if not form and is_known(squared) and squared * _DIGITS < quadratic_form_error(gram, step.coefficients):
+    digits = torch.finfo(gram.dtype).eps ** 0.4  # 6e-7 in float64, 2e-3 in float32
+    if not form and is_known(squared) and squared * digits < quadratic_form_error(gram, step.coefficients):
         # where rows nearly repeat each other, c is large and c^T Z Z^T c small; p itself keeps its digits
         squared = scalar(_vector.dot(vector := displacement.dense(), vector))
     doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
     return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok, doubt=doubt)
-
-
-_DIGITS = 1e-3  # relative error of |p|^2 up to which it comes from the Gram matrix
 
 
 def with_doubts_of_iteration(
