@@ -261,8 +261,6 @@ def _train_and_report(
     configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
 ) -> None:
     """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
-    if math.isnan(checkpoint_seconds):
-        _fail("--checkpoint-seconds nan: not a number")
     dataset = configs[0].dataset
     data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
     folder = folder_to_resume(out, configs) if resume else None
