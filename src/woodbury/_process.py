@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import RLock, get_ident
 from typing import Any
 
 
@@ -18,21 +18,47 @@ class ForAllThreads:
     def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
         """change: gives the context that changes the setting and puts it back."""
         self._change = change
-        self._lock = Lock()
-        self._inside = 0
+        self._lock = RLock()
+        self._depths: dict[int, int] = {}  # thread -> how often it is inside
         self._changed: AbstractContextManager[Any] | None = None
+        _CONTEXTS.append(self)
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
+            if self._changed is None:
                 changed = self._change()
                 changed.__enter__()
                 self._changed = changed
-            self._inside += 1
+            thread = get_ident()
+            self._depths[thread] = self._depths.get(thread, 0) + 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside and self._changed is not None:
-                changed, self._changed = self._changed, None
-                changed.__exit__(None, None, None)
+            depth = self._depths.get(get_ident(), 0) - 1
+            if depth > 0:
+                self._depths[get_ident()] = depth
+            else:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._depths.pop(get_ident(), None)
+        if not self._depths and self._changed is not None:
+            changed, self._changed = self._changed, None
+            changed.__exit__(None, None, None)
+
+    def repair(self) -> None:
+        """Take this thread out, and its lock: an interrupt may come between the end of a `with` and its exit."""
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
+        if get_ident() in self._depths:
+            with self._lock:
+                self._leave()
+
+
+_CONTEXTS: list[ForAllThreads] = []
+
+
+def leave_all() -> None:
+    """Put back, after an error or an interrupt, what this thread may have left changed."""
+    for context in _CONTEXTS:
+        context.repair()

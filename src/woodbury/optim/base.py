@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
+from woodbury._process import leave_all
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
@@ -201,6 +202,7 @@ class SecondOrder(torch.optim.Optimizer):
 
             return self._on_good_samples(attempt, transaction, inputs, targets, subset, rejects=True)
         except BaseException:  # bad input, or an interrupt
+            leave_all()
             transaction.end()
             raise
 
@@ -234,6 +236,9 @@ class SecondOrder(torch.optim.Optimizer):
 
         try:
             return self._on_good_samples(attempt, transaction, inputs, targets, subset)
+        except BaseException:
+            leave_all()
+            raise
         finally:
             transaction.undo()
 
@@ -273,6 +278,9 @@ class SecondOrder(torch.optim.Optimizer):
 
         try:
             return self._on_good_samples(attempt, transaction, inputs, targets, subset)
+        except BaseException:
+            leave_all()
+            raise
         finally:
             transaction.undo()
 
