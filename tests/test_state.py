@@ -286,6 +286,7 @@ def test_an_interrupt_at_any_line_leaves_what_was_before_the_step_or_comes_after
         left = everything(model, optimizer)
         assert left in (before, after), at
         assert not any("forward" in vars(module) for module in model.modules())
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         outcomes.add(left == after)
     assert outcomes == {True, False}
 

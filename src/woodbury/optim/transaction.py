@@ -22,6 +22,7 @@ class Transaction:
 
     def __init__(self, state: dict[Any, Any], keys: tuple[str, ...]) -> None:
         self._state = state
+        self._gradients = torch.is_grad_enabled()
         self._entries = {key: state[key] for key in keys}
         self.random: _random.Snapshot | None = None
         self._plan: Plan | None = None
@@ -45,6 +46,7 @@ class Transaction:
 
     def end(self) -> None:
         """After an error or an interrupt: finish what was begun, else undo."""
+        torch.set_grad_enabled(self._gradients)  # an interrupt may come just before the exit of a context
         if self._finish is not None:
             with torch.no_grad():
                 self._finish()
@@ -53,6 +55,7 @@ class Transaction:
 
     def undo(self) -> None:
         """Make everything what it was before."""
+        torch.set_grad_enabled(self._gradients)
         self._state.update(self._entries)
         if self._plan is None:
             return
