@@ -162,7 +162,7 @@ def answer_in_sample_space(
         doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
         return replace(answer, doubt=doubt or cancellation(problem, line, base, answer))
     squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
-    digits = torch.finfo(gram.dtype).eps ** 0.4  # 6e-7 in float64, 2e-3 in float32
+    digits = 1e-6 if gram.dtype == torch.float64 else 0.05  # a bound, and in float32 forming p takes its time
     if not form and is_known(squared) and squared * digits < quadratic_form_error(gram, step.coefficients):
         # where rows nearly repeat each other, c is large and c^T Z Z^T c small; p itself keeps its digits
         squared = scalar(_vector.dot(vector := displacement.dense(), vector))
