@@ -13,7 +13,8 @@ import math
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def read_checkpoint(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises RunFolderError with one line that names the file, the fault and the way out.
     """
-    try:
+    with _named_faults(path):
         values, version = _unpack(path.read_bytes())
         if version is None:
             warnings.warn(
@@ -73,16 +74,19 @@ def read_checkpoint(path: Path, fresh: Mapping[str, Any]) -> dict[str, Any]:
             )
             values = dict.fromkeys(_SINCE_FORMAT_1) | values
         return _checked(values, fresh)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
-    except _FaultError as fault:
-        raise RunFolderError(f"{path} {fault.verdict}: {fault}; {_REMEDY}") from None
 
 
 def check_model(path: Path) -> None:
     """Raise RunFolderError if the file of a trained network is damaged."""
-    try:
+    with _named_faults(path):
         _load(path.read_bytes())
+
+
+@contextmanager
+def _named_faults(path: Path) -> Iterator[None]:
+    """Inside, what is wrong with a file becomes a RunFolderError of one line that names it."""
+    try:
+        yield
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
     except _FaultError as fault:

@@ -126,9 +126,8 @@ def _rows_add_up(
         if own.shape != (m, k, *parameter.shape):
             return False
         flat = own.reshape(m * k, -1)
-        size = (
-            float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
-        )  # of the terms that add up
+        # of the terms that add up
+        size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
         tolerance = torch.finfo(own.dtype).eps ** 0.5 * size
         if not math.isfinite(size) or not bool((c.flatten() @ flat - grad.flatten()).abs().max() <= tolerance):
             return False
