@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
-from woodbury._process import leave_all
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
@@ -202,7 +201,6 @@ class SecondOrder(torch.optim.Optimizer):
 
             return self._on_good_samples(attempt, transaction, inputs, targets, subset, rejects=True)
         except BaseException:  # bad input, or an interrupt
-            leave_all()
             transaction.end()
             raise
 
@@ -234,13 +232,8 @@ class SecondOrder(torch.optim.Optimizer):
             with self._derivatives(problem):
                 return self._proposal(problem).displacement.dense()
 
-        try:
+        with transaction.undone():
             return self._on_good_samples(attempt, transaction, inputs, targets, subset)
-        except BaseException:
-            leave_all()
-            raise
-        finally:
-            transaction.undo()
 
     def verify(self, inputs: Any, targets: Tensor | None = None, *, subset: Tensor | None = None) -> Tensor:
         """Relative residual |(B + lambda I) p + g| / |g| of the step on this batch, as a 0-dim tensor.
@@ -276,13 +269,8 @@ class SecondOrder(torch.optim.Optimizer):
                 at_outputs=self.curvature.at_outputs,
             )
 
-        try:
+        with transaction.undone():
             return self._on_good_samples(attempt, transaction, inputs, targets, subset)
-        except BaseException:
-            leave_all()
-            raise
-        finally:
-            transaction.undo()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from woodbury import _random
+from woodbury._process import leave_all
 from woodbury.model.buffers import Buffers
 from woodbury.model.plan import Plan
 
@@ -46,11 +48,23 @@ class Transaction:
 
     def end(self) -> None:
         """After an error or an interrupt: finish what was begun, else undo."""
+        leave_all()
         torch.set_grad_enabled(self._gradients)  # an interrupt may come just before the exit of a context
         if self._finish is not None:
             with torch.no_grad():
                 self._finish()
         else:
+            self.undo()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Inside, whatever changes is undone at the end."""
+        try:
+            yield
+        except BaseException:
+            leave_all()
+            raise
+        finally:
             self.undo()
 
     def undo(self) -> None:
