@@ -1,14 +1,18 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury.damping import Constant, LevenbergMarquardt
+from woodbury.fit import Fit, fit
 from woodbury.layers import register_layer
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
 from woodbury.row_matrix import Rows, rows
+from woodbury.search import CurvedSearch
 
 __all__ = [
     "KFAC",
     "Constant",
+    "CurvedSearch",
+    "Fit",
     "GaussNewton",
     "HessianFree",
     "LevenbergMarquardt",
@@ -16,6 +20,7 @@ __all__ = [
     "NaturalGradient",
     "Rows",
     "StepInfo",
+    "fit",
     "register_layer",
     "register_loss",
     "rows",
