@@ -1,6 +1,7 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury.damping import Constant, LevenbergMarquardt
+from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
@@ -11,11 +12,13 @@ __all__ = [
     "Constant",
     "GaussNewton",
     "HessianFree",
+    "Laplacian",
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
     "Rows",
     "StepInfo",
+    "laplacian",
     "register_layer",
     "register_loss",
     "rows",
