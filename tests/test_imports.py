@@ -58,7 +58,7 @@ FLOORS = {
     ],
     "bench": [
         ["timing", "tables"],
-        ["step", "scale", "gpu", "peer_steps"],
+        ["step", "scale", "gpu", "peer_steps", "laplacian"],
         ["peers", "draw"],
         ["__main__"],
     ],
