@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import woodbury
-from woodbury.bench import draw, peer_steps, peers, scale, tables
+from woodbury.bench import draw, laplacian, peer_steps, peers, scale, tables
 from woodbury.bench.__main__ import main
 from woodbury.bench.timing import Network
 from woodbury.experiments.models import parameter_count
@@ -42,6 +42,20 @@ def test_layers_in_a_module_are_the_same_layers_and_no_chain():
     assert torch.equal(plain(inputs), wrapped(inputs))
     optimizers = [woodbury.NaturalGradient(model, network.loss()) for model in (plain, wrapped)]
     assert [optimizer._structure.chain is not None for optimizer in optimizers] == [True, False]
+
+
+def test_laplacian_benchmark_times_two_ways_to_the_same_numbers():
+    done = subprocess.run(
+        [*RUN, "laplacian", "--quick", "--json"], capture_output=True, text=True, check=True, env=ALONE
+    )
+    (times,) = json.loads(done.stdout).values()
+    assert set(times) == set(laplacian.METHODS)
+    assert all(set(row) == set(laplacian.TASKS) and min(row.values()) > 0 for row in times.values())
+    assert "ratio" in tables.laplacian_table({"problem": times})
+    model, points = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.rand(5, 3).double()
+    for ours, theirs in zip(*(derive(model, points) for derive in laplacian.METHODS.values()), strict=True):
+        # weights below 1, a few terms: numbers below 100
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * 100 * torch.finfo(torch.float64).eps)
 
 
 def test_exponent_is_the_slope_in_logarithms():
@@ -263,7 +277,7 @@ def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, capsys)
 def test_without_a_command_there_is_help_and_status_2(capsys):
     assert main([]) == 2
     printed = capsys.readouterr().err
-    assert all(name in printed for name in ("step", "scale", "peers", "gpu", "draw"))
+    assert all(name in printed for name in ("step", "scale", "peers", "laplacian", "gpu", "draw"))
 
 
 def test_draw_writes_a_figure_for_each_kind(tmp_path):

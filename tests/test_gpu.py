@@ -545,3 +545,25 @@ def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
         for name, value in model.named_buffers():
             assert torch.equal(value, twin.get_buffer(name)), name
     assert bool(optimizer._recordings and optimizer._recordings._recordings) is capture
+
+
+def test_the_laplacian_of_a_network_in_a_recorded_step():
+    """Equal to the CPU's, and the step is recorded: nothing in it comes from the CPU."""
+
+    def residuals(model, points):
+        value, gradient, bend = woodbury.laplacian(model, points, (0, 1))
+        return bend - gradient[..., 0] + value
+
+    made = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double().to(device)
+        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=residuals)
+        points = torch.rand(20, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+        losses = [float(optimizer.step(points).loss) for _ in range(6)]
+        made.append((losses, [p.cpu() for p in model.parameters()]))
+    assert is_recorded(optimizer)
+    # the condition of the systems is below 1e4
+    assert made[0][0] == pytest.approx(made[1][0], rel=1e-8)
+    for a, b in zip(made[0][1], made[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)

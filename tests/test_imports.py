@@ -14,7 +14,8 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    *("_vector", "_random", "_process", "_memory", "_batch", "_choice", "device", "linalg"),
+    *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
+    *("laplacian", "linalg"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli"),
 ]
@@ -57,7 +58,7 @@ FLOORS = {
     ],
     "bench": [
         ["timing", "tables"],
-        ["step", "scale", "gpu", "peer_steps"],
+        ["step", "scale", "gpu", "peer_steps", "laplacian"],
         ["peers", "draw"],
         ["__main__"],
     ],

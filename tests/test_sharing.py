@@ -19,6 +19,7 @@ from cases import every_count
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
+from woodbury.layers.forms import add_own_product
 
 N = 5
 
@@ -1260,3 +1261,16 @@ def test_layers_left_out_by_other_generators_are_the_same_in_every_pass(draw, cu
                 assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-8, abs=1e-12)
             used.add(tuple(name for name, value in p.items() if value.abs().max() > 0))
         assert len(used) > 1  # the layers left out do change
+
+
+@pytest.mark.parametrize("rows, columns", [(300, 250), (401, 193), (7, 500), (500, 7)])
+def test_a_symmetric_product_in_strips_is_the_whole_product(rows, columns):
+    a = torch.randn(columns, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64).t()
+    first = torch.eye(rows, dtype=torch.float64)
+    # sums of `columns` terms, each below 25
+    bound = 25 * columns**2 * torch.finfo(torch.float64).eps
+    torch.testing.assert_close(add_own_product(first.clone(), a), first + a @ a.t(), rtol=0, atol=bound)
+    unset = torch.full_like(first, torch.nan)
+    product = add_own_product(unset, a, beta=0)
+    assert product is unset and torch.equal(product, product.t())
+    torch.testing.assert_close(product, a @ a.t(), rtol=0, atol=bound)

@@ -2,6 +2,7 @@
 
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.fit import Fit, fit
+from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
@@ -15,12 +16,14 @@ __all__ = [
     "Fit",
     "GaussNewton",
     "HessianFree",
+    "Laplacian",
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
     "Rows",
     "StepInfo",
     "fit",
+    "laplacian",
     "register_layer",
     "register_loss",
     "rows",

@@ -20,7 +20,7 @@ from woodbury._random import restore, snapshot
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, RowForm, byte_limit, windows
+from woodbury.layers.forms import OuterRows, RowForm, add_own_product, byte_limit, windows
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
@@ -198,13 +198,14 @@ class Rows:
                 row = 0
                 for index, strip in enumerate(strips):
                     left = self._write_rows(strip, row_count, dtype)
-                    column, rows = row, slice(row, row + left.shape[1])
-                    for other in strips[index:]:
-                        right = left if other is strip else self._write_rows(other, row_count, dtype)
+                    rows = slice(row, row + left.shape[1])
+                    add_own_product(matrix[rows, rows], left.t(), beta=0)
+                    column = rows.stop
+                    for other in strips[index + 1 :]:
+                        right = self._write_rows(other, row_count, dtype)
                         columns = slice(column, column + right.shape[1])
                         torch.mm(left.t(), right, out=matrix[rows, columns])
-                        if other is not strip:
-                            matrix[columns, rows] = matrix[rows, columns].t()
+                        matrix[columns, rows] = matrix[rows, columns].t()
                         column = columns.stop
                     row = rows.stop
                 matrices.append(matrix)

@@ -46,6 +46,21 @@ def scale_table(sweeps: dict[str, dict[str, Any]]) -> str:
     return table(title, ["optimizer", *headings], cells)
 
 
+def laplacian_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Milliseconds of both methods and their ratio, problem by problem."""
+    methods = list(next(iter(result.values())))
+    cells = [
+        [
+            *(problem, what),
+            *(f"{1000 * times[method][what]:.3g}" for method in methods),
+            f"{times[methods[1]][what] / times[methods[0]][what]:.2f}",
+        ]
+        for problem, times in result.items()
+        for what in times[methods[0]]
+    ]
+    return table("CPU milliseconds", ["network", "what", *methods, "ratio"], cells, left=2)
+
+
 def peer_tables(result: dict[str, Any]) -> str:
     """One table per problem, and below it one line per peer that was not timed."""
     return "\n\n".join(_peer_table(problem) for problem in result["problems"].values())

@@ -397,9 +397,15 @@ def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         a = a.to(dtype)
     if a.device.type != "cpu" or min(a.shape) < _WORTH_HALVING:
         return F.linear(a, a)
-    row_count = a.shape[0]
-    product = a.new_empty(row_count, row_count)
-    for rows in windows(row_count, -(-row_count // _STRIPS)):
-        torch.mm(a[rows], a[: rows.stop].t(), out=product[rows, : rows.stop])
-        product[: rows.start, rows] = product[rows, : rows.start].t()
+    return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
+
+
+def add_own_product(product: Tensor, a: Tensor, beta: int = 1) -> Tensor:
+    """beta product + a a^T, in place, for a product that is symmetric; in strips as in `own_product`."""
+    if a.device.type != "cpu" or min(a.shape) < _WORTH_HALVING:
+        return product.addmm_(a, a.t(), beta=beta)
+    for rows in windows(a.shape[0], -(-a.shape[0] // _STRIPS)):
+        strip = product[rows, : rows.stop]
+        strip.addmm_(a[rows], a[: rows.stop].t(), beta=beta)
+        product[: rows.start, rows] = strip[:, : rows.start].t()
     return product

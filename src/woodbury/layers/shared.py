@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from woodbury.layers.forms import Dtype, OuterRows, RowForm, Scales, add_onto, byte_limit, windows
+from woodbury.layers.forms import (
+    Dtype,
+    OuterRows,
+    RowForm,
+    Scales,
+    add_onto,
+    add_own_product,
+    byte_limit,
+    windows,
+)
 
 ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 inside a matrix product
 
@@ -200,9 +209,11 @@ def gram_by_gradients(
     gram = lefts[0].grads.new_zeros(row_count(lefts), row_count(rights), dtype=dtype)
     for chunk in chunks(sizes, max_bytes // dtype.itemsize // 3 // rows_at_once):
         a = _write_rows(lefts, chunk, gradients, dtype)
-        b = a if same else _write_rows(rights, chunk, gradients, dtype)
-        gram.addmm_(a, b.t())
-        del a, b  # before the next chunk is made
+        if same:
+            add_own_product(gram, a)
+        else:
+            gram.addmm_(a, _write_rows(rights, chunk, gradients, dtype).t())
+        del a  # before the next chunk is made
     return gram
 
 

@@ -1,0 +1,357 @@
+"""Value, gradient and Laplacian by one pass, against dense Hessians of one sample and one output at a time."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+import woodbury
+from woodbury.laplacian import DERIVATIVES
+from woodbury.layers.shared import SharedRows
+
+POINTS = 7
+
+
+class Sin(nn.Module):
+    def forward(self, x):
+        return torch.sin(x)
+
+
+class Waves(nn.Module):
+    """A function of a whole sample, without parameters: (n, d) -> (n, d + 1)."""
+
+    def forward(self, x):
+        return torch.cat([torch.cos(x), x.square().sum(1, keepdim=True)], dim=1)
+
+
+class Skip(nn.Module):
+    """No Sequential."""
+
+    def __init__(self, d=2, width=5, outputs=2):
+        super().__init__()
+        self.first, self.second = nn.Linear(d, width), nn.Linear(width, width)
+        self.last = nn.Linear(width, outputs)
+
+    def forward(self, x):
+        v = torch.tanh(self.first(x))
+        return self.last(v + torch.sin(self.second(v)))
+
+
+class Squared(nn.Linear):
+    """A Linear that is none."""
+
+    def forward(self, x):
+        return super().forward(x).square()
+
+
+def network(activation=nn.Tanh, d=2, outputs=2, bias=True):
+    layers = (
+        nn.Linear(d, 6, bias),
+        activation(),
+        nn.Linear(6, 5, bias),
+        activation(),
+        nn.Linear(5, outputs, bias),
+    )
+    return nn.Sequential(*layers)
+
+
+def build(make, *args, **kwargs):
+    """A model in float64, always the same."""
+    torch.manual_seed(0)
+    return make(*args, **kwargs).double()
+
+
+def draw(d=2):
+    return 2 * torch.rand(POINTS, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64) - 1
+
+
+def dense(model, points, weights=None, create_graph=False):
+    """The same three by torch.autograd.functional, sample by sample and output by output."""
+    n, d = points.shape
+    weights = torch.ones(n, d) if weights is None else torch.as_tensor(weights).expand(n, d)
+    values, gradients, bends = model(points), [], []
+    for point, own in zip(points, weights, strict=True):
+        for output in range(values.shape[1]):
+
+            def value(x, output=output):
+                return model(x[None])[0, output]
+
+            gradients.append(torch.autograd.functional.jacobian(value, point, create_graph=create_graph))
+            hessian = torch.autograd.functional.hessian(value, point, create_graph=create_graph)
+            bends.append((own.to(hessian) * hessian.diagonal()).sum())
+    shape = values.shape
+    return values, torch.stack(gradients).reshape(*shape, d), torch.stack(bends).reshape(shape)
+
+
+def rounding(model, dtype=torch.float64):
+    """A bound on the error: about 10 operations a layer, each off by eps of the largest number on the way.
+
+    With P the product of 1 + |W|_inf + |b|_inf over the layers, values are below P, derivatives below 2^L P and
+    Laplacians below 4^L P^2, as |phi'| and |phi''| are below 2 for every activation here.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    product = math.prod(
+        1 + sum(float(p.detach().abs().reshape(len(p), -1).sum(1).max()) for p in layer.parameters())
+        for layer in layers
+    )
+    return 10 * len(layers) * torch.finfo(dtype).eps * (2 ** len(layers) * product) ** 2
+
+
+def check(model, points, weights=None):
+    found, bound = woodbury.laplacian(model, points, weights), rounding(model)
+    assert bound < 1e-8  # a wrong formula shows
+    for name, ours, theirs in zip(found._fields, found, dense(model, points, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=bound, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    return found
+
+
+@pytest.mark.parametrize("activation", [*DERIVATIVES, Sin], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_sequential_of_linear_layers_and_activations(activation, bias):
+    found = check(build(network, activation, bias=bias), draw())
+    assert found.value.shape == found.laplacian.shape == (POINTS, 2) and found.gradient.shape == (POINTS, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "activation", [lambda: nn.GELU("tanh"), lambda: nn.Softplus(3.0, 1.0), lambda: nn.ELU(0.5)]
+)
+def test_the_settings_of_an_activation_count(activation):
+    check(build(network, activation), 3 * draw())
+
+
+@pytest.mark.parametrize("d", [1, 3, 5])
+def test_any_number_of_dimensions(d):
+    check(build(network, d=d, outputs=1), draw(d))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Skip(),
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Flatten(), nn.Linear(2, 5), nn.Tanh()), nn.Identity(), nn.Linear(5, 1)
+        ),
+        lambda: nn.Sequential(Waves(), nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)),
+        lambda: nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 1)),
+        lambda: nn.Sequential(nn.Linear(2, 5), nn.Tanh(), Skip(5)),
+        lambda: nn.Sequential(Squared(2, 5), nn.Tanh(), Squared(5, 1)),
+        lambda: nn.Sequential(nn.Linear(2, 6), nn.Unflatten(1, (2, 3)), nn.Linear(3, 2), nn.Tanh(), nn.Flatten()),
+        lambda: nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(2, 5)), nn.SiLU(inplace=True), nn.Linear(5, 1)
+        ),
+        lambda: nn.Sequential(nn.Linear(2, 5), nn.ELU(inplace=True), nn.Linear(5, 5), nn.Hardswish(inplace=True)),
+        lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)),
+        lambda: nn.Linear(2, 3),
+        lambda: nn.Sequential(),
+    ],
+    ids=[
+        *("skip", "nested", "features", "norm", "inner", "subclass"),
+        *("axes", "parametrized", "inplace", "affine", "linear", "empty"),
+    ],
+)
+def test_other_models(make):
+    check(build(make), draw())
+
+
+def test_a_layer_used_twice_counts_twice():
+    layer = build(nn.Linear, 2, 2)
+    check(nn.Sequential(layer, nn.Tanh(), layer), draw())
+
+
+def test_hooks_and_replaced_forwards_are_part_of_the_model():
+    for target in ("0", "1", ""):
+        model = build(network)
+        model.get_submodule(target).register_forward_hook(lambda module, args, output: output.sin())
+        check(model, draw())
+    model = build(network)
+    model[2].forward = lambda x, plain=model[2].forward: plain(x).square()
+    check(model, draw())
+
+
+@pytest.mark.parametrize("make", [network, Skip, lambda: nn.Sequential(Waves(), Skip(3))])
+def test_weights_of_the_second_derivatives(make):
+    model, points = build(make), draw()
+    each = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for weights in ((0, 1), [1.0, -1.0], torch.tensor([0.5, 2.0], dtype=torch.float64), each):
+        check(model, points, weights)
+
+
+def test_float32_and_points_in_the_graph():
+    model = build(network).float()
+    points = draw().float().requires_grad_()
+    found = woodbury.laplacian(model, points)
+    assert {tensor.dtype for tensor in found} == {torch.float32}
+    bound = rounding(model, torch.float32)
+    for ours, theirs in zip(found, dense(model.double(), points.detach().double()), strict=True):
+        assert float((ours - theirs).abs().max()) <= bound
+    # the gradient of the value in the points is the gradient
+    own = torch.autograd.grad(found.value[:, 1].sum(), points)[0]
+    torch.testing.assert_close(own, found.gradient[:, 1].detach(), atol=bound, rtol=0)
+
+
+def test_what_cannot_be_is_named():
+    model = build(network)
+    with pytest.raises(ValueError, match=r"shape \(n, d\), one row per point, not \(2,\)"):
+        woodbury.laplacian(model, draw()[0])
+    for weights in ((1.0,), torch.ones(POINTS), torch.ones(2, 3)):
+        with pytest.raises(ValueError, match=r"give one per axis, \(2,\), or a tensor"):
+            woodbury.laplacian(model, draw(), weights)
+
+
+# Derivatives in the parameters, of something that uses all three results
+
+
+def combine(value, gradient, bend):
+    return bend + value * gradient[..., 0] + gradient[..., 1].square()
+
+
+def residual(model, points):
+    return combine(*woodbury.laplacian(model, points))
+
+
+def dense_residual(model, points):
+    return combine(*dense(model, points, create_graph=True))
+
+
+MODELS = [
+    network,
+    lambda: network(nn.GELU),
+    lambda: network(Sin),
+    Skip,
+    lambda: nn.Sequential(Waves(), nn.Linear(3, 5), nn.SiLU(), nn.Linear(5, 1)),
+]
+every_model = pytest.mark.parametrize("make", MODELS, ids=["tanh", "gelu", "sin", "skip", "features"])
+
+
+def derivative_bound(model):
+    """Each further derivative multiplies the size of a residual by at most the number of its parameters."""
+    return rounding(model) * sum(p.numel() for p in model.parameters())
+
+
+@every_model
+def test_gradients_in_the_parameters(make):
+    model, points = build(make), draw()
+    params = list(model.parameters())
+    ours = torch.autograd.grad(residual(model, points).square().sum(), params)
+    theirs = torch.autograd.grad(dense_residual(model, points).square().sum(), params)
+    size = float(residual(model, points).abs().sum())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=derivative_bound(model) * (1 + size), rtol=0)
+
+
+@every_model
+def test_gradients_of_each_sample_by_torch_func(make):
+    model, points = build(make), draw()
+    params = dict(model.named_parameters())
+
+    def one(values, point):
+        return _call(model, residual, values, point[None]).sum()
+
+    ours = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
+    for i in range(POINTS):
+        output = dense_residual(model, points[i : i + 1]).sum()
+        for name, theirs in zip(params, torch.autograd.grad(output, list(params.values())), strict=True):
+            torch.testing.assert_close(ours[name][i], theirs, atol=derivative_bound(model), rtol=0)
+
+
+class Bound(nn.Module):
+    def __init__(self, model, function):
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self, points):
+        return self.function(self.model, points)
+
+
+def _call(model, function, values, points):
+    """function(model, points) with other parameters."""
+    named = {f"model.{name}": value for name, value in values.items()}
+    return torch.func.functional_call(Bound(model, function), named, (points,))
+
+
+@every_model
+def test_first_and_second_derivatives_along_a_step_by_forward_mode(make):
+    model, points = build(make), draw()
+    base = {name: p.detach() for name, p in model.named_parameters()}
+    step = {name: torch.randn_like(p) for name, p in base.items()}
+
+    def along(function, t):
+        return _call(model, function, {name: base[name] + t * step[name] for name in base}, points)
+
+    def slope(t):
+        return torch.func.jvp(lambda s: along(residual, s), (t,), (torch.ones_like(t),))[1]
+
+    start = torch.zeros((), dtype=torch.float64)
+    first, second = torch.func.jvp(slope, (start,), (torch.ones_like(start),))
+    t = start.clone().requires_grad_()
+    outputs = along(dense_residual, t).flatten()
+    size = 1 + sum(float(value.abs().sum()) for value in step.values())
+    for i, output in enumerate(outputs):
+        (slope_at,) = torch.autograd.grad(output, t, create_graph=True)
+        (bend_at,) = torch.autograd.grad(slope_at, t, retain_graph=True)
+        assert abs(float(first.flatten()[i] - slope_at)) <= rounding(model) * size
+        assert abs(float(second.flatten()[i] - bend_at)) <= rounding(model) * size**2
+
+
+@every_model
+def test_many_directions_at_once(make):
+    model, points = build(make), draw()
+    base = {name: p.detach() for name, p in model.named_parameters()}
+    steps = {name: torch.randn(3, *p.shape, dtype=p.dtype) for name, p in base.items()}
+
+    def push(step):
+        return torch.func.jvp(lambda values: _call(model, residual, values, points), (base,), (step,))[1]
+
+    ours = torch.func.vmap(push)(steps)
+    for k in range(3):
+        single = push({name: step[k] for name, step in steps.items()})
+        size = 1 + sum(float(step[k].abs().sum()) for step in steps.values())
+        torch.testing.assert_close(ours[k], single, atol=rounding(model) * size, rtol=0)
+
+
+# In an optimizer
+
+
+LAYER_RULES = [0, 1, 2, 4]  # of MODELS: those that are a Sequential
+
+
+@pytest.mark.parametrize("samples", [POINTS, 4])
+@pytest.mark.parametrize("index", LAYER_RULES)
+def test_a_step_of_a_sequential_goes_by_layer_rules(index, samples):
+    model, points = build(MODELS[index]), draw()
+    targets = torch.zeros_like(residual(model, points)).detach()
+    damping = 0.1
+    optimizer = woodbury.GaussNewton(
+        model, nn.MSELoss(), damping=damping, forward=residual, curvature_samples=samples
+    )
+    subset = torch.arange(samples)
+    ours = reference.flat(optimizer.direction(points, targets, subset=subset).values())
+    theirs, B, _ = reference.dense_direction(
+        model, nn.MSELoss(), points, targets, subset, damping, "gauss-newton", forward=dense_residual
+    )
+    condition = 1 + float(torch.linalg.matrix_norm(B, 2)) / damping
+    assert reference.relative_error(ours, theirs) <= derivative_bound(model) * condition
+    rows = woodbury.rows(model, nn.MSELoss(), points, targets, forward=residual)
+    assert all(isinstance(form, SharedRows) for form in rows.forms.values())
+
+
+@pytest.mark.parametrize("index", range(len(MODELS)))
+def test_a_step_by_the_fallback_is_the_same(index):
+    model, points = build(MODELS[index]), draw()
+    targets = torch.zeros_like(residual(model, points)).detach()
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=residual, fallback="autograd")
+    ours = reference.flat(optimizer.direction(points, targets).values())
+    theirs, B, _ = reference.dense_direction(
+        model, nn.MSELoss(), points, targets, range(POINTS), 0.1, "gauss-newton", forward=dense_residual
+    )
+    condition = 1 + float(torch.linalg.matrix_norm(B, 2)) / 0.1
+    assert reference.relative_error(ours, theirs) <= derivative_bound(model) * condition
+    assert optimizer.step(points).accepted
+
+
+def test_a_model_that_is_no_sequential_asks_for_the_fallback():
+    optimizer = woodbury.GaussNewton(build(Skip), nn.MSELoss(), forward=residual)
+    with pytest.raises(ValueError, match=r"torch\.func transform.*fallback='autograd'"):
+        optimizer.step(draw())
