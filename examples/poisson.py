@@ -1,17 +1,19 @@
-"""Solve the Poisson equation with a network: Gauss-Newton on the residuals of a PINN, against Adam by the clock.
+"""Solve the Poisson equation with a network: one call of `woodbury.fit`, against Adam and L-BFGS by the clock.
 
--Lap u = f in the unit cube, u = g on its boundary. Each step draws new points; a residual is Lap u + f inside and
-WEIGHT (u - g) on the boundary, and the loss is their mean square. Two problems:
+-Lap u = f in the unit cube, u = g on its boundary. A residual is Lap u + f inside and WEIGHT (u - g) on the
+boundary, and the loss is their mean square. Two problems:
 
     2 dimensions   u = sin(pi x) sin(pi y),   2-32-32-1 tanh network,        900 points inside, 120 on the boundary
     5 dimensions   u = sum of cos(pi x_i),    5-64-64-48-48-1 tanh network, 3000 points inside, 500 on the boundary
 
 (the second is a test problem of the literature on second-order methods for PINNs). float64. The error is the
-relative L2 error |u_network - u| / |u| on 10000 other points. Adam gets the same points and the same seconds
-at three learning rates; all four are drawn.
+relative L2 error |u_network - u| / |u| on 10000 other points. `fit` has no setting; the numbers of points above
+are those of its first step. Adam draws as many at every step, its rate falling to zero; L-BFGS keeps 1, 2 or 4
+times as many. Both get the same seconds, with three settings each.
 
-    python examples/poisson.py                                  # 2 dimensions, 300 steps: about 4 minutes on a CPU
-    python examples/poisson.py --dimensions 5 --device cuda     # 5 dimensions, 150 steps
+    python examples/poisson.py                                  # 2 dimensions: 9 minutes on one core
+    python examples/poisson.py --seconds 10 --seeds 1           # a look
+    python examples/poisson.py --dimensions 5 --device cuda     # 5 dimensions
     python examples/poisson.py --draw poisson-5.json            # a figure from what a run wrote
 """
 
@@ -23,174 +25,193 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import woodbury
-from harness import Curve, figure, options
+from harness import Curve, figure, options, plot, smallest
 
 WEIGHT = 10.0  # of a residual on the boundary
-RATES = (1e-2, 3e-3, 1e-3)  # of Adam
-Batch = tuple[Tensor, Tensor]  # points (n, d) and whether each lies inside (n,)
-Forward = Callable[[nn.Module, Batch], Tensor]  # what `forward=` takes
-Step = Callable[[Batch], object]
+GOALS = (1e-3, 1e-4, 1e-5, 1e-6)  # relative errors
+FIRST_SEED = 100
+Batch = tuple[Tensor, Tensor]  # points (n, d) and whether each lies inside (n, 1)
 
 
 class Equation(NamedTuple):
     widths: tuple[int, ...]
-    inside: int  # points per step
+    inside: int  # points in the first step
     boundary: int
-    steps: int
-    goal: float  # a relative error
-    solution: Callable[[Tensor], Tensor]  # u (n, d) -> (n,)
+    solution: Callable[[Tensor], Tensor]  # u (n, d) -> (n, 1)
     force: Callable[[Tensor], Tensor]  # f = -Lap u
+
+    def network(self, device: str) -> nn.Module:
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(self.widths):
+            layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
+        return nn.Sequential(*layers[:-1]).to(device, torch.float64)
+
+    def draw(self, count: int, device: str) -> tuple[Batch, None]:
+        """Random points inside, then random points on random faces; the targets of residuals are zeros."""
+        d, inside = self.widths[0], round(count * self.inside / (self.inside + self.boundary))
+        points = torch.rand(count, d, device=device, dtype=torch.float64)
+        faces = torch.randint(d, (count - inside, 1), device=device)
+        sides = torch.randint(2, (count - inside, 1), device=device).double()
+        points[inside:].scatter_(1, faces, sides)
+        return (points, torch.arange(count, device=device).unsqueeze(1) < inside), None
+
+    def residuals(self, model: nn.Module, batch: Batch) -> Tensor:
+        """One residual per point, (n, 1)."""
+        points, inside = batch
+        value, _, bend = woodbury.laplacian(model, points)
+        return torch.where(inside, bend + self.force(points), WEIGHT * (value - self.solution(points)))
 
 
 EQUATIONS = {
     2: Equation(
-        *((2, 32, 32, 1), 900, 120, 300, 1e-4),
-        solution=lambda x: torch.sin(torch.pi * x).prod(1),
-        force=lambda x: 2 * torch.pi**2 * torch.sin(torch.pi * x).prod(1),
+        *((2, 32, 32, 1), 900, 120),
+        solution=lambda x: torch.sin(torch.pi * x).prod(1, keepdim=True),
+        force=lambda x: 2 * torch.pi**2 * torch.sin(torch.pi * x).prod(1, keepdim=True),
     ),
     5: Equation(
-        *((5, 64, 64, 48, 48, 1), 3000, 500, 150, 1e-3),
-        solution=lambda x: torch.cos(torch.pi * x).sum(1),
-        force=lambda x: torch.pi**2 * torch.cos(torch.pi * x).sum(1),
+        *((5, 64, 64, 48, 48, 1), 3000, 500),
+        solution=lambda x: torch.cos(torch.pi * x).sum(1, keepdim=True),
+        force=lambda x: torch.pi**2 * torch.cos(torch.pi * x).sum(1, keepdim=True),
     ),
 }
 
 
-def network(widths: tuple[int, ...], device: str) -> nn.Module:
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
-        layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).to(device, torch.float64)
+class Task(NamedTuple):
+    """What a method gets: a network and its data, a time, and a function to call after every step."""
+
+    equation: Equation
+    model: nn.Module
+    points: int
+    device: str
+    seconds: float
+    note: Callable[[], float]  # measures the error, and returns the seconds spent in steps
+
+    def draw(self, count: int) -> tuple[Batch, None]:
+        return self.equation.draw(count, self.device)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return self.equation.residuals(self.model, batch).square().mean()
 
 
-def draw_points(equation: Equation, device: str) -> Batch:
-    """Random points inside, then random points on random faces."""
-    dimensions = equation.widths[0]
-    points = torch.rand(equation.inside + equation.boundary, dimensions, device=device, dtype=torch.float64)
-    faces = torch.randint(dimensions, (equation.boundary, 1), device=device)
-    sides = torch.randint(2, (equation.boundary, 1), device=device).double()
-    points[equation.inside :].scatter_(1, faces, sides)
-    return points, torch.arange(len(points), device=device) < equation.inside
+Method = Callable[[Task], Any]
 
 
-def laplacian(model: nn.Module, points: Tensor) -> Tensor:
-    """sum_i d2u/dx_i2 at each point, by two directional derivatives along each axis."""
-
-    def value(x: Tensor) -> Tensor:
-        return model(x).squeeze(-1)
-
-    def slope(x: Tensor, axis: Tensor) -> Tensor:
-        return torch.func.jvp(value, (x,), (axis,))[1]
-
-    def bend(x: Tensor, axis: Tensor) -> Tensor:
-        return torch.func.jvp(lambda y: slope(y, axis), (x,), (axis,))[1]
-
-    axes = torch.eye(points.shape[1], dtype=points.dtype, device=points.device)
-    along_all = torch.func.vmap(bend, in_dims=(None, 0))
-    return torch.func.vmap(lambda x: along_all(x, axes).sum())(points)
+def by_fit(task: Task) -> woodbury.Fit:
+    return woodbury.fit(
+        task.model,
+        nn.MSELoss(),
+        task.draw,
+        forward=task.equation.residuals,
+        samples=task.points,
+        seconds=task.seconds,
+        callback=lambda _: task.note() >= task.seconds,
+    )
 
 
-def residuals(equation: Equation) -> Forward:
-    """One residual per point, (n, 1). The loss is their mean square."""
-
-    def forward(model: nn.Module, batch: Batch) -> Tensor:
-        points, inside = batch
-        equation_holds = laplacian(model, points) + equation.force(points)
-        boundary_holds = WEIGHT * (model(points).squeeze(-1) - equation.solution(points))
-        return torch.where(inside, equation_holds, boundary_holds).unsqueeze(1)
-
-    return forward
-
-
-def gauss_newton(model: nn.Module, forward: Forward) -> Step:
-    damping = woodbury.LevenbergMarquardt(boost=2.0, drop=0.5, floor=1e-12)
-    return woodbury.GaussNewton(model, nn.MSELoss(), damping=damping, forward=forward, fallback="autograd").step
-
-
-def adam(model: nn.Module, forward: Forward, rate: float) -> Step:
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-
-    def step(batch: Batch) -> None:
+def by_adam(task: Task, rate: float) -> None:
+    """New points in every step, and a rate that falls linearly to zero."""
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=rate)
+    while (spent := task.note()) < task.seconds:
+        optimizer.param_groups[0]["lr"] = rate * (1 - spent / task.seconds)
         optimizer.zero_grad()
-        forward(model, batch).square().mean().backward()
+        task.loss(task.draw(task.points)[0]).backward()
         optimizer.step()
 
-    return step
+
+def by_lbfgs(task: Task, times: int) -> None:
+    """The same points at every step, so many times as many."""
+    settings: dict[str, Any] = {"tolerance_grad": 0, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
+    optimizer = torch.optim.LBFGS(task.model.parameters(), max_iter=10, history_size=100, **settings)
+    batch, _ = task.draw(times * task.points)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = task.loss(batch)
+        loss.backward()
+        return loss
+
+    while task.note() < task.seconds:
+        optimizer.step(closure)
 
 
-def solve(
-    name: str,
-    build: Callable[[nn.Module, Forward], Step],
-    equation: Equation,
-    device: str,
-    seed: int,
-    steps: int | None = None,
-    seconds: float = float("inf"),
-) -> Curve:
-    """Relative error against the seconds spent in steps alone, until there are enough of either."""
+RIVALS: dict[str, dict[str, Method]] = {
+    "torch L-BFGS": {f"{times} x points": partial(by_lbfgs, times=times) for times in (1, 2, 4)},
+    "torch Adam": {f"lr {rate:g}": partial(by_adam, rate=rate) for rate in (1e-2, 3e-3, 1e-3)},
+}
+
+
+def solve(method: Method, equation: Equation, points: int, device: str, seconds: float, seed: int) -> Curve:
+    """(seconds in steps, relative error) after every step."""
     torch.manual_seed(seed)
-    model = network(equation.widths, device)
+    model = equation.network(device)
     test = torch.rand(10_000, equation.widths[0], device=device, dtype=torch.float64)
     truth = equation.solution(test)
-    step = build(model, residuals(equation))
-    spent, curve, printed = 0.0, [], time.perf_counter()
-    while spent < seconds and (steps is None or len(curve) < steps):
-        batch = draw_points(equation, device)
-        started = now(device)
-        step(batch)
-        spent += now(device) - started
+    curve: Curve = []
+    started, spent = time.perf_counter(), 0.0
+
+    def note() -> float:
+        nonlocal started, spent
+        if device != "cpu":
+            torch.cuda.synchronize()
+        spent += time.perf_counter() - started
         with torch.no_grad():
-            error = (model(test).squeeze(1) - truth).norm() / truth.norm()
-        curve.append((spent, float(error)))
-        if time.perf_counter() - printed > 5:
-            printed = time.perf_counter()
-            print(f"  {name}: step {len(curve)}, {spent:.0f} s, error {float(error):.1e}", flush=True)
+            curve.append((spent, float((model(test) - truth).norm() / truth.norm())))
+        started = time.perf_counter()
+        return spent
+
+    method(Task(equation, model, points, device, seconds, note))
     return curve
 
 
-def now(device: str) -> float:
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def steps_to(curve: Curve, goal: float) -> float:
+    """The first step with an error of at most the goal; inf if there is none."""
+    return next((float(step) for step, (_, error) in enumerate(curve, 1) if error <= goal), float("inf"))
 
 
-def report(record: dict) -> None:
-    for name, curve in record["curves"].items():
-        seconds, error = curve[-1]
-        reached = next((str(index + 1) for index, (_, e) in enumerate(curve) if e <= record["goal"]), "never")
-        print(
-            f"{name:14} {len(curve):6} steps {seconds:7.1f} s ({seconds / len(curve):.3f} s per step)   "
-            f"error {error:.1e}   {record['goal']:.0e} after step {reached}"
-        )
+def report(record: dict[str, Any]) -> None:
+    runs = record["runs"]
+    ours = runs["woodbury.fit"]
+    print(f"woodbury.fit, seeds from {FIRST_SEED} on: steps to a relative error of")
+    print(f"{'':8}" + "".join(f"{goal:>9.0e}" for goal in GOALS) + "   at the end")
+    rows = [[steps_to(curve, goal) for goal in GOALS] for curve in ours]
+    for index, (row, curve) in enumerate(zip(rows, ours, strict=True)):
+        shown = "".join(f"{step:9.0f}" for step in row)
+        print(f"{FIRST_SEED + index:8}{shown}   {curve[-1][1]:.1e} after {len(curve)} steps, {curve[-1][0]:.0f} s")
+    medians = "".join(f"{median(column):9.0f}" for column in zip(*rows, strict=True))
+    print(f"{'median':8}{medians}   {median(curve[-1][1] for curve in ours):.1e}")
+    for name, curves in runs.items():
+        if curves is not ours:
+            seconds, error = curves[0][-1]
+            print(f"{name:26} {len(curves[0]):6} steps {seconds:6.0f} s   error {error:.1e}")
 
 
-def draw(record: dict, path: Path) -> None:
-    with figure(path, columns=2, dpi=110, figsize=(9, 3.6), sharey=True) as (picture, ((left, right),)):
-        for index, (name, curve) in enumerate(record["curves"].items()):
-            seconds, errors = zip(*curve, strict=True)
-            style = {"color": f"C{index}", "label": name, "linewidth": 1.8 if index == 0 else 1.0}
-            left.plot(seconds, errors, **style)
-            right.plot(range(1, len(errors) + 1), errors, **style)
-        for panel in (left, right):
-            panel.axhline(record["goal"], color="0.7", linewidth=0.8, linestyle="--")
-        left.set(yscale="log", xlabel="seconds", ylabel="relative L2 error", xlim=(0, None))
-        right.set(xscale="log", xlabel="steps")
-        right.legend(frameon=False)
-        picture.suptitle(f"Poisson equation in {record['dimensions']} dimensions ({record['device']})")
+def draw(record: dict[str, Any], path: Path) -> None:
+    best = {"woodbury.fit": record["runs"]["woodbury.fit"]}
+    for method in RIVALS:
+        own = {name: curves for name, curves in record["runs"].items() if name.startswith(method)}
+        if own:
+            name = smallest({name: curves[0][-1][1] for name, curves in own.items()})
+            best[name] = own[name]
+    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
+        plot(panel, best, ("#0072b2", "#d55e00", "#555555")[: len(best)])
+        panel.set(yscale="log", xlabel=f"seconds ({record['device']})", ylabel="relative L2 error", xlim=(0, None))
+        panel.set_title(f"Poisson equation in {record['dimensions']} dimensions", loc="left", fontweight="bold")
+        panel.legend(frameon=False)
 
 
 def main(argv: list[str] | None = None) -> None:
-    numbers = {"points": (1.0, "factor on the number of points per step"), "seed": (0, "of network and points")}
+    numbers = {"points": (1.0, "factor on the number of points"), "seeds": (3, "networks and points, for fit")}
+    numbers |= {"seconds": (60.0, "for each run")}
     parser = options(__doc__, ".", **numbers, device=("cpu", "where to compute"))
     parser.add_argument("--dimensions", type=int, choices=list(EQUATIONS), default=2)
-    parser.add_argument("--steps", type=int, help="of Gauss-Newton (default 300 in 2 dimensions, 150 in 5)")
-    parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="learning rates of Adam")
+    parser.add_argument("--alone", action="store_true", help="leave out Adam and L-BFGS")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw what an earlier run wrote")
     args = parser.parse_args(argv)
     if args.draw is not None:
@@ -198,23 +219,18 @@ def main(argv: list[str] | None = None) -> None:
         report(record)
         draw(record, args.draw.with_suffix(".png"))
         return
+    if args.device == "cpu":
+        torch.set_num_threads(1)
     equation = EQUATIONS[args.dimensions]
-    equation = equation._replace(
-        inside=max(2, round(args.points * equation.inside)),
-        boundary=max(2, round(args.points * equation.boundary)),
-    )
-    run = partial(solve, equation=equation, device=args.device, seed=args.seed)
-    curves = {"Gauss-Newton": run("Gauss-Newton", gauss_newton, steps=args.steps or equation.steps)}
-    budget = curves["Gauss-Newton"][-1][0]
-    for rate in args.rates:
-        name = f"Adam, lr {rate:g}"
-        curves[name] = run(name, partial(adam, rate=rate), seconds=budget)
-    record = {
-        "dimensions": args.dimensions,
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else "CPU",
-        "goal": equation.goal,
-        "curves": curves,
-    }
+    points = max(20, round(args.points * (equation.inside + equation.boundary)))
+    run = partial(solve, equation=equation, points=points, device=args.device, seconds=args.seconds)
+    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
+    runs: dict[str, list[Curve]] = {"woodbury.fit": [run(by_fit, seed=seed) for seed in seeds]}
+    for rival, settings in ({} if args.alone else RIVALS).items():
+        for setting, method in settings.items():
+            runs[f"{rival}, {setting}"] = [run(method, seed=FIRST_SEED)]
+    device = torch.cuda.get_device_name() if args.device != "cpu" else "one CPU core"
+    record = {"dimensions": args.dimensions, "device": device, "runs": runs}
     report(record)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"poisson-{args.dimensions}.json"

@@ -11,33 +11,55 @@ import poisson
 @pytest.mark.parametrize("dimensions", [2, 5])
 def test_the_equations_hold_for_their_solutions(dimensions):
     equation = poisson.EQUATIONS[dimensions]
-    points, inside = poisson.draw_points(equation, "cpu")
-    assert inside.sum() == equation.inside and len(points) == equation.inside + equation.boundary
-    faces = ((points == 0) | (points == 1)).any(1)
+    (points, inside), targets = equation.draw(700, "cpu")
+    assert targets is None and len(points) == 700
+    share = equation.inside / (equation.inside + equation.boundary)
+    assert abs(inside.sum() - 700 * share) <= 1
+    faces = ((points == 0) | (points == 1)).any(1, keepdim=True)
     assert torch.equal(faces, ~inside)
-    hessians = torch.func.vmap(torch.func.hessian(lambda x: equation.solution(x[None])[0]))(points[:20])
-    bends = hessians.diagonal(dim1=1, dim2=2).sum(1)
+    hessians = torch.func.vmap(torch.func.hessian(lambda x: equation.solution(x[None])[0, 0]))(points[:20])
+    bends = hessians.diagonal(dim1=1, dim2=2).sum(1, keepdim=True)
     torch.testing.assert_close(bends, -equation.force(points[:20]))
-    model = poisson.network(equation.widths, "cpu")
-    hessians = torch.func.vmap(torch.func.hessian(lambda x: model(x)[0]))(points[:20])
-    torch.testing.assert_close(poisson.laplacian(model, points[:20]), hessians.diagonal(dim1=1, dim2=2).sum(1))
 
 
-@pytest.mark.parametrize("dimensions, points, steps", [(2, "0.2", "12"), (5, "0.02", "8")])
-def test_a_few_steps_lower_the_error_and_leave_a_record(dimensions, points, steps, tmp_path, capsys):
-    options = ["--dimensions", str(dimensions), "--points", points, "--steps", steps, "--rates", "1e-3"]
-    poisson.main([*options, "--out", str(tmp_path)])
-    curves = json.loads((tmp_path / f"poisson-{dimensions}.json").read_text())["curves"]
-    errors = [error for _, error in curves["Gauss-Newton"]]
-    assert len(errors) == int(steps)
-    assert errors[-1] < 0.5 * errors[0]
-    assert "Gauss-Newton" in capsys.readouterr().out
+def test_the_residual_vanishes_at_the_solution_and_weighs_the_boundary():
+    equation = poisson.EQUATIONS[2]
+    batch, _ = equation.draw(40, "cpu")
+
+    class Exact(torch.nn.Module):
+        def __init__(self, shift):
+            super().__init__()
+            self.shift = shift
+
+        def forward(self, points):
+            return equation.solution(points) + self.shift
+
+    torch.testing.assert_close(equation.residuals(Exact(0.0), batch), torch.zeros(40, 1, dtype=torch.float64))
+    shifted = equation.residuals(Exact(0.1), batch)
+    torch.testing.assert_close(shifted, torch.where(batch[1], 0.0, 0.1 * poisson.WEIGHT).double())
+
+
+@pytest.mark.parametrize("dimensions, points, seconds", [(2, "0.1", "3"), (5, "0.02", "2")])
+def test_a_short_run_lowers_the_error_and_leaves_a_record(dimensions, points, seconds, tmp_path, capsys):
+    options = ["--dimensions", str(dimensions), "--points", points, "--seconds", seconds, "--seeds", "1"]
+    poisson.main([*options, "--alone", "--out", str(tmp_path)])
+    runs = json.loads((tmp_path / f"poisson-{dimensions}.json").read_text())["runs"]
+    errors = [error for _, error in runs["woodbury.fit"][0]]
+    assert min(errors) < errors[0]
+    assert "median" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", [method for own in poisson.RIVALS.values() for method in own.values()])
+def test_every_rival_takes_steps(method):
+    curve = poisson.solve(method, poisson.EQUATIONS[2], 50, "cpu", 0.2, seed=0)
+    assert len(curve) >= 2 and all(error > 0 for _, error in curve)
 
 
 def test_a_figure_is_drawn_from_a_record(tmp_path):
     pytest.importorskip("matplotlib")
     curve = [(0.1, 1.0), (0.2, 0.1)]
-    record = {"dimensions": 2, "device": "CPU", "goal": 1e-4, "curves": {"Gauss-Newton": curve, "Adam": curve}}
+    names = ("woodbury.fit", "torch Adam, lr 0.01", "torch Adam, lr 0.003", "torch L-BFGS, 1 x points")
+    record = {"dimensions": 2, "device": "CPU", "runs": {name: [curve] for name in names}}
     path = tmp_path / "poisson-2.json"
     path.write_text(json.dumps(record))
     poisson.main(["--draw", str(path)])

@@ -25,7 +25,9 @@ from woodbury.search import CurvedSearch
 
 DEFAULT_STEPS = 300  # where no budget is given
 GROWTH = 4  # times the samples, where they limit the steps
-LIMITED = 0.5  # they do where other samples promise less than this of what the batch promises
+LIMITED = 0.5  # they do where other samples promise less than this of what the batch promises,
+LIMITED_STEPS = 3  # so many steps in a row
+MOST_ROWS = 4  # samples per parameter at most: more of them add little to the curvature
 STALL_WINDOW = 12  # steps that together gain less than STALL_GAIN of the loss: nothing moves any more
 STALL_GAIN = 0.01
 FEWEST, MOST = 256, 4096  # samples to draw at first, if the model does not say
@@ -285,6 +287,8 @@ class _Run:
             torch.manual_seed(seed)
             self.random = _random.snapshot(device)
             _random.restore(now)
+        self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
+        self.limited = 0  # steps in a row that the samples limited
         self.best: tuple[float, dict[str, Tensor]] | None = None  # the lowest loss seen, and where
 
     def go(self, progress: _Progress | None) -> Fit:
@@ -334,8 +338,9 @@ class _Run:
         elif self._is_stalled():
             fit.reason = "stalled"
         agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
-        if self.source.grows and agreement < LIMITED:
-            fit.samples *= GROWTH
+        self.limited = self.limited + 1 if agreement < LIMITED else 0
+        if self.source.grows and self.limited >= LIMITED_STEPS and GROWTH * fit.samples <= MOST_ROWS * self.size:
+            fit.samples, self.limited = fit.samples * GROWTH, 0
 
     def _is_stalled(self) -> bool:
         """Whether the last steps, on as many samples each, gained next to nothing together."""

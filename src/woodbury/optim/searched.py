@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from woodbury import _batch, _random, _vector
 from woodbury._vector import Vector
+from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_nonnegative
@@ -26,6 +27,7 @@ from woodbury.optim.step import Problem, Proposal, decay_decrease
 from woodbury.row_matrix import Rows
 from woodbury.search import LENGTHS_OF_ONE_RUNG, CurvedSearch, Length, find_length
 
+OUT_OF_SCALE = 30.0
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
 
 
@@ -37,6 +39,7 @@ class Judge:
     loss: float  # f(theta) on them
     slopes: Tensor  # (k,): g . p_j there, on the CPU
     products: Tensor  # (k, k): p_i^T B p_j there
+    trace: float  # of K of the batch
     random: _random.Snapshot | None  # at the start of their pass
 
     def predicted(self, coefficients: Tensor) -> float:
@@ -67,34 +70,42 @@ def searched_proposal(
     ladder = _ladder(problem, search, solver, system, line, trace)
     if not ladder:
         nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
-        return _proposal(problem, line, pieces, nothing, math.nan, 0.0, Length(0.0, False, math.nan), 0.0, memory)
+        return _proposal(problem, line, pieces, nothing, math.nan, 0.0, Length(0.0, 0, math.nan), 0.0, memory)
     vectors = [rung.vector for rung in ladder]
-    judge = _judge_of(problem, curvature, line, pieces, vectors)
+    judge = _judge_of(problem, curvature, line, pieces, vectors, trace)
     combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
-    dull = memory.get("dull", 0)
-    if dull >= search.patience:
-        vector, length, coefficients = _best_rung(problem, judge, vectors)
+    dull, coefficients = memory.get("dull", 0), combined
+    layer = None
+    if not memory and _is_out_of_scale(problem, search, line):
+        layer = _best_layer(problem, search, solver, system, line, judge)
+    if layer is not None:
+        (vector, length), start = layer, 1.0
+    elif dull >= search.patience:
+        vector, length, rung = _best_of(problem, judge, vectors, LENGTHS_OF_ONE_RUNG)
+        coefficients = torch.zeros_like(combined)
+        coefficients[rung] = float(length.length > 0)
         start, dull = memory["length"], 0
     else:
-        coefficients = combined
         p = _combine(combined.tolist(), vectors)
-        bend = None
-        if search.bend is not None and bool(combined.any()):
-            bend = _bend(problem, curvature, solver, system, line, pieces, p, search.bend * trace)
-
-        def path(length: float, bent: bool) -> Vector:
-            straight = {name: length * value for name, value in p.items()}
-            return straight if bend is None or not bent else _vector.combine(straight, bend, length**2)
-
-        length = Length(0.0, False, 0.0)
+        length = Length(0.0, 0, 0.0)
+        bends: list[Vector] = [{}]  # of each path, of which the first is straight
         if bool(combined.any()):
+            bends += _bends(problem, search, curvature, solver, system, line, pieces, p, judge.trace)
+
+            def path(length: float, bend: int) -> Vector:
+                straight = {name: length * value for name, value in p.items()}
+                return _vector.combine(straight, bends[bend], length**2) if bend else straight
+
             length = find_length(
-                lambda a, bent: _decrease(problem, judge, path(a, bent)),
+                lambda length, bend: _decrease(problem, judge, path(length, bend)),
                 search,
                 memory.get("length", 1.0),
-                bend is not None,
+                [*range(1, len(bends)), 0],
             )
-        vector, start = path(length.length, length.bent), length.length or 1.0
+            vector = path(length.length, length.path)
+        else:
+            vector = p
+        start = length.length or 1.0
         dull = 0 if length.decrease >= search.least_gain * abs(judge.loss) else dull + 1
     predicted = judge.predicted(length.length * coefficients)
     memory = {"length": start, "dull": dull, "agreement": _agreement(line, ladder, judge, combined)}
@@ -129,7 +140,7 @@ def _proposal(
         memory={"search": memory},
         length=length.length,
         share=share,
-        bent=length.bent,
+        bent=length.path > 0,
     )
 
 
@@ -159,7 +170,12 @@ def _agreement(line: Linearization, ladder: Sequence[Rung], judge: Judge, combin
 
 
 def _judge_of(
-    problem: Problem, curvature: Curvature, line: Linearization, pieces: list[Piece], vectors: Sequence[Vector]
+    problem: Problem,
+    curvature: Curvature,
+    line: Linearization,
+    pieces: list[Piece],
+    vectors: Sequence[Vector],
+    trace: float,
 ) -> Judge:
     """The quadratic model along the vectors, on the samples that judge the step."""
     if problem.held_out is None:
@@ -190,7 +206,7 @@ def _judge_of(
             theta = problem.plan.parameters[name].detach().flatten().double()
             slopes = slopes + decay * (own @ theta).cpu()
             products = products + decay * (own @ own.T).cpu()
-    return Judge(pieces, loss, slopes, products, random)
+    return Judge(pieces, loss, slopes, products, trace, random)
 
 
 def _combine(coefficients: Sequence[float], vectors: Sequence[Vector]) -> Vector:
@@ -212,17 +228,20 @@ def _decrease(problem: Problem, judge: Judge, vector: Vector) -> float:
     return decrease + float(decay_decrease(problem, vector))
 
 
-def _bend(
+def _bends(
     problem: Problem,
+    search: CurvedSearch,
     curvature: Curvature,
     solver: Cholesky,
     system: System,
     line: Linearization,
     pieces: list[Piece],
     p: Vector,
-    damping: float,
-) -> Vector | None:
-    """-(B + lambda I)^{-1} J^T H y'' / 2 on the curvature samples of the batch; None if it is not finite."""
+    trace: float,
+) -> list[Vector]:
+    """-(B + lambda I)^{-1} J^T H y'' / 2 on the curvature samples of the batch, for every damping of the bend."""
+    if not search.bends:
+        return []
     passes, samples = problem.passes, problem.batch.curvature
     piece, random = pieces[0], problem.random
     with nullcontext() if random is None else _random.replayed(random):
@@ -230,22 +249,53 @@ def _bend(
     outputs = piece.capture.outputs.detach()[:samples]
     factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets[:samples])
     weights = factor.rmatvec(curve).flatten()
-    bend = solver.pull_back(problem, line, system, weights, damping)
-    if not math.isfinite(float(_vector.dot(bend, bend))):
+    bends = []
+    for relative in search.bends:
+        bend = solver.pull_back(problem, line, system, weights, relative * trace)
+        if math.isfinite(float(_vector.dot(bend, bend))):
+            bends.append({name: -0.5 * value for name, value in bend.items()})
+    return bends
+
+
+def _is_out_of_scale(problem: Problem, search: CurvedSearch, line: Linearization) -> bool:
+    """Whether the residuals of the batch are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
+
+    Then steps in all layers at once are limited by the product of their changes: one layer must find the scale.
+    """
+    if search.first is None or problem.held_out is not None or line.e is None:
+        return False
+    assert isinstance(line.rows, Rows)
+    theta = {name: own.detach() for name, own in problem.plan.parameters.items()}
+    own = line.rows.matvec(theta)[: line.curvature_rows]
+    return bool(line.e.norm() > OUT_OF_SCALE * own.norm())
+
+
+def _best_layer(
+    problem: Problem, search: CurvedSearch, solver: Cholesky, system: System, line: Linearization, judge: Judge
+) -> tuple[Vector, Length] | None:
+    """The best step of a single layer, -(B_ll + lambda I)^{-1} g_l, if it takes away at least half of the loss."""
+    names = BLOCKS["layer"].parameter_names(problem.plan)
+    if search.first is None or len(names) < 2:
         return None
-    return {name: -0.5 * value for name, value in bend.items()}
+    apart = replace(line, gram=None, matrices=None)
+    by_layer = system._replace(blocks=BLOCKS["layer"], factors=None)
+    answer = solver.answer(problem, apart, by_layer, search.first * judge.trace)
+    if not bool(answer.usable) or not math.isfinite(float(answer.squared_norm)):
+        return None
+    vector = answer.displacement.dense()
+    best, length = _best_of(problem, judge, [_vector.restrict(vector, block) for block in names], (1.0,))[:2]
+    return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
 
 
-def _best_rung(problem: Problem, judge: Judge, vectors: Sequence[Vector]) -> tuple[Vector, Length, Tensor]:
-    """The best step along a single rung, and its coefficients."""
-    best, vector = Length(0.0, False, 0.0), {name: torch.zeros_like(own) for name, own in vectors[0].items()}
-    coefficients = torch.zeros(len(vectors), dtype=torch.float64)
+def _best_of(
+    problem: Problem, judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]
+) -> tuple[Vector, Length, int]:
+    """The best step along one of some vectors, and which one it is."""
+    best, step, which = Length(0.0, 0, 0.0), {}, 0
     for index, own in enumerate(vectors):
-        for length in LENGTHS_OF_ONE_RUNG:
+        for length in lengths:
             trial = {name: length * value for name, value in own.items()}
             decrease = _decrease(problem, judge, trial)
             if decrease > best.decrease:
-                best, vector = Length(length, False, decrease), trial
-                coefficients = torch.zeros_like(coefficients)
-                coefficients[index] = 1.0
-    return vector, best, coefficients
+                best, step, which = Length(length, 0, decrease), trial, index
+    return step or {name: torch.zeros_like(own) for name, own in vectors[0].items()}, best, which

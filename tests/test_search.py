@@ -1,0 +1,532 @@
+"""Steps with a CurvedSearch: the ladder, the bend and the length, against dense formulas that share no code."""
+
+import copy
+import math
+import pickle
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import problems
+import reference
+import woodbury
+from cases import every_pair
+from woodbury.linalg import minimize_nonnegative
+from woodbury.model.capture import call_model, capture
+from woodbury.model.chain import ACTIVATIONS, read_chain
+from woodbury.model.plan import plan_layers
+from woodbury.search import find_length
+
+# so mild that p keeps ten digits
+MILD = woodbury.CurvedSearch(rungs=(1e-1, 1e-2, 1e-3), bend=1e-2)
+
+
+# -- the parts -------------------------------------------------------------------------------------------
+
+
+def nonnegative_by_enumeration(matrix, linear):
+    """argmin c A c / 2 - linear . c over c >= 0, by all supports."""
+    k, best = len(linear), (0.0, torch.zeros_like(linear))
+    for size in range(1, k + 1):
+        for support in map(list, combinations(range(k), size)):
+            own = torch.linalg.solve(matrix[support][:, support], linear[support])
+            value = float(-0.5 * linear[support] @ own)
+            if (own >= 0).all() and value < best[0]:
+                c = torch.zeros_like(linear)
+                c[support] = own
+                best = value, c
+    return best[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(k=st.integers(1, 6), seed=st.integers(0, 10**6))
+def test_the_minimum_over_nonnegative_coefficients_is_that_of_all_supports(k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(k, k + 2, dtype=torch.float64, generator=generator)
+    root = root * torch.logspace(-3, 3, k, dtype=torch.float64).unsqueeze(1)
+    matrix, linear = root @ root.T, root @ torch.randn(k + 2, dtype=torch.float64, generator=generator)
+    ridged = matrix + 1e-6 * matrix.diagonal().diag()
+    c, expected = minimize_nonnegative(matrix, linear, 1e-6), nonnegative_by_enumeration(ridged, linear)
+    assert (c >= 0).all()
+    value, least = (0.5 * x @ ridged @ x - linear @ x for x in (c, expected))
+    # scaled to a unit diagonal, the ridge bounds the condition by k / 1e-6
+    assert value <= least + 1e-9 * abs(least)
+
+
+def test_a_direction_without_curvature_gets_no_weight():
+    matrix, linear = torch.tensor([[2.0, 0.0], [0.0, 0.0]]).double(), torch.tensor([1.0, 0.0]).double()
+    torch.testing.assert_close(minimize_nonnegative(matrix, linear, 0.0), torch.tensor([0.5, 0.0]).double())
+
+
+@pytest.mark.parametrize("start", [2.0, 1.0, 2.0**-7, 2.0**-20])
+@pytest.mark.parametrize("minimum", [1.9, 0.3, 2.0**-9.2, 2.0**-19])
+def test_the_length_is_the_best_power_of_two_from_any_start(start, minimum):
+    trials = []
+
+    def decrease(length, bent):
+        trials.append(length)
+        return minimum**2 - (length - minimum) ** 2 - (0.0 if bent else 1e-3 * minimum**2)
+
+    found = find_length(decrease, woodbury.CurvedSearch(), start, bends=True)
+    grid = [2.0**-k for k in range(-1, 21)]
+    best = max(grid, key=lambda length: minimum**2 - (length - minimum) ** 2)
+    assert found.length == best and found.bent and found.decrease == decrease(best, True)
+    assert len(set(trials)) <= abs(math.log2(start / best)) + 4
+
+
+def test_nothing_better_than_staying_is_a_length_of_0():
+    found = find_length(lambda length, bent: -length, woodbury.CurvedSearch(), 1.0, bends=True)
+    assert found == (0.0, False, 0.0)
+    assert find_length(lambda length, bent: math.nan, woodbury.CurvedSearch(), 1.0, bends=True).length == 0.0
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), kind(), nn.Linear(5, 4, bias=False), kind(), nn.Linear(4, 2)).double()
+    inputs = torch.randn(7, 3, dtype=torch.float64)
+    plan = plan_layers(model, dict(model.named_parameters()), False)
+    with torch.no_grad():
+        by_hand = read_chain(plan, model).run(inputs)
+    captured = capture(plan, model, call_model, inputs, 7)
+    vectors = [{name: torch.randn_like(own) for name, own in model.named_parameters()} for _ in range(3)]
+    results = {}
+    for order in (2, 0):  # forward mode; differentiating J^T u, and central differences
+        plan.findings.forward_order = order
+        results[order] = captured.push_forward(vectors), captured.second_derivative(vectors[0])
+    first, second = by_hand.push_forward(vectors), by_hand.second_derivative(vectors[0])
+    # reverse mode over one number, sample by sample
+    point = {name: own.detach() for name, own in model.named_parameters()}
+
+    def along(t):
+        moved = {name: own + t * vectors[0][name] for name, own in point.items()}
+        return torch.func.functional_call(model, moved, (inputs,)).flatten()
+
+    dense_first = torch.autograd.functional.jacobian(along, torch.zeros((), dtype=torch.float64))
+    dense_second = torch.stack(
+        [
+            torch.autograd.functional.hessian(lambda t, i=i: along(t)[i], torch.zeros((), dtype=torch.float64))
+            for i in range(14)
+        ]
+    )
+    # sums of a few dozen products of numbers of order 1
+    torch.testing.assert_close(first[0].flatten(), dense_first, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(second.flatten(), dense_second, rtol=1e-12, atol=1e-11)
+    for order in (2, 0):
+        torch.testing.assert_close(results[order][0], first, rtol=1e-12, atol=1e-12)
+    nested = kind is not nn.SiLU  # torch cannot nest its forward mode
+    torch.testing.assert_close(results[2][1], second, rtol=1e-12, atol=1e-11 if nested else 1e-5)
+    # sqrt(eps) |p|^2 / |theta|^2 of the outputs, and the next term of the series
+    torch.testing.assert_close(results[0][1], second, rtol=1e-5, atol=1e-5)
+
+
+class WrongTwice(torch.autograd.Function):
+    """x^2 with a first derivative that forward mode cannot differentiate right."""
+
+    @staticmethod
+    def forward(x):
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_forward(inputs[0].detach().clone())
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * ctx.saved_tensors[0].detach() * tangent
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return WrongTwice.apply(self.linear(x))
+
+
+def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_from_differences():
+    torch.manual_seed(0)
+    model, inputs = Squares().double(), torch.randn(6, 3, dtype=torch.float64)
+    plan = plan_layers(model, dict(model.named_parameters()), True)
+    captured = capture(plan, model, call_model, inputs, 6)
+    vector = {name: torch.randn_like(own) for name, own in model.named_parameters()}
+    slope = inputs @ vector["linear.weight"].T + vector["linear.bias"]
+    torch.testing.assert_close(captured.second_derivative(vector), 2 * slope.square(), rtol=1e-6, atol=1e-6)
+    assert plan.findings.forward_order == 1
+
+
+# -- the step, dense --------------------------------------------------------------------------------------
+
+
+def second_derivatives(model, inputs, p, forward=None):
+    """y_i'' along p for every sample, (n, C), by reverse mode in one number t."""
+    run = forward or (lambda m, x: m(x))
+    names, start, moved = list(reference.parameters(model)), 0, {}
+    for name in names:
+        own = reference.parameters(model)[name]
+        moved[name] = p[start : start + own.numel()].view_as(own)
+        start += own.numel()
+    point = {name: own.detach() for name, own in model.named_parameters()}
+
+    class Bound(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return run(self.model, x)
+
+    def along(t):
+        values = {f"model.{name}": own + t * moved[name] if name in moved else own for name, own in point.items()}
+        return torch.func.functional_call(Bound(), values, (inputs,))
+
+    shape = along(torch.zeros((), dtype=p.dtype)).shape
+    zero = torch.zeros((), dtype=p.dtype)
+
+    def slope(t):
+        return torch.autograd.functional.jacobian(lambda s: along(s).flatten(), t, create_graph=True)
+
+    return torch.autograd.functional.jacobian(slope, zero).reshape(shape[0], -1)
+
+
+def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None):
+    """p, bend and c by dense matrices."""
+    model, loss, inputs, targets = problem.model, problem.loss, problem.inputs, problem.targets
+    subset = list(range(len(targets))) if subset is None else subset
+    samples = reference.per_sample(model, loss, reference.chosen(inputs, subset), targets[subset], forward)
+    B = reference.curvature_matrix(samples, "gauss-newton")
+    whole = B
+    if blocks == "layer":
+        B = B * reference.block_mask(model).to(B)
+    g = reference.gradient(model, loss, inputs, targets, forward)
+    theta = reference.flat([own.detach() for own in reference.parameters(model).values()])
+    eye, trace = torch.eye(len(g), dtype=g.dtype), B.trace()
+    ladder = [torch.linalg.solve(B + (decay + r * trace) * eye, -(g + decay * theta)) for r in search.rungs]
+    P = torch.stack(ladder)
+    if held_out is not None:
+        others = reference.per_sample(model, loss, *held_out, forward)
+        whole = reference.curvature_matrix(others, "gauss-newton")
+        g = reference.gradient(model, loss, *held_out, forward)
+    matrix, linear = P @ (whole + decay * eye) @ P.T, -P @ (g + decay * theta)
+    c = nonnegative_by_enumeration(matrix + 1e-10 * matrix.diagonal().diag(), linear)
+    p = c @ P
+    curves = second_derivatives(model, reference.chosen(inputs, subset), p, forward)
+    force = sum(J.T @ H @ y for (J, _, H), y in zip(samples, curves, strict=True)) / len(samples)
+    bend = -0.5 * torch.linalg.solve(B + (decay + search.bend * trace) * eye, force)
+    return p, bend, c
+
+
+def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=None, **settings):
+    p, bend, c = dense_path(
+        problem, MILD, held_out, decay, subset, settings.get("blocks", "full"), forward=forward
+    )
+    optimizer = woodbury.GaussNewton(
+        problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
+    )
+    arguments = {"held_out": held_out, "subset": None if subset is None else torch.tensor(subset)}
+    direction = optimizer.direction(problem.inputs, problem.targets, **arguments)
+    before = reference.flat([own.detach().clone() for own in reference.parameters(problem.model).values()])
+    info = optimizer.step(problem.inputs, problem.targets, **arguments)
+    length = info.length.item()
+    assert info.accepted and 0 < length <= 2
+    expected = length * p + length**2 * bend * info.bent
+    # the smallest damping is 1e-3 of the trace: p keeps all but 3 digits and those of the reference
+    assert reference.relative_error(reference.flat(direction.values()), expected) < 1e-8
+    after = reference.flat([own.detach() for own in reference.parameters(problem.model).values()])
+    assert reference.relative_error(after - before, expected) < 1e-8
+    torch.testing.assert_close(info.share, c.sum(), rtol=1e-6, atol=1e-9)
+    return info
+
+
+@problems.every_problem
+def test_the_step_is_the_dense_combination_with_its_bend(name):
+    check_against_dense(problems.make(name))
+
+
+@pytest.mark.parametrize("name", ["softmax", "squared", "logistic", "residual", "tokens", "pictures"])
+def test_held_out_samples_choose_the_combination(name):
+    problem, other = problems.make(name), problems.make(name, seed=1)
+    check_against_dense(problem, held_out=(other.inputs[:5], other.targets[:5]))
+
+
+@every_pair(
+    name=["softmax", "squared", "residual"], decay=[0.0, 0.05], subset=[None, [1, 4, 5]], blocks=["full", "layer"]
+)
+def test_weight_decay_subsets_and_blocks_enter_as_in_the_dense_formula(name, decay, subset, blocks):
+    check_against_dense(problems.make(name), decay=decay, subset=subset, blocks=blocks)
+
+
+def test_more_rows_than_parameters_take_the_same_step():
+    torch.manual_seed(0)
+    model = problems.mlp(1, 3, 2).double()  # 14 parameters, 60 rows
+    inputs = torch.randn(30, 1, dtype=torch.float64)
+    problem = problems.Problem(model, nn.MSELoss(), inputs, torch.cat([inputs.sin(), inputs.square()], 1))
+    check_against_dense(problem, decay=0.01)
+    check_against_dense(problem, held_out=(inputs[:9].flip(0), problem.targets[:9]))
+
+
+class Scaled(nn.Module):
+    """A bare parameter, which no rule covers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.scale = problems.mlp(3, 4, 2), nn.Parameter(torch.tensor([1.5, -0.5]))
+
+    def forward(self, x):
+        return self.scale * self.inside(x)
+
+
+def test_parameters_by_the_fallback_take_the_same_step():
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+    problem = problems.Problem(Scaled().double(), nn.MSELoss(), inputs, targets)
+    check_against_dense(problem, fallback="autograd")
+
+
+def slope_of(model, x):
+    """The derivative of a network in its input, by ordinary autograd: torch.func cannot transform this."""
+    with torch.enable_grad():
+        point = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(point).sum(), point, create_graph=True)
+    return slope
+
+
+def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
+    torch.manual_seed(0)
+    model, inputs = problems.mlp(2, 4, 1).double(), torch.randn(6, 2, dtype=torch.float64)
+    problem = problems.Problem(model, nn.MSELoss(), inputs, torch.randn(6, 2, dtype=torch.float64))
+    other = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+
+    def by_func(model, x):
+        return torch.func.vmap(torch.func.grad(lambda point: model(point).squeeze()))(x)
+
+    p, bend, _ = dense_path(problem, MILD, other, forward=by_func)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=MILD, forward=slope_of, fallback="autograd")
+    direction = reference.flat(optimizer.direction(inputs, problem.targets, held_out=other).values())
+    info = optimizer.step(inputs, problem.targets, held_out=other)
+    length = info.length.item()
+    assert info.accepted and optimizer._plan().findings.forward_order < 2
+    # y'' is known to sqrt(eps) |p|^2 / |theta|^2 of the outputs, or to the next term of the series
+    assert reference.relative_error(direction, length * p + length**2 * bend * info.bent) < 1e-5
+
+
+# -- what it promises -------------------------------------------------------------------------------------
+
+
+class Multiplied(nn.Module):
+    """The squared error times a number."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, outputs, targets):
+        return self.factor * (outputs - targets).square().mean()
+
+
+@woodbury.register_loss(Multiplied)
+class _Multiplied(woodbury.LossRule):
+    def values(self, loss, outputs, targets):
+        return loss.factor * (outputs - targets).square().mean(1)
+
+
+def smooth_fit(scale=1.0):
+    torch.manual_seed(0)
+    inputs = torch.linspace(-1, 1, 40, dtype=torch.float64).unsqueeze(1)
+    return problems.mlp(1, 8, 1).double(), inputs, scale * torch.sin(3 * inputs)
+
+
+def test_a_loss_multiplied_by_a_million_takes_the_same_path():
+    paths = []
+    for factor in (1.0, 1e6):
+        model, inputs, targets = smooth_fit()
+        optimizer = woodbury.GaussNewton(model, Multiplied(factor), search=woodbury.CurvedSearch())
+        path = []
+        for _ in range(8):
+            info = optimizer.step(inputs, targets)
+            path.append(reference.flat([own.detach().clone() for own in model.parameters()]))
+        assert info.accepted
+        paths.append(torch.stack(path))
+    assert reference.relative_error(paths[1], paths[0]) < 1e-6
+
+
+def test_larger_targets_reach_the_same_relative_loss_in_at_most_twice_the_steps():
+    counts = []
+    for scale in (1.0, 1e3):
+        model, inputs, targets = smooth_fit(scale)
+        fit = woodbury.fit(model, nn.MSELoss(), (inputs, targets), tolerance=1e-10 * scale**2, progress=False)
+        assert fit.reason == "tolerance"
+        counts.append(fit.steps)
+    assert counts[1] <= 2 * counts[0]
+
+
+def test_a_fit_gets_to_many_digits():
+    model, inputs, targets = smooth_fit()
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
+    losses = [optimizer.step(inputs, targets).loss.item() for _ in range(60)]
+    assert losses[-1] < 1e-11
+    assert all(after <= before for before, after in pairwise(losses))  # on the batch itself
+
+
+def test_float32_with_a_float64_gram_matrix_takes_nearly_the_step_of_float64():
+    directions = []
+    for dtype in (torch.float64, torch.float32):
+        problem = problems.make("softmax", dtype)
+        settings = {} if dtype == torch.float64 else {"gram_dtype": torch.float64}
+        optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, **settings)
+        directions.append(
+            reference.flat([own.double() for own in optimizer.direction(problem.inputs, problem.targets).values()])
+        )
+    # rows known to eps, dampings of 1e-3 of the trace
+    assert reference.relative_error(directions[1], directions[0]) < 1e3 * 10 * torch.finfo(torch.float32).eps
+
+
+def test_at_a_minimum_the_step_is_rejected_and_nothing_moves():
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(2, 1).double(), torch.randn(9, 2, dtype=torch.float64)
+    targets = torch.randn(9, 1, dtype=torch.float64)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
+    for _ in range(12):
+        before = [own.detach().clone() for own in model.parameters()]
+        info = optimizer.step(inputs, targets)
+    assert not info.accepted and info.length == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_samples_that_promise_nothing_reject_the_step():
+    """On held-out samples with the opposite targets no direction of the ladder goes down."""
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(2, 1, bias=False).double(), torch.randn(9, 2, dtype=torch.float64)
+    targets = model(inputs).detach() + 1.0 + inputs[:, :1]
+    opposite = model(inputs).detach() - 1.0 - inputs[:, :1]
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
+    info = optimizer.step(inputs, targets, held_out=(inputs, opposite))
+    assert not info.accepted and info.share == 0 and info.length == 0
+
+
+def test_after_steps_that_gain_nothing_one_goes_along_a_single_rung():
+    problem = problems.make("squared")
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
+    optimizer.state["search"] = {"length": 2.0**-12, "dull": 3}
+    direction = reference.flat(optimizer.direction(problem.inputs, problem.targets).values())
+    B = reference.curvature_matrix(
+        reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets), "gauss-newton"
+    )
+    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    eye = torch.eye(len(g), dtype=g.dtype)
+    ladder = [torch.linalg.solve(B + r * B.trace() * eye, -g) for r in MILD.rungs]
+    assert (
+        min(
+            reference.relative_error(direction, length * p)
+            for p in ladder
+            for length in (1, 1 / 4, 1 / 16, 1 / 64)
+        )
+        < 1e-8
+    )
+    info = optimizer.step(problem.inputs, problem.targets)
+    assert info.accepted and info.share == 1 and not info.bent
+    assert optimizer.state["search"]["dull"] == 0 and optimizer.state["search"]["length"] == 2.0**-12
+
+
+def test_a_dropout_mask_is_the_same_at_every_trial():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 1)).double()
+    inputs, targets = torch.randn(12, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
+    state = torch.get_rng_state()
+    info = optimizer.step(inputs, targets)
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        after = nn.functional.mse_loss(model(inputs), targets)
+    torch.testing.assert_close(info.loss - after, info.ratio * info.predicted, rtol=1e-9, atol=1e-12)
+
+
+def test_verify_checks_the_system_of_the_smallest_damping():
+    problem = problems.make("softmax")
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
+    assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
+    assert optimizer.search is MILD
+
+
+# -- as an optimizer ---------------------------------------------------------------------------------------
+
+
+def test_state_survives_a_round_trip_and_the_path_goes_on_bit_by_bit():
+    model, inputs, targets = smooth_fit()
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
+    for _ in range(4):
+        optimizer.step(inputs, targets)
+    twin = copy.deepcopy(model)
+    other = woodbury.GaussNewton(twin, nn.MSELoss(), search=woodbury.CurvedSearch())
+    other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    for _ in range(4):
+        first, second = optimizer.step(inputs, targets), other.step(inputs, targets)
+        assert first.as_dict() == second.as_dict()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_an_error_in_the_middle_of_the_search_changes_nothing():
+    problem, calls = problems.make("residual"), 0
+
+    def forward(model, inputs):
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            raise OSError("disk")
+        return model(inputs)
+
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, forward=forward)
+    before = [own.detach().clone() for own in problem.model.parameters()]
+    with pytest.raises(OSError, match="disk"):
+        optimizer.step(problem.inputs, problem.targets)
+    assert "search" not in optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, problem.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "build, error, message",
+    [
+        (lambda m, s: woodbury.GaussNewton(m, nn.MSELoss(), search=s, momentum=0.9), ValueError, "momentum"),
+        (lambda m, s: woodbury.GaussNewton(m, nn.MSELoss(), search=s, solver="cg"), ValueError, "cholesky"),
+        (lambda m, s: woodbury.GaussNewton(m, nn.MSELoss(), search="curved"), TypeError, "CurvedSearch"),
+        (lambda m, s: woodbury.NaturalGradient(m, nn.MSELoss(), search=s), ValueError, "GaussNewton"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=()), ValueError, "at least one"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=1e-3), TypeError, "tuple"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 1e-2)), ValueError, "must fall"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 0.0)), ValueError, r"rungs\[1\] must be positive"),
+        (lambda m, s: woodbury.CurvedSearch(bend=-1.0), ValueError, "bend must be positive"),
+        (lambda m, s: woodbury.CurvedSearch(bend="some"), TypeError, "bend must be a number"),
+        (lambda m, s: woodbury.CurvedSearch(shortest=4.0), ValueError, "shortest <= longest"),
+        (lambda m, s: woodbury.CurvedSearch(patience=0), ValueError, "patience"),
+        (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be below 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_by_name(build, error, message):
+    with pytest.raises(error, match=message):
+        build(nn.Linear(2, 1).double(), woodbury.CurvedSearch())
+
+
+def test_held_out_needs_a_search_and_a_pair():
+    problem = problems.make("squared")
+    batch = problem.inputs, problem.targets
+    for kind in (woodbury.GaussNewton, woodbury.NaturalGradient, woodbury.HessianFree):
+        with pytest.raises(ValueError, match="held_out= needs GaussNewton"):
+            kind(problem.model, problem.loss).step(*batch, held_out=batch)
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
+    with pytest.raises(TypeError, match="pair"):
+        optimizer.step(*batch, held_out=problem.inputs)
+    with pytest.raises(ValueError, match="targets"):
+        optimizer.step(*batch, held_out=(problem.inputs, problem.targets[:3]))
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ValueError, match="momentum"):
+        optimizer.step(*batch)
