@@ -2,6 +2,7 @@
 
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.layers import register_layer
+from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
 from woodbury.row_matrix import Rows, rows
@@ -11,11 +12,13 @@ __all__ = [
     "Constant",
     "GaussNewton",
     "HessianFree",
+    "LeastSquaresResult",
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
     "Rows",
     "StepInfo",
+    "least_squares",
     "register_layer",
     "register_loss",
     "rows",
