@@ -1,4 +1,4 @@
-"""Residuals of `least_squares`: a function's values and exact Jacobians for many points, and the cost they make."""
+"""Residuals of `least_squares`: values and exact Jacobians of a function at many points, and their cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from woodbury._choice import part_named
+from woodbury.least_squares.arguments import place
 
 
 class Residuals:
-    """f (b, m) and J (b, m, p) at points x (b, p), of one function or, with a leading axis in `args`, of b of them."""
+    """f (b, m) and J (b, m, p) at points x (b, p). Of batched fits, point i gets entry i of each of `args`."""
 
     def __init__(
         self, function: Callable[..., Tensor], args: Sequence[Any], shape: torch.Size, batched: bool, start: Tensor
@@ -29,7 +30,7 @@ class Residuals:
                 if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(start)):
                     raise ValueError(
                         f"args[{number}] has the shape {tuple(value.shape)}: with batched=True its first axis must "
-                        f"have one entry for each of the {len(start)} starts; put what all fits share into function"
+                        f"have one entry for each of {len(start)} starts; what all fits share belongs into function"
                     )
         point = start[0].detach().requires_grad_()
         with torch.enable_grad():
@@ -57,12 +58,20 @@ class Residuals:
 
     def __call__(self, x: Tensor, rows: Tensor | None) -> Tensor:
         """f (b, m) at x (b, p); rows (b,) says which of the b fits these are, None for all."""
-        with torch.no_grad():
-            return self._map(self._flat, x, rows).to(self._dtype)
+        return self._map(self._flat, x, rows)
 
     def jacobian(self, x: Tensor, rows: Tensor | None) -> Tensor:
         """J (b, m, p)."""
-        return self._map(self._jacobian, x, rows).to(self._dtype)
+        return self._map(self._jacobian, x, rows)
+
+    def check_finite(self, f: Tensor, J: Tensor) -> None:
+        """Raises an error that names the first residual that is not finite, or whose row of J is not."""
+        for what, wrong in (("it", ~torch.isfinite(f)), ("its derivative", ~torch.isfinite(J).all(-1))):
+            if wrong.any():
+                raise ValueError(
+                    f"residual{place(wrong, self.output_shape, self.batched)} cannot be used: {what} is not "
+                    f"finite at the start; start elsewhere, or find the operation in function that gives it"
+                )
 
     def _evaluate(self, x: Tensor, *args: Any) -> Tensor:
         return self._function(x.reshape(self._shape), *args)
@@ -77,16 +86,22 @@ class Residuals:
 
     def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor | None) -> Tensor:
         """compute(x, *args) for each point, stacked."""
-        if not self.batched:
-            return compute(x[0], *self._args).unsqueeze(0)
-        if not self._maps or compute == self._by_rows:
-            numbers = range(len(x)) if rows is None else rows.tolist()
-            return torch.stack(
-                [compute(point, *self._arguments(row)) for point, row in zip(x, numbers, strict=True)]
-            )
-        args = [value[rows] if isinstance(value, Tensor) and rows is not None else value for value in self._args]
-        axes = [0 if isinstance(value, Tensor) else None for value in args]
-        return torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
+        with torch.enable_grad():  # the function may compute derivatives itself
+            if not self.batched:
+                values = compute(x[0], *self._args).unsqueeze(0)
+            elif not self._maps or compute == self._by_rows:
+                numbers = range(len(x)) if rows is None else rows.tolist()
+                each = [compute(point, *self._arguments(row)) for point, row in zip(x, numbers, strict=True)]
+                values = torch.stack(each)
+            else:
+                tensors = [isinstance(value, Tensor) for value in self._args]
+                args = [
+                    value[rows] if is_tensor and rows is not None else value
+                    for value, is_tensor in zip(self._args, tensors, strict=True)
+                ]
+                axes = [0 if is_tensor else None for is_tensor in tensors]
+                values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
+        return values.detach().to(self._dtype)
 
     def _can_map(self, start: Tensor) -> bool:
         """Whether torch.func maps the function over points."""
@@ -124,9 +139,8 @@ class Residuals:
 
     def _by_rows(self, x: Tensor, *args: Any) -> Tensor:
         x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            f = self._flat(x, *args)
-            rows = [torch.autograd.grad(value, x, retain_graph=True, materialize_grads=True)[0] for value in f]
+        f = self._flat(x, *args)
+        rows = [torch.autograd.grad(value, x, retain_graph=True, materialize_grads=True)[0] for value in f]
         return torch.stack(rows)
 
 

@@ -57,15 +57,16 @@ def factorize(J: Tensor, f: Tensor, scale: Tensor) -> Factors:
         return Factors(s.double(), V, (U.mT @ c).squeeze(-1).double())
 
 
-def solve(factors: Factors, radius: Tensor, damping: Tensor, free: Tensor, epsilon: float) -> Step:
+def solve(factors: Factors, radius: Tensor, damping: Tensor, free: Tensor) -> Step:
     """The step for each problem; damping (b,) is the first guess, free (b,) how many columns are not held at zero.
 
-    Singular values below epsilon max(s) count as zero. The search is that of MINPACK's lmpar: Newton's iteration on
-    1 / |w(damping)| = 1 / radius between an upper and a lower bound, until |w| is within SLACK of the radius.
+    Singular values at the rounding errors of the largest count as zero. The search is that of MINPACK's lmpar:
+    Newton's iteration on 1 / |w(damping)| = 1 / radius between an upper and a lower bound, until |w| is within
+    SLACK of the radius.
     """
     s, V, c = factors
     dwarf = torch.finfo(s.dtype).tiny
-    nonzero = s > epsilon * s[:, :1]
+    nonzero = s > V.shape[-1] * torch.finfo(V.dtype).eps * s[:, :1]
     inverse = torch.where(nonzero, 1 / torch.where(nonzero, s, 1.0), 0.0)
     w = c * inverse  # the Gauss-Newton step
     length = vector_norm(w, dim=-1)
@@ -113,7 +114,7 @@ def judge(
     ratio = torch.where(predicted > 0, actual / torch.where(predicted > 0, predicted, 1.0), 0.0)
     # the minimum of the parabola with this slope through both values
     shrink = torch.where(actual >= 0, 0.5, 0.5 * slope / (slope + 0.5 * actual))
-    shrink = torch.where((actual > -1) & (shrink >= SLACK), shrink, SLACK)
+    shrink = torch.where((actual > -1) & (shrink >= SLACK), shrink.clamp(max=0.5), SLACK)
     poor, good = ratio <= 0.25, (damping == 0) | (ratio >= 0.75)
     smaller = shrink * torch.minimum(radius, length / SLACK)
     next_radius = torch.where(poor, smaller, torch.where(good, 2 * length, radius))
