@@ -14,6 +14,7 @@ from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
 from woodbury.least_squares.residuals import Loss, Residuals
 
 MESSAGES = {
+    -2: "Stopped because the callback raised StopIteration.",
     -1: "The Jacobian is not finite.",
     0: "The maximum number of function evaluations is exceeded.",
     1: "`gtol` termination condition is satisfied.",
@@ -67,6 +68,7 @@ def least_squares(
     args: Sequence[Any] = (),
     batched: bool = False,
     verbose: int = 0,
+    callback: Callable[[Tensor], object] | None = None,
 ) -> LeastSquaresResult:
     """Minimize 1/2 sum_i C^2 rho(f_i(x)^2 / C^2) over x, within bounds, by the Levenberg-Marquardt method.
 
@@ -101,9 +103,11 @@ def least_squares(
     args: passed on, function(x, *args).
     batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
         function sees one of them at a time. Tensors in `args` must have b entries as well, one for each fit.
-    verbose: 1 prints how it ended, 2 every step.
+    verbose: 1 prints how it ended, 2 every trial.
+    callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
     """
     x, shape = arguments.starting_points(start, batched)
+    start_shape = (len(x), *shape) if batched else shape
     residuals = Residuals(function, args, shape, batched, x)
     problem = Problem(
         residuals,
@@ -115,6 +119,7 @@ def least_squares(
         arguments.tolerance("gtol", gtol, 4 * residuals.epsilon),
         arguments.largest_nfev(max_nfev, x.shape[1]),
         verbose,
+        None if callback is None else lambda x: callback(x.reshape(start_shape)),
     )
     with torch.no_grad():
         return _result(problem, minimize(problem, x), shape, batched)

@@ -13,6 +13,7 @@ x + p is the one that the next step needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from woodbury.least_squares.residuals import Loss, Residuals
 from woodbury.linalg import full_precision
 
 FACTOR = 100.0  # the first radius, relative to |D x|: MINPACK's
+ROBUST_FACTOR = 1.0  # the same for losses that are not convex: that of scipy's trf
 ACCEPTED = 1e-4  # a step whose ratio is at least this is taken: MINPACK's
 RUNNING = 99  # the status of a fit that is not finished
 
@@ -42,6 +44,7 @@ class Problem(NamedTuple):
     gtol: float
     max_nfev: int
     verbose: int
+    callback: Callable[[Tensor], object] | None  # gets x (b, p) after every trial
 
 
 class Ends(NamedTuple):
@@ -103,6 +106,12 @@ def minimize(problem: Problem, x: Tensor) -> Ends:
             fits = fits.take(~finished)
         fits = _advance(problem, fits)
         step += 1
+        if problem.callback is not None:
+            ends.x[fits.row] = fits.x
+            try:
+                problem.callback(ends.x.clone())
+            except StopIteration:
+                fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
 
 
 def _print(step: int, fits: _Fits) -> None:
@@ -128,7 +137,7 @@ def _begin(problem: Problem, x: Tensor) -> _Fits:
     size = vector_norm(fits.scale * x, dim=-1, dtype=torch.float64)
     # from zero: D x is measured in units of f, or of x_scale
     instead = (2 * cost).sqrt() if problem.scale is None else torch.ones_like(cost)
-    fits.radius = FACTOR * torch.where(size > 0, size, instead)
+    fits.radius = (ROBUST_FACTOR if problem.loss.is_robust else FACTOR) * torch.where(size > 0, size, instead)
     return fits
 
 

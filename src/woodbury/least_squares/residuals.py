@@ -12,6 +12,8 @@ from torch import Tensor
 from woodbury._choice import part_named
 from woodbury.least_squares.arguments import place
 
+_FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
+
 
 class Residuals:
     """f (b, m) and J (b, m, p) at points x (b, p). Of batched fits, point i gets entry i of each of `args`."""
@@ -22,15 +24,16 @@ class Residuals:
         """start (b, p); shape: that of the parameters as the function sees them."""
         if not callable(function):
             raise TypeError(f"function must be a function of the parameters, got {type(function).__name__}")
-        self.batched = batched
+        self.batched, self._count = batched, len(start)
         self._function, self._shape = function, shape
         self._args = tuple(args)
         if batched:
             for number, value in enumerate(self._args):
                 if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(start)):
                     raise ValueError(
-                        f"args[{number}] has the shape {tuple(value.shape)}: with batched=True its first axis must "
-                        f"have one entry for each of {len(start)} starts; what all fits share belongs into function"
+                        f"args[{number}] has the shape {tuple(value.shape)}: with batched=True its first axis "
+                        f"must have {len(start)} entries, one for each start; what all fits share belongs into "
+                        f"function"
                     )
         point = start[0].detach().requires_grad_()
         with torch.enable_grad():
@@ -115,7 +118,7 @@ class Residuals:
         return True
 
     def _choose(self, point: Tensor, first: Tensor) -> Callable[..., Tensor]:
-        """How to compute Jacobians: by torch.func, forward where there are fewer parameters, or row by row.
+        """How to compute Jacobians: by torch.func, or row by row where that cannot transform the function.
 
         What torch.func gives is compared, in one combination of rows, with plain autograd.
         """
@@ -124,7 +127,9 @@ class Residuals:
         (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
         start = point.detach().unsqueeze(0)
         rows = torch.zeros(1, dtype=torch.int64, device=start.device)
-        for compute in (forward, reverse) if point.numel() <= first.numel() else (reverse, forward):
+        # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
+        few = self._count * first.numel() ** 2 <= _FEW
+        for compute in (reverse, forward) if few or point.numel() > first.numel() else (forward, reverse):
             try:
                 J = self._map(compute, start, rows)[0]
             except torch.OutOfMemoryError:
@@ -188,6 +193,10 @@ class Loss:
         if not isinstance(f_scale, int | float) or not 0 < f_scale < math.inf:
             raise ValueError(f"f_scale must be a positive number, got {f_scale!r}")
         self._square = float(f_scale) ** 2
+
+    @property
+    def is_robust(self) -> bool:
+        return self._rho is not None
 
     def cost(self, f: Tensor) -> Tensor:
         """(b,), float64."""
