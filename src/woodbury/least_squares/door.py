@@ -94,8 +94,8 @@ def least_squares(
         "cauchy": log(1 + z); "arctan": arctan(z).
     f_scale: C, the size of residuals from which on they count as outliers.
     ftol: stop when the cost falls by no more than this, relative to it, both in fact and by the linear model, or
-        when a step is lost in rounding errors. None: eps^(4/3), eps the rounding unit. The last step is then below
-        eps^(2/3) (4e-11 in float64) of the standard error of a parameter.
+        when a step is lost in rounding errors. None: eps^(4/3), eps the rounding unit, so that the last step has
+        |J p| <= eps^(2/3) |f| (4e-11 in float64).
     xtol: stop when the radius is at most this times |D x|. None: 4 eps.
     gtol: stop when the cosine of f with every column of J is at most this. None: 4 eps.
     max_nfev: the largest number of points at which to compute the function; by default 1000, or 100 (p + 1) where
@@ -108,12 +108,12 @@ def least_squares(
     """
     x, shape = arguments.starting_points(start, batched)
     start_shape = (len(x), *shape) if batched else shape
+    cost = Loss(loss, f_scale)
+    limits = arguments.limits(bounds, x, shape, batched)
+    scale = arguments.diagonal(x_scale, x, shape, batched)
     residuals = Residuals(function, args, shape, batched, x)
     problem = Problem(
-        residuals,
-        Loss(loss, f_scale),
-        arguments.limits(bounds, x, shape, batched),
-        arguments.diagonal(x_scale, x, shape, batched),
+        *(residuals, cost, limits, scale),
         arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
         arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
         arguments.tolerance("gtol", gtol, 4 * residuals.epsilon),

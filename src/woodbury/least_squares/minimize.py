@@ -177,7 +177,7 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     f = problem.residuals(x, fits.row)
     cost = problem.loss.cost(f)
     fits.nfev = fits.nfev + 1
-    actual = torch.where(cost < 100 * fits.cost, 1 - cost / fits.cost, -1.0)  # -1 if it is not a number
+    actual = torch.where(cost < 100 * fits.cost, 1 - cost / fits.cost, -math.inf)  # for NaN too
     noise = math.sqrt(problem.residuals.epsilon)
     blind = (predicted > 0) & (predicted <= noise) & (actual.abs() <= noise)
     J = torch.zeros_like(fits.J)
@@ -187,8 +187,8 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
         with full_precision():
             change = (scaled @ p.unsqueeze(-1)).squeeze(-1).double()
         slope_there = (target.double() * change).sum(-1) / (2 * fits.cost)
-        by_slopes = torch.nan_to_num(-(slope + slope_there), nan=-1.0, posinf=-1.0, neginf=-1.0)
-        actual = torch.where(blind, by_slopes, actual)
+        by_slopes = -(slope + slope_there)
+        actual = torch.where(blind, torch.where(by_slopes.isfinite(), by_slopes, -math.inf), actual)
     ratio, radius, fits.damping = trust_region.judge(fits.radius, damping, length, actual, predicted, slope)
     fits.radius = torch.where(held & (ratio > 0.25), torch.maximum(radius, fits.radius), radius)
     accepted = ratio >= ACCEPTED

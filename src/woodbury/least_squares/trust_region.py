@@ -108,13 +108,13 @@ def judge(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ratio actual / predicted of each step, and the next radius and damping, by MINPACK's rule.
 
-    actual, predicted: decrease of the cost relative to it; actual is -1 where the cost is not finite or a hundred
-    times what it was. slope: the derivative of the cost along the step, relative to twice the cost, negative.
+    actual, predicted: decrease of the cost relative to it; actual is -inf where the cost is not finite or has grown
+    a hundredfold. slope: the derivative of the cost along the step, relative to twice the cost, negative.
     """
     ratio = torch.where(predicted > 0, actual / torch.where(predicted > 0, predicted, 1.0), 0.0)
     # the minimum of the parabola with this slope through both values
     shrink = torch.where(actual >= 0, 0.5, 0.5 * slope / (slope + 0.5 * actual))
-    shrink = torch.where((actual > -1) & (shrink >= SLACK), shrink.clamp(max=0.5), SLACK)
+    shrink = torch.where(shrink >= SLACK, shrink.clamp(max=0.5), SLACK)
     poor, good = ratio <= 0.25, (damping == 0) | (ratio >= 0.75)
     smaller = shrink * torch.minimum(radius, length / SLACK)
     next_radius = torch.where(poor, smaller, torch.where(good, 2 * length, radius))
