@@ -382,10 +382,9 @@ def draw(rows: list[Row], path: Path) -> None:
             margin = 0.06 * (y.max() - y.min()).item()
             above.set_ylim(y.min().item() - 2 * margin, y.max().item() + 2 * margin)
             above.set_title(f"{row.name} ({row.start})", loc="left", fontweight="bold")
-            for side, colour, style in ((row.ours, blue, "o-"), (row.scipys, orange, "s--")):
-                errors = [distance(b, row.minimum) for b in side.path]
-                label = "woodbury.least_squares" if side is row.ours else "scipy lm"
-                below.plot(errors, style, color=colour, markersize=3, linewidth=1, label=label)
+            errors = [[distance(b, row.minimum) for b in side.path] for side in (row.ours, row.scipys)]
+            below.plot(errors[0], "o-", color=blue, markersize=4.5, linewidth=1, label="woodbury.least_squares")
+            below.plot(errors[1], "s--", color=orange, markersize=2, linewidth=1, label="scipy lm")
             below.set(yscale="log", xlabel="steps")
             above.grid(visible=False)
         axes[0, 0].legend(frameon=False, fontsize="small")

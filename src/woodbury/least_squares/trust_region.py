@@ -108,8 +108,8 @@ def judge(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ratio actual / predicted of each step, and the next radius and damping, by MINPACK's rule.
 
-    actual, predicted: decrease of the cost relative to it; actual is -inf where the cost is not finite or has grown
-    a hundredfold. slope: the derivative of the cost along the step, relative to twice the cost, negative.
+    actual, predicted: decrease of the cost relative to it; actual is -inf where the cost is not finite or has
+    grown a hundredfold. slope: the derivative of the cost along the step, relative to twice the cost, negative.
     """
     ratio = torch.where(predicted > 0, actual / torch.where(predicted > 0, predicted, 1.0), 0.0)
     # the minimum of the parabola with this slope through both values
