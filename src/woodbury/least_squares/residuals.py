@@ -68,13 +68,16 @@ class Residuals:
         return self._map(self._jacobian, x, rows)
 
     def check_finite(self, f: Tensor, J: Tensor) -> None:
-        """Raises an error that names the first residual that is not finite, or whose row of J is not."""
-        for what, wrong in (("it", ~torch.isfinite(f)), ("its derivative", ~torch.isfinite(J).all(-1))):
-            if wrong.any():
-                raise ValueError(
-                    f"residual{place(wrong, self.output_shape, self.batched)} cannot be used: {what} is not "
-                    f"finite at the start; start elsewhere, or find the operation in function that gives it"
-                )
+        """Raises an error that names the first residual that is not finite, or the parameter of a derivative."""
+        advice = "start elsewhere, or find the operation in function that gives it"
+        wrong = ~torch.isfinite(f)
+        if wrong.any():
+            where = place(wrong, self.output_shape, self.batched)
+            raise ValueError(f"residual{where} is not finite at the start; {advice}")
+        wrong = ~torch.isfinite(J).all(1)
+        if wrong.any():
+            where = place(wrong, self._shape, self.batched)
+            raise ValueError(f"the derivative in parameter{where} is not finite at the start; {advice}")
 
     def _evaluate(self, x: Tensor, *args: Any) -> Tensor:
         return self._function(x.reshape(self._shape), *args)
@@ -125,6 +128,7 @@ class Residuals:
         forward, reverse = torch.func.jacfwd(self._flat), torch.func.jacrev(self._flat)
         weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
         (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
+        weights = weights.to(self._dtype)
         start = point.detach().unsqueeze(0)
         rows = torch.zeros(1, dtype=torch.int64, device=start.device)
         # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
