@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("scipy", reason="scipy is what the fits are compared with")
 
 import curve_fit
+import woodbury
 
 
 def flatness(problem, parameters):
@@ -52,6 +53,22 @@ def test_steps_are_those_of_minpack_until_the_cost_is_flat(name):
     assert len(steep) >= 4
     for own, other in zip(ours[: len(steep)], steep, strict=True):
         assert curve_fit.distance(own, other) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["Misra1a", "Chwirut2", "Thurber", "Eckerle4", "Rat43", "BoxBOD", "Rosenbrock"])
+def test_with_the_tolerances_of_scipy_a_fit_takes_its_points_and_jacobians(name):
+    """From the last start. At 1e-8 no decision hangs on rounding errors."""
+    from scipy.optimize import least_squares
+
+    f, start = curve_fit.PROBLEMS[name].residuals, torch.tensor(curve_fit.PROBLEMS[name].starts[-1]).double()
+    tolerances = {"ftol": 1e-8, "xtol": 1e-8, "gtol": 1e-8}
+    ours = woodbury.least_squares(f, start, **tolerances)
+    scipys = least_squares(
+        lambda b: f(torch.tensor(b)).numpy(), start.numpy(),
+        jac=lambda b: torch.func.jacrev(f)(torch.tensor(b)).numpy(), method="lm", x_scale="jac", **tolerances,
+    )  # fmt: skip
+    assert (ours.nfev, ours.njev, ours.status) == (scipys.nfev, scipys.njev, scipys.status)
+    assert ours.cost == pytest.approx(scipys.cost, rel=1e-8, abs=1e-20)
 
 
 @pytest.mark.parametrize("name", ["Thurber", "MGH09", "MGH17", "BoxBOD", "Lanczos3"])

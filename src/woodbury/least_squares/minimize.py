@@ -178,16 +178,18 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     cost = problem.loss.cost(f)
     fits.nfev = fits.nfev + 1
     actual = torch.where(cost < 100 * fits.cost, 1 - cost / fits.cost, -math.inf)  # for NaN too
+    last = (predicted >= 0) & (predicted <= problem.ftol)
     noise = math.sqrt(problem.residuals.epsilon)
     blind = (predicted > 0) & (predicted <= noise) & (actual.abs() <= noise)
-    J = torch.zeros_like(fits.J)
+    if problem.ftol >= 4 * problem.residuals.epsilon:  # the cost shows all that was asked for
+        blind = blind & ~(last & (actual.abs() <= problem.ftol))
+    J = fits.J
     if blind.any():
-        J[blind] = problem.residuals.jacobian(x[blind], fits.row[blind])
+        J = _jacobians(problem, x, fits.row, blind)
         target, scaled = problem.loss.gauss_newton(f, J)
         with full_precision():
             change = (scaled @ p.unsqueeze(-1)).squeeze(-1).double()
-        slope_there = (target.double() * change).sum(-1) / (2 * fits.cost)
-        by_slopes = -(slope + slope_there)
+        by_slopes = -slope - (target.double() * change).sum(-1) / (2 * fits.cost)
         actual = torch.where(blind, torch.where(by_slopes.isfinite(), by_slopes, -math.inf), actual)
     ratio, radius, fits.damping = trust_region.judge(fits.radius, damping, length, actual, predicted, slope)
     fits.radius = torch.where(held & (ratio > 0.25), torch.maximum(radius, fits.radius), radius)
@@ -196,7 +198,7 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     fits.f = torch.where(accepted.unsqueeze(-1), f, fits.f)
     fits.cost, fits.begun = torch.where(accepted, cost, fits.cost), fits.begun | accepted
 
-    small = (actual.abs() <= problem.ftol) & (predicted >= 0) & (predicted <= problem.ftol) & (ratio <= 2)
+    small = last & (actual.abs() <= problem.ftol) & (ratio <= 2)
     small = small | ((predicted >= 0) & (predicted <= fits.rounding**2))
     short = fits.radius <= problem.xtol * vector_norm(fits.scale * fits.x, dim=-1, dtype=torch.float64)
     status = torch.where(fits.nfev >= problem.max_nfev, 0, RUNNING)
@@ -205,13 +207,21 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     moved = accepted & (fits.status == RUNNING)
     unknown = moved & ~blind
     if unknown.any():
-        J[unknown] = problem.residuals.jacobian(x[unknown], fits.row[unknown])
+        J = torch.where(unknown[:, None, None], _jacobians(problem, x, fits.row, unknown), J)
     fits.njev = fits.njev + (blind | unknown)
     if moved.all():
         return _linearize(problem, fits, J)
     if moved.any():
         fits.put(moved, _linearize(problem, fits.take(moved), J[moved]))
     return fits
+
+
+def _jacobians(problem: Problem, x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """J at x (b, p) for the fits of a mask (b,); zero for the others."""
+    if mask.all():
+        return problem.residuals.jacobian(x, rows)
+    some = problem.residuals.jacobian(x[mask], rows[mask])
+    return some.new_zeros(len(x), *some.shape[1:]).index_put_((mask,), some)
 
 
 class _Proposal(NamedTuple):

@@ -54,9 +54,8 @@ class Residuals:
                 "from the tensor that function gets, without detach(), item(), numpy() or torch.no_grad()"
             )
         self.output_shape = first.shape
-        self._dtype = start.dtype
         self.epsilon = max(torch.finfo(dtype).eps for dtype in (first.dtype, start.dtype))
-        self._maps = batched and self._can_map(start)
+        self._maps = batched and self._can_map(start, first)
         self._jacobian = self._choose(point, first)
 
     def __call__(self, x: Tensor, rows: Tensor | None) -> Tensor:
@@ -107,18 +106,20 @@ class Residuals:
                 ]
                 axes = [0 if is_tensor else None for is_tensor in tensors]
                 values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
-        return values.detach().to(self._dtype)
+        return values.detach().to(x)
 
-    def _can_map(self, start: Tensor) -> bool:
-        """Whether torch.func maps the function over points."""
+    def _can_map(self, start: Tensor, first: Tensor) -> bool:
+        """Whether torch.func maps the function over points; first: what it gives at the first of them."""
         self._maps = True
         try:
-            self(start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))
+            mapped = self(start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))[0]
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever torch.func does not like; the function itself has run
             return False
-        return True
+        tolerance, first = math.sqrt(self.epsilon), first.detach().flatten().to(mapped)
+        size = first.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        return torch.allclose(mapped, first, tolerance, tolerance * size, equal_nan=True)
 
     def _choose(self, point: Tensor, first: Tensor) -> Callable[..., Tensor]:
         """How to compute Jacobians: by torch.func, or row by row where that cannot transform the function.
@@ -128,7 +129,7 @@ class Residuals:
         forward, reverse = torch.func.jacfwd(self._flat), torch.func.jacrev(self._flat)
         weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
         (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
-        weights = weights.to(self._dtype)
+        weights = weights.to(point.detach())
         start = point.detach().unsqueeze(0)
         rows = torch.zeros(1, dtype=torch.int64, device=start.device)
         # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
