@@ -427,6 +427,35 @@ def test_batched_fits_are_those_of_each_alone(settings, function):
             assert together[name][i] == alone[name], name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["robust"], {"bounds": (0.0, 2.0)}])
+def test_fits_on_a_gpu_are_those_on_the_cpu(settings):
+    y, starts, t = many(), double(1.0, 0.7, 0.1).expand(12, 3), T.cuda()
+    cpu = woodbury.least_squares(curve_of, starts, args=(y,), batched=True, **settings)
+    gpu = woodbury.least_squares(
+        lambda b, y: curve(b, t) - y, starts.cuda(), args=(y.cuda(),), batched=True, **settings
+    )
+    assert gpu.x.is_cuda and gpu.jac.is_cuda and bool(gpu.success.all())
+    assert close(gpu.x.cpu(), cpu.x, 1e-8)
+    alone = woodbury.least_squares(lambda b: curve(b, t) - y[0].cuda(), starts[0].cuda(), **settings)
+    assert close(alone.x.cpu(), cpu.x[0], 1e-8)
+
+
+def test_jacobians_are_counted_as_in_scipy():
+    """As many as there are points where torch.func differentiates the function, without the last, at the result."""
+    seen = []
+
+    def f(b):
+        if torch._C._functorch.is_functorch_wrapped_tensor(b):
+            seen.append(b)
+        return curve(b) - y
+
+    y = data()
+    result = woodbury.least_squares(f, START)
+    assert len(seen) == 1 + result.njev + 1  # one to see whether torch.func can; one at the result
+
+
 def test_batched_fits_may_have_bounds_of_their_own():
     y, starts = many(3), double(0.1, 1.0, 0.0).expand(3, 3)
     free = woodbury.least_squares(curve_of, starts, args=(y,), batched=True)

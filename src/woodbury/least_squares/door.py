@@ -41,7 +41,7 @@ class LeastSquaresResult:
     )
     active_mask: Tensor  # -1, 0, 1: at the lower bound, at none, at the upper bound
     nfev: Any  # points at which the function was computed
-    njev: Any  # Jacobians from which steps were computed
+    njev: Any  # Jacobians on the way; `jac` is one more, which scipy does not count either
     status: Any  # the code of the message, as in scipy; -1 where a Jacobian is not finite
     message: Any
     success: Any  # whether a tolerance was met
