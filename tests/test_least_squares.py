@@ -443,7 +443,7 @@ def test_fits_on_a_gpu_are_those_on_the_cpu(settings):
 
 
 def test_jacobians_are_counted_as_in_scipy():
-    """As many as torch.func differentiates the function at, without the first, a trial, and the last, the result."""
+    """As many as torch.func computes, without the first, which tries it, and the last, at the result."""
     seen = []
 
     def f(b):

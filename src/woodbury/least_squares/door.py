@@ -36,9 +36,7 @@ class LeastSquaresResult:
     fun: Tensor  # residuals at x, as the function gave them
     jac: Tensor  # (m, p) at x; with a robust loss scaled so that J^T J approximates the Hessian of the cost
     grad: Tensor  # of the cost, in the shape of x
-    optimality: (
-        Any  # largest entry of the gradient; with bounds, each times the distance to the bound it points to
-    )
+    optimality: Any  # largest entry of the gradient; with bounds each times the distance to the one it points to
     active_mask: Tensor  # -1, 0, 1: at the lower bound, at none, at the upper bound
     nfev: Any  # points at which the function was computed
     njev: Any  # Jacobians on the way; `jac` is one more, which scipy does not count either
