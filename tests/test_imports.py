@@ -15,12 +15,13 @@ ROOT = Path(woodbury.__file__).parent
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
     *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
-    *("laplacian", "linalg"),
+    *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
+    "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
     "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
     "layers": [
         ["forms"],

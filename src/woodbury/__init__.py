@@ -4,6 +4,7 @@ from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.fit import Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
+from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
 from woodbury.row_matrix import Rows, rows
@@ -17,6 +18,7 @@ __all__ = [
     "GaussNewton",
     "HessianFree",
     "Laplacian",
+    "LeastSquaresResult",
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
@@ -24,6 +26,7 @@ __all__ = [
     "StepInfo",
     "fit",
     "laplacian",
+    "least_squares",
     "register_layer",
     "register_loss",
     "rows",

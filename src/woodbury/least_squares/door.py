@@ -1,0 +1,167 @@
+"""Nonlinear least squares: `least_squares`, Levenberg-Marquardt as in MINPACK for functions written in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from woodbury.least_squares import arguments
+from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
+from woodbury.least_squares.residuals import Loss, Residuals
+
+MESSAGES = {
+    -2: "Stopped because the callback raised StopIteration.",
+    -1: "The Jacobian is not finite.",
+    0: "The maximum number of function evaluations is exceeded.",
+    1: "`gtol` termination condition is satisfied.",
+    2: "`ftol` termination condition is satisfied.",
+    3: "`xtol` termination condition is satisfied.",
+    4: "Both `ftol` and `xtol` termination conditions are satisfied.",
+}
+
+
+@dataclass
+class LeastSquaresResult:
+    """What `least_squares` found; `result.x` and `result["x"]` are the same.
+
+    With batched=True everything has a leading axis b: the numbers are tensors (b,), `message` is a list.
+    """
+
+    x: Tensor  # in the shape of the start
+    cost: Any  # 1/2 sum of rho(f^2): a float
+    fun: Tensor  # residuals at x, as the function gave them
+    jac: Tensor  # (m, p) at x; with a robust loss scaled so that J^T J approximates the Hessian of the cost
+    grad: Tensor  # of the cost, in the shape of x
+    optimality: Any  # largest entry of the gradient; with bounds each times the distance to the one it points to
+    active_mask: Tensor  # -1, 0, 1: at the lower bound, at none, at the upper bound
+    nfev: Any  # points at which the function was computed
+    njev: Any  # Jacobians on the way; `jac` is one more, which scipy does not count either
+    status: Any  # the code of the message, as in scipy; -1 where a Jacobian is not finite
+    message: Any
+    success: Any  # whether a tolerance was met
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def keys(self) -> Iterator[str]:
+        return iter([field.name for field in fields(self)])
+
+
+def least_squares(
+    function: Callable[..., Tensor],
+    start: Any,
+    *,
+    bounds: tuple[Any, Any] | None = None,
+    x_scale: Any = "jac",
+    loss: str = "linear",
+    f_scale: float = 1.0,  # C
+    ftol: float | None = None,
+    xtol: float | None = None,
+    gtol: float | None = None,
+    max_nfev: int | None = None,
+    args: Sequence[Any] = (),
+    batched: bool = False,
+    verbose: int = 0,
+    callback: Callable[[Tensor], object] | None = None,
+) -> LeastSquaresResult:
+    """Minimize 1/2 sum_i C^2 rho(f_i(x)^2 / C^2) over x, within bounds, by the Levenberg-Marquardt method.
+
+        >>> t = torch.linspace(0, 4, 9, dtype=torch.float64)
+        >>> y = 3 * torch.exp(-0.7 * t)
+        >>> result = woodbury.least_squares(lambda b: b[0] * torch.exp(-b[1] * t) - y, [1.0, 1.0])
+        >>> result.x
+        tensor([3.0000, 0.7000], dtype=torch.float64)
+
+    The step p minimizes |f + J p| subject to |D p| <= radius, with J by torch.func and D the largest norm that
+    each column of J has had. Radius, damping and the rules to accept a step are those of MINPACK (Moré 1978); near
+    the minimum, where the cost no longer shows the difference, steps are judged by gradients. Another unit for a
+    parameter, or for all residuals, gives the same fit in the other unit.
+
+    function: maps parameters (in the shape of `start`) to residuals f, a tensor of any shape, with operations that
+        autograd follows. Where torch.func cannot transform it, J is computed row by row.
+    start: a tensor, array or list; its type and device are those of the fit. Lists and integers become float64.
+    bounds: (lower, upper), each None, a number, or one number for each parameter. Parameters that a step would
+        carry past a bound are put on it, and the step of the others is solved again. The function is computed
+        within the bounds only.
+    x_scale: "jac", or the scales of the parameters, D = 1 / x_scale: a number, or one for each parameter.
+    loss: rho(z) = "linear": z; "soft_l1": 2 (sqrt(1 + z) - 1); "huber": z up to 1, 2 sqrt(z) - 1 from there on;
+        "cauchy": log(1 + z); "arctan": arctan(z).
+    f_scale: C, the size of residuals from which on they count as outliers.
+    ftol: stop when the cost falls by no more than this, relative to it, both in fact and by the linear model, or
+        when a step is lost in rounding errors. None: eps^(4/3), eps the rounding unit, so that the last step has
+        |J p| <= eps^(2/3) |f| (4e-11 in float64).
+    xtol: stop when the radius is at most this times |D x|. None: 4 eps.
+    gtol: stop when the cosine of f with every column of J is at most this. None: 4 eps.
+    max_nfev: the largest number of points at which to compute the function; by default 1000, or 100 (p + 1) where
+        that is more.
+    args: passed on, function(x, *args).
+    batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
+        function sees one of them at a time. Tensors in `args` must have b entries as well, one for each fit.
+    verbose: 1 prints how it ended, 2 every trial.
+    callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
+    """
+    x, shape = arguments.starting_points(start, batched)
+    start_shape = (len(x), *shape) if batched else shape
+    cost = Loss(loss, f_scale)
+    limits = arguments.limits(bounds, x, shape, batched)
+    scale = arguments.diagonal(x_scale, x, shape, batched)
+    residuals = Residuals(function, args, shape, batched, x)
+    problem = Problem(
+        *(residuals, cost, limits, scale),
+        arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
+        arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
+        arguments.tolerance("gtol", gtol, 4 * residuals.epsilon),
+        arguments.largest_nfev(max_nfev, x.shape[1]),
+        verbose,
+        None if callback is None else lambda x: callback(x.reshape(start_shape)),
+    )
+    with torch.no_grad():
+        return _result(problem, minimize(problem, x), shape, batched)
+
+
+def _result(problem: Problem, ends: Ends, shape: torch.Size, batched: bool) -> LeastSquaresResult:
+    x = ends.x
+    target, J = problem.loss.gauss_newton(ends.f, problem.residuals.jacobian(x, None))
+    g = gradient(J, target)
+    mask, distance = torch.zeros_like(x, dtype=torch.int64), torch.ones_like(x)
+    if problem.bounds is not None:
+        lower, upper = problem.bounds
+        mask = (x >= upper).long() - (x <= lower).long()
+        distance = torch.where(g < 0, upper - x, x - lower)
+        distance = torch.where((g != 0) & torch.isfinite(distance), distance, 1.0)
+    each: dict[str, Any] = {
+        "x": x.reshape(-1, *shape),
+        "cost": ends.cost,
+        "fun": ends.f.reshape(-1, *problem.residuals.output_shape),
+        "jac": J,
+        "grad": g.reshape(-1, *shape),
+        "optimality": (g * distance).abs().amax(-1),
+        "active_mask": mask.reshape(-1, *shape),
+        "nfev": ends.nfev,
+        "njev": ends.njev,
+        "status": ends.status,
+        "message": [MESSAGES[code] for code in ends.status.tolist()],
+        "success": ends.status > 0,
+    }
+    if not batched:
+        numbers = ("cost", "optimality", "nfev", "njev", "status", "success")
+        each = {name: values[0].item() if name in numbers else values[0] for name, values in each.items()}
+    result = LeastSquaresResult(**each)
+    if problem.verbose:
+        _print_end(result, batched)
+    return result
+
+
+def _print_end(result: LeastSquaresResult, batched: bool) -> None:
+    if not batched:
+        print(
+            f"{result.message} {result.nfev} points, {result.njev} Jacobians, cost {result.cost:.8e}, "
+            f"optimality {result.optimality:.2e}"
+        )
+        return
+    for status in sorted(set(result.status.tolist())):
+        print(f"{int((result.status == status).sum())} of {len(result.status)} fits: {MESSAGES[status]}")

@@ -1,0 +1,281 @@
+"""The Levenberg-Marquardt iteration of `least_squares`, for b fits at once.
+
+It follows MINPACK's lmder (Moré 1978) but for two things: parameters may have bounds, and near the minimum a step
+is judged by derivatives. There the cost says nothing: a parameter that is off by 1e-8 of its size changes it in
+the last digit. So where the cost has changed, and should change, by less than sqrt(eps) of itself, its change is
+
+    cost(x + p) - cost(x) = (g(x) + g(x + p)).p / 2 + O(|p|^3),    g = J^T f
+
+from gradients, which are exact to rounding, and the fit goes on to the digits that they hold. The Jacobian at
+x + p is the one that the next step needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from woodbury.least_squares import trust_region
+from woodbury.least_squares.arguments import Bounds
+from woodbury.least_squares.residuals import Loss, Residuals
+from woodbury.linalg import full_precision
+
+FACTOR = 100.0  # the first radius, relative to |D x|: MINPACK's
+ROBUST_FACTOR = 1.0  # the same for losses that are not convex: that of scipy's trf
+ACCEPTED = 1e-4  # a step whose ratio is at least this is taken: MINPACK's
+RUNNING = 99  # the status of a fit that is not finished
+
+
+class Problem(NamedTuple):
+    """The arguments of `least_squares`, checked."""
+
+    residuals: Residuals
+    loss: Loss
+    bounds: Bounds | None
+    scale: Tensor | None  # the diagonal of D (b, p); None for the norms of the columns of J
+    ftol: float
+    xtol: float
+    gtol: float
+    max_nfev: int
+    verbose: int
+    callback: Callable[[Tensor], object] | None  # gets x (b, p) after every trial
+
+
+class Ends(NamedTuple):
+    """Where fits ended, in the order of the starts."""
+
+    x: Tensor  # (b, p)
+    f: Tensor  # (b, m)
+    cost: Tensor
+    nfev: Tensor
+    njev: Tensor
+    status: Tensor
+
+
+@dataclass
+class _Fits:
+    """Fits that are not finished: for each its point, the linear model there, and its trust region."""
+
+    row: Tensor  # its place in the batch
+    x: Tensor  # (b, p)
+    f: Tensor  # residuals (b, m)
+    cost: Tensor  # (b,), float64, as all numbers per fit
+    nfev: Tensor
+    njev: Tensor
+    status: Tensor
+    radius: Tensor
+    damping: Tensor
+    begun: Tensor  # whether it has moved
+    scale: Tensor  # the diagonal of D (b, p)
+    J: Tensor  # (b, m, p), scaled by the loss
+    target: Tensor  # f, scaled by the loss
+    free: Tensor  # (b, p): false at a bound beyond which the cost would fall
+    rounding: Tensor  # |J p| / |f| of a step p as short as rounding errors
+    s: Tensor  # the factors of J D^-1
+    V: Tensor
+    c: Tensor
+
+    def take(self, mask: Tensor) -> _Fits:
+        return _Fits(*(getattr(self, field.name)[mask] for field in fields(self)))
+
+    def put(self, mask: Tensor, part: _Fits) -> None:
+        for field in fields(self):
+            getattr(self, field.name)[mask] = getattr(part, field.name)
+
+
+def minimize(problem: Problem, x: Tensor) -> Ends:
+    """All fits from x (b, p), to their ends."""
+    fits = _begin(problem, x)
+    ends = Ends(*(getattr(fits, name).clone() for name in Ends._fields))
+    step = 0
+    while True:
+        if problem.verbose > 1:
+            _print(step, fits)
+        finished = fits.status != RUNNING
+        if finished.any():
+            for name, values in ends._asdict().items():
+                values[fits.row[finished]] = getattr(fits, name)[finished]
+            if finished.all():
+                return ends
+            fits = fits.take(~finished)
+        fits = _advance(problem, fits)
+        step += 1
+        if problem.callback is not None:
+            ends.x[fits.row] = fits.x
+            try:
+                problem.callback(ends.x.clone())
+            except StopIteration:
+                fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
+
+
+def _print(step: int, fits: _Fits) -> None:
+    if step == 0:
+        print(f"{'trial':>6}{'fits':>8}{'cost':>16}{'radius':>12}")
+    cost, radius = float(fits.cost.sum()), float(fits.radius.median())
+    print(f"{step:6}{len(fits.row):8}{cost:16.8e}{radius:12.2e}", flush=True)
+
+
+def _begin(problem: Problem, x: Tensor) -> _Fits:
+    f = problem.residuals(x, None)
+    J = problem.residuals.jacobian(x, None)
+    problem.residuals.check_finite(f, J)
+    number, count = x.new_zeros(len(x), dtype=torch.float64), x.new_zeros(len(x), dtype=torch.int64)
+    scale = torch.zeros_like(x) if problem.scale is None else problem.scale
+    cost = problem.loss.cost(f)
+    later = [number] * 7  # `_linearize` fills these
+    fits = _Fits(
+        *(torch.arange(len(x), device=x.device), x, f, cost, count + 1, count + 1, count + RUNNING),
+        *(number, number, number > 0, scale, *later),
+    )
+    fits = _linearize(problem, fits, J)
+    size = vector_norm(fits.scale * x, dim=-1, dtype=torch.float64)
+    # from zero: D x is measured in units of f, or of x_scale
+    instead = (2 * cost).sqrt() if problem.scale is None else torch.ones_like(cost)
+    fits.radius = (ROBUST_FACTOR if problem.loss.is_robust else FACTOR) * torch.where(size > 0, size, instead)
+    return fits
+
+
+def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
+    """The fits with the linear model of J at their points; ends those whose gradient is zero."""
+    finite = torch.isfinite(J).flatten(1).all(1)
+    if not finite.all():
+        J = torch.where(finite[:, None, None], J, 0.0)
+    target, J = problem.loss.gauss_newton(fits.f, J)
+    norms = vector_norm(J, dim=1, dtype=torch.float64)
+    scale = torch.maximum(fits.scale, norms.to(J.dtype)) if problem.scale is None else fits.scale
+    g = gradient(J, target)
+    free = torch.ones_like(g, dtype=torch.bool)
+    if problem.bounds is not None:
+        lower, upper = problem.bounds.of(fits.row)
+        free = ~(((fits.x <= lower) & (g >= 0)) | ((fits.x >= upper) & (g <= 0)))
+    size = (2 * fits.cost).sqrt()  # |f|
+    cosine = g.abs() / torch.where(norms > 0, norms, 1.0)
+    flat = ((cosine <= problem.gtol * size.unsqueeze(-1)) | ~free).all(1)
+    rounding = 4 * problem.residuals.epsilon * (1 + vector_norm(norms * fits.x, dim=-1) / size)
+    return _Fits(
+        *(fits.row, fits.x, fits.f, fits.cost, fits.nfev, fits.njev),
+        torch.where(finite, torch.where(flat, 1, fits.status), -1),
+        *(fits.radius, fits.damping, fits.begun, scale, J, target, free, rounding),
+        *trust_region.factorize(J * free.unsqueeze(1), target, scale),
+    )
+
+
+def _advance(problem: Problem, fits: _Fits) -> _Fits:
+    """The fits after one trial each: those that get better move, those that meet a tolerance end."""
+    p, damping, length, predicted, slope, held = _propose(problem, fits)
+    # until it moves, the radius is no more than the first step that was tried
+    fits.radius = torch.where(fits.begun | held, fits.radius, torch.minimum(fits.radius, length))
+    x = fits.x + p
+    if problem.bounds is not None:
+        x = torch.clamp(x, *problem.bounds.of(fits.row))
+    f = problem.residuals(x, fits.row)
+    cost = problem.loss.cost(f)
+    fits.nfev = fits.nfev + 1
+    actual = torch.where(cost < 100 * fits.cost, 1 - cost / fits.cost, -math.inf)  # for NaN too
+    last = (predicted >= 0) & (predicted <= problem.ftol)
+    noise = math.sqrt(problem.residuals.epsilon)
+    blind = (predicted > 0) & (predicted <= noise) & (actual.abs() <= noise)
+    if problem.ftol >= 4 * problem.residuals.epsilon:  # the cost shows all that was asked for
+        blind = blind & ~(last & (actual.abs() <= problem.ftol))
+    J = fits.J
+    if blind.any():
+        J = _jacobians(problem, x, fits.row, blind)
+        target, scaled = problem.loss.gauss_newton(f, J)
+        with full_precision():
+            change = (scaled @ p.unsqueeze(-1)).squeeze(-1).double()
+        by_slopes = -slope - (target.double() * change).sum(-1) / (2 * fits.cost)
+        actual = torch.where(blind, torch.where(by_slopes.isfinite(), by_slopes, -math.inf), actual)
+    ratio, radius, fits.damping = trust_region.judge(fits.radius, damping, length, actual, predicted, slope)
+    fits.radius = torch.where(held & (ratio > 0.25), torch.maximum(radius, fits.radius), radius)
+    accepted = ratio >= ACCEPTED
+    fits.x = torch.where(accepted.unsqueeze(-1), x, fits.x)
+    fits.f = torch.where(accepted.unsqueeze(-1), f, fits.f)
+    fits.cost, fits.begun = torch.where(accepted, cost, fits.cost), fits.begun | accepted
+
+    small = last & (actual.abs() <= problem.ftol) & (ratio <= 2)
+    small = small | ((predicted >= 0) & (predicted <= fits.rounding**2))
+    short = fits.radius <= problem.xtol * vector_norm(fits.scale * fits.x, dim=-1, dtype=torch.float64)
+    status = torch.where(fits.nfev >= problem.max_nfev, 0, RUNNING)
+    fits.status = torch.where(small, torch.where(short, 4, 2), torch.where(short, 3, status))
+
+    moved = accepted & (fits.status == RUNNING)
+    unknown = moved & ~blind
+    if unknown.any():
+        J = torch.where(unknown[:, None, None], _jacobians(problem, x, fits.row, unknown), J)
+    fits.njev = fits.njev + (blind | unknown)
+    if moved.all():
+        return _linearize(problem, fits, J)
+    if moved.any():
+        fits.put(moved, _linearize(problem, fits.take(moved), J[moved]))
+    return fits
+
+
+def _jacobians(problem: Problem, x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """J at x (b, p) for the fits of a mask (b,); zero for the others."""
+    if mask.all():
+        return problem.residuals.jacobian(x, rows)
+    some = problem.residuals.jacobian(x[mask], rows[mask])
+    return some.new_zeros(len(x), *some.shape[1:]).index_put_((mask,), some)
+
+
+class _Proposal(NamedTuple):
+    """The step p of each fit, and what the linear model says about it."""
+
+    p: Tensor  # (b, p)
+    damping: Tensor
+    length: Tensor  # |D p|
+    predicted: Tensor  # decrease of the cost, relative to it
+    slope: Tensor  # of the cost along p, relative to twice the cost
+    held: Tensor  # whether a bound is in the way
+
+
+def _propose(problem: Problem, fits: _Fits) -> _Proposal:
+    """The step of each fit. Parameters that it carries past a bound are put there, and the rest is solved again.
+
+    With p = a + q, a the steps to the bounds and q the solution for residuals f + J a,
+
+        |f|^2 - |f + J p|^2 = -2 f.Ja - |Ja|^2 + |Jq|^2 + 2 damping |D q|^2
+        f.Jp                = f.Ja - Ja.Jq - |Jq|^2 - damping |D q|^2
+    """
+    units = torch.where(fits.scale > 0, fits.scale, 1.0)
+    factors, free = trust_region.Factors(fits.s, fits.V, fits.c), fits.free
+    step = trust_region.solve(factors, fits.radius, fits.damping, free.sum(-1))
+    p = step.scaled / units
+    held = torch.zeros_like(fits.begun)
+    a = torch.zeros_like(p)
+    if problem.bounds is not None:
+        lower, upper = problem.bounds.of(fits.row)
+        while True:
+            end = fits.x + p
+            past = free & ((end < lower) | (end > upper))
+            if not past.any():
+                break
+            a = torch.where(past, torch.clamp(end, lower, upper) - fits.x, a)
+            free, held = free & ~past, held | past.any(-1)
+            with full_precision():
+                target = fits.target + (fits.J @ a.unsqueeze(-1)).squeeze(-1)
+            factors = trust_region.factorize(fits.J * free.unsqueeze(1), target, fits.scale)
+            step = trust_region.solve(factors, fits.radius, fits.damping, free.sum(-1))
+            p = torch.where(free, step.scaled / units, a)
+    damped = step.damping * step.length**2
+    decrease, slope, length = step.image + 2 * damped, -step.image - damped, step.length
+    if held.any():
+        with full_precision():
+            Ja, Jq = (fits.J @ torch.stack([a, p - a], dim=-1)).double().unbind(-1)
+        along = (fits.target.double() * Ja).sum(-1)
+        decrease = decrease - 2 * along - (Ja * Ja).sum(-1)
+        slope = slope + along - (Ja * Jq).sum(-1)
+        length = torch.where(held, vector_norm(units * p, dim=-1, dtype=torch.float64), length)
+    return _Proposal(p, step.damping, length, decrease / (2 * fits.cost), slope / (2 * fits.cost), held)
+
+
+def gradient(J: Tensor, target: Tensor) -> Tensor:
+    """J^T f for every fit, (b, p)."""
+    with full_precision():
+        return (target.unsqueeze(-2) @ J).squeeze(-2)

@@ -1,0 +1,226 @@
+"""Residuals of `least_squares`: values and exact Jacobians of a function at many points, and their cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from woodbury._choice import part_named
+from woodbury.least_squares.arguments import place
+
+_FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
+
+
+class Residuals:
+    """f (b, m) and J (b, m, p) at points x (b, p). Of batched fits, point i gets entry i of each of `args`."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], args: Sequence[Any], shape: torch.Size, batched: bool, start: Tensor
+    ) -> None:
+        """start (b, p); shape: that of the parameters as the function sees them."""
+        if not callable(function):
+            raise TypeError(f"function must be a function of the parameters, got {type(function).__name__}")
+        self.batched, self._count = batched, len(start)
+        self._function, self._shape = function, shape
+        self._args = tuple(args)
+        if batched:
+            for number, value in enumerate(self._args):
+                if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(start)):
+                    raise ValueError(
+                        f"args[{number}] has the shape {tuple(value.shape)}: with batched=True its first axis "
+                        f"must have {len(start)} entries, one for each start; what all fits share belongs into "
+                        f"function"
+                    )
+        point = start[0].detach().requires_grad_()
+        with torch.enable_grad():
+            first = self._evaluate(point, *self._arguments(0))
+        if not isinstance(first, Tensor):
+            raise TypeError(
+                f"function must return a tensor of residuals, got {type(first).__name__}; "
+                f"torch.stack or torch.cat make one of several"
+            )
+        if not first.dtype.is_floating_point or first.numel() == 0:
+            raise ValueError(
+                f"function must return one residual or more in floating point, got {first.dtype} of the shape "
+                f"{tuple(first.shape)}"
+            )
+        if not first.requires_grad:
+            raise ValueError(
+                "the residuals do not depend on the parameters by operations that autograd follows: compute them "
+                "from the tensor that function gets, without detach(), item(), numpy() or torch.no_grad()"
+            )
+        self.output_shape = first.shape
+        self.epsilon = max(torch.finfo(dtype).eps for dtype in (first.dtype, start.dtype))
+        self._maps = batched and self._can_map(start, first)
+        self._jacobian = self._choose(point, first)
+
+    def __call__(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """f (b, m) at x (b, p); rows (b,) says which of the b fits these are, None for all."""
+        return self._map(self._flat, x, rows)
+
+    def jacobian(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """J (b, m, p)."""
+        return self._map(self._jacobian, x, rows)
+
+    def check_finite(self, f: Tensor, J: Tensor) -> None:
+        """Raises an error that names the first residual that is not finite, or the parameter of a derivative."""
+        advice = "start elsewhere, or find the operation in function that gives it"
+        wrong = ~torch.isfinite(f)
+        if wrong.any():
+            where = place(wrong, self.output_shape, self.batched)
+            raise ValueError(f"residual{where} is not finite at the start; {advice}")
+        wrong = ~torch.isfinite(J).all(1)
+        if wrong.any():
+            where = place(wrong, self._shape, self.batched)
+            raise ValueError(f"the derivative in parameter{where} is not finite at the start; {advice}")
+
+    def _evaluate(self, x: Tensor, *args: Any) -> Tensor:
+        return self._function(x.reshape(self._shape), *args)
+
+    def _flat(self, x: Tensor, *args: Any) -> Tensor:
+        return self._evaluate(x, *args).reshape(-1)
+
+    def _arguments(self, row: int) -> tuple[Any, ...]:
+        if not self.batched:
+            return self._args
+        return tuple(value[row] if isinstance(value, Tensor) else value for value in self._args)
+
+    def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor | None) -> Tensor:
+        """compute(x, *args) for each point, stacked."""
+        with torch.enable_grad():  # the function may compute derivatives itself
+            if not self.batched:
+                values = compute(x[0], *self._args).unsqueeze(0)
+            elif not self._maps or compute == self._by_rows:
+                numbers = range(len(x)) if rows is None else rows.tolist()
+                each = [compute(point, *self._arguments(row)) for point, row in zip(x, numbers, strict=True)]
+                values = torch.stack(each)
+            else:
+                tensors = [isinstance(value, Tensor) for value in self._args]
+                args = [
+                    value[rows] if is_tensor and rows is not None else value
+                    for value, is_tensor in zip(self._args, tensors, strict=True)
+                ]
+                axes = [0 if is_tensor else None for is_tensor in tensors]
+                values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
+        return values.detach().to(x)
+
+    def _can_map(self, start: Tensor, first: Tensor) -> bool:
+        """Whether torch.func maps the function over points; first: what it gives at the first of them."""
+        self._maps = True
+        try:
+            mapped = self(start[:1], torch.zeros(1, dtype=torch.int64, device=start.device))[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # whatever torch.func does not like; the function itself has run
+            return False
+        tolerance, first = math.sqrt(self.epsilon), first.detach().flatten().to(mapped)
+        size = first.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+        return torch.allclose(mapped, first, tolerance, tolerance * size, equal_nan=True)
+
+    def _choose(self, point: Tensor, first: Tensor) -> Callable[..., Tensor]:
+        """How to compute Jacobians: by torch.func, or row by row where that cannot transform the function.
+
+        What torch.func gives is compared, in one combination of rows, with plain autograd.
+        """
+        forward, reverse = torch.func.jacfwd(self._flat), torch.func.jacrev(self._flat)
+        weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
+        (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
+        weights = weights.to(point.detach())
+        start = point.detach().unsqueeze(0)
+        rows = torch.zeros(1, dtype=torch.int64, device=start.device)
+        # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
+        few = self._count * first.numel() ** 2 <= _FEW
+        for compute in (reverse, forward) if few or point.numel() > first.numel() else (forward, reverse):
+            try:
+                J = self._map(compute, start, rows)[0]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                continue
+            error = (weights @ J - expected).abs()
+            agree = error <= math.sqrt(self.epsilon) * (weights @ J.abs())
+            if bool((agree | ~expected.isfinite()).all()):
+                return compute
+        return self._by_rows
+
+    def _by_rows(self, x: Tensor, *args: Any) -> Tensor:
+        x = x.detach().requires_grad_()
+        f = self._flat(x, *args)
+        rows = [torch.autograd.grad(value, x, retain_graph=True, materialize_grads=True)[0] for value in f]
+        return torch.stack(rows)
+
+
+Rho = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # z -> rho(z), rho'(z), rho''(z)
+
+
+def _soft_l1(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    root = (1 + z).sqrt()
+    return 2 * z / (1 + root), 1 / root, -0.5 / root**3
+
+
+def _huber(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    inner, root = z <= 1, z.clamp(min=1).sqrt()
+    return (
+        torch.where(inner, z, 2 * root - 1),
+        1 / root,
+        torch.where(inner, 0.0, -0.5 / root**3),
+    )
+
+
+def _cauchy(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.log1p(z), 1 / (1 + z), -1 / (1 + z) ** 2
+
+
+def _arctan(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    slope = 1 / (1 + z * z)
+    return torch.atan(z), slope, -2 * z * slope * slope
+
+
+LOSSES: dict[str, Rho | None] = {
+    "linear": None,
+    "soft_l1": _soft_l1,
+    "huber": _huber,
+    "cauchy": _cauchy,
+    "arctan": _arctan,
+}
+
+
+class Loss:
+    """The cost 1/2 sum_i C^2 rho(f_i^2 / C^2) of residuals f (b, m)."""
+
+    def __init__(self, name: str, f_scale: float) -> None:
+        """f_scale: C."""
+        self._rho = part_named("loss", name, LOSSES)
+        if not isinstance(f_scale, int | float) or not 0 < f_scale < math.inf:
+            raise ValueError(f"f_scale must be a positive number, got {f_scale!r}")
+        self._square = float(f_scale) ** 2
+
+    @property
+    def is_robust(self) -> bool:
+        return self._rho is not None
+
+    def cost(self, f: Tensor) -> Tensor:
+        """(b,), float64."""
+        squares = f.double().square()
+        if self._rho is None:
+            return 0.5 * squares.sum(-1)
+        return 0.5 * self._square * self._rho(squares / self._square)[0].sum(-1)
+
+    def gauss_newton(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
+        """Residuals and Jacobian with J^T f the gradient of the cost and J^T J its Gauss-Newton Hessian.
+
+        Row i of J times sqrt(h_i) and f_i rho' / sqrt(h_i), with h_i = rho' + 2 rho'' z the second derivative of
+        rho(t^2) / 2 at t^2 = z = f_i^2 / C^2 (Triggs et al. 2000, section 4.3). Where that is not positive, h_i is
+        a small part of rho'.
+        """
+        if self._rho is None:
+            return f, J
+        z = f.double().square() / self._square
+        _, slope, curvature = self._rho(z)
+        smallest = math.sqrt(torch.finfo(f.dtype).eps)  # h is cancelled by f rho' / h: rounding must not show
+        root = torch.maximum(slope + 2 * curvature * z, smallest * slope).sqrt()
+        return (f * (slope / root)).to(f.dtype), J * root.to(J.dtype).unsqueeze(-1)

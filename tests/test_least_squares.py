@@ -1,0 +1,604 @@
+"""woodbury.least_squares: its steps and ends against dense formulas, scipy and each fit alone."""
+
+import doctest
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import woodbury
+from woodbury.least_squares import minimize as iteration
+from woodbury.least_squares import trust_region
+from woodbury.least_squares.residuals import LOSSES, Loss, Residuals
+
+EPS = torch.finfo(torch.float64).eps
+DIGITS = EPS ** (2 / 3)  # the last step of a fit moves the residuals by no more than this share of them
+T = torch.linspace(0, 4, 40, dtype=torch.float64)
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def curve(b, t=T):
+    return b[0] * torch.exp(-b[1] * t) + b[2]
+
+
+def data(seed=0, outliers=0.0):
+    noise = torch.randn(len(T), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    y = curve(double(3.0, 0.8, 0.5)) + 0.05 * noise
+    y[::7] += outliers
+    return y
+
+
+def decay(y):
+    return lambda b: curve(b) - y
+
+
+def rosenbrock(b):
+    return torch.stack([10 * (b[1] - b[0] ** 2), 1 - b[0]])
+
+
+START = [1.0, 1.0, 0.0]
+
+
+def close(a, b, tolerance):
+    return (a - b).abs().max().item() <= tolerance * b.abs().max().item()
+
+
+# ---------------------------------------------------------------------------------------------------- the step
+
+
+def random_systems(m, p, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    J, f = torch.randn(5, m, p, generator=generator), torch.randn(5, m, generator=generator)
+    scale = 10 ** (4 * torch.rand(5, p, generator=generator) - 2)
+    return (J * scale.unsqueeze(1)).double(), f.double(), scale.double()
+
+
+@pytest.mark.parametrize("m, p", [(9, 4), (4, 4), (3, 5)])
+@pytest.mark.parametrize("radius", [1e-3, 0.3, 1e3])
+def test_step_solves_the_damped_normal_equations_inside_the_radius(m, p, radius):
+    """(J^T J + damping D^2) q = -J^T f; damping = 0 if |D q| <= radius, else |D q| is within a tenth of it."""
+    J, f, scale = random_systems(m, p)
+    step = trust_region.solve(
+        trust_region.factorize(J, f, scale), torch.full((5,), radius).double(), torch.zeros(5).double(),
+        torch.full((5,), p),
+    )  # fmt: skip
+    for i in range(5):
+        D = torch.diag(scale[i])
+        q = step.scaled[i] / scale[i]
+        A, damping = J[i], step.damping[i].item()
+        if damping == 0:
+            dense = -torch.linalg.pinv(A @ D.inverse()) @ f[i] / scale[i]
+            assert step.length[i] <= 1.1 * radius
+        else:
+            dense = -torch.linalg.solve(A.T @ A + damping * D @ D, A.T @ f[i])
+            assert abs(step.length[i].item() / radius - 1) <= 0.1
+        assert close(scale[i] * q, scale[i] * dense, 1e-9)
+        assert step.length[i].item() == pytest.approx((D @ q).norm().item(), rel=1e-12)
+        assert step.image[i].item() == pytest.approx((A @ q).square().sum().item(), rel=1e-9)
+    assert (step.damping == 0).all() == (radius == 1e3)
+
+
+def test_column_of_zeros_gets_no_step():
+    J, f, scale = random_systems(9, 4)
+    J[:, :, 2], scale[:, 2] = 0, 0
+    step = trust_region.solve(
+        trust_region.factorize(J, f, scale), torch.ones(5).double(), torch.zeros(5).double(), torch.full((5,), 3)
+    )
+    assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
+
+
+@pytest.mark.parametrize("radius", [0.05, 5.0])
+def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
+    """Both equations in the docstring of `_propose`, with the residuals f + J p of the model written out."""
+    J, f, _ = random_systems(9, 4)
+    J, f = J[0] / J[0].norm(dim=0), f[0]
+    residuals = Residuals(lambda x: f + J @ x, (), torch.Size([4]), False, torch.zeros(1, 4).double())
+    bounds = iteration.Bounds(torch.full((1, 4), -0.04).double(), torch.full((1, 4), 0.03).double())
+    problem = iteration.Problem(residuals, Loss("linear", 1.0), bounds, None, 0.0, 0.0, 0.0, 10, 0, None)
+    fits = iteration._begin(problem, torch.zeros(1, 4).double())
+    fits.radius = double(radius)
+    step = iteration._propose(problem, fits)
+    p, size = step.p[0], f.square().sum()
+    assert step.held.item() and (p >= bounds.lower[0]).all() and (p <= bounds.upper[0]).all()
+    decrease = (size - (f + J @ p).square().sum()) / size
+    assert step.predicted.item() == pytest.approx(decrease.item(), rel=1e-10)
+    assert step.slope.item() == pytest.approx((f @ J @ p / size).item(), rel=1e-10)
+    assert step.length.item() == pytest.approx((J.norm(dim=0) * p).norm().item(), rel=1e-12)
+
+
+def test_gradients_at_both_ends_give_the_change_of_the_cost_to_third_order():
+    """cost(x + p) - cost(x) = (g(x) + g(x + p)).p / 2 + O(|p|^3): half the step, an eighth of the error."""
+    f = decay(data())
+    x, p = double(2.9, 0.7, 0.4), double(0.02, -0.01, 0.03)
+
+    def cost(x):
+        return 0.5 * f(x).square().sum()
+
+    def error(p):
+        slope = (torch.func.grad(cost)(x) + torch.func.grad(cost)(x + p)) @ p
+        return (cost(x + p) - cost(x) - slope / 2).item()
+
+    assert error(p) / error(p / 2) == pytest.approx(8, rel=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------- the fit
+
+
+def path(function, start, **settings):
+    points = []
+    result = woodbury.least_squares(function, start, callback=points.append, **settings)
+    return torch.stack(points), result
+
+
+def test_fit_is_a_minimum_with_what_belongs_to_it():
+    f = decay(data())
+    result = woodbury.least_squares(f, START)
+    J = torch.autograd.functional.jacobian(f, result.x)
+    assert result.success and result.status == 2 and result.message == result["message"]
+    assert torch.equal(result.fun, f(result.x)) and close(result.jac, J, 10 * EPS)
+    assert result.cost == pytest.approx(0.5 * result.fun.square().sum().item(), rel=10 * EPS)
+    # what is left of f in the columns of J is less than the last step took away
+    assert (torch.linalg.qr(J).Q.T @ result.fun).norm() <= DIGITS * result.fun.norm()
+    assert close(result.grad, J.T @ result.fun, 1.0) and result.optimality == result.grad.abs().max().item()
+    assert result.active_mask.tolist() == [0, 0, 0]
+    assert list(result.keys())[:2] == ["x", "cost"]
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("unit", [1e-7, 1e5])
+def test_another_unit_for_a_parameter_takes_the_same_path(index, unit):
+    units = torch.ones(3, dtype=torch.float64)
+    units[index] = unit
+    f = decay(data())
+    points, result = path(f, START)
+    others, other = path(lambda b: f(b * units), double(*START) / units)
+    assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
+    assert close(others * units, points, 1e-6)
+    assert close(other.x * units, result.x, 10 * DIGITS)
+
+
+@pytest.mark.parametrize("start", [START, [0.0, 0.0, 0.0]], ids=["start", "zero"])
+@pytest.mark.parametrize("factor", [1e6, 1e-9])
+def test_another_unit_for_the_residuals_takes_the_same_path(start, factor):
+    f = decay(data())
+    points, result = path(f, start)
+    others, other = path(lambda b: factor * f(b), start)
+    assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
+    assert close(others, points, 1e-6)
+    assert other.cost == pytest.approx(factor**2 * result.cost, rel=1e-12)
+
+
+def test_fixed_scale_depends_on_units_and_is_that_of_minpack():
+    optimize = pytest.importorskip("scipy.optimize")
+    f, scales = decay(data()), double(2.0, 0.01, 30.0)
+    points, result = path(f, START, x_scale=scales)
+    steps = []
+
+    def jacobian(b):
+        steps.append(torch.tensor(b))
+        return torch.autograd.functional.jacobian(f, steps[-1]).numpy()
+
+    optimize.least_squares(
+        lambda b: f(torch.tensor(b)).numpy(), START, jac=jacobian, method="lm", x_scale=scales.numpy()
+    )
+    moved = [points[0], *(b for a, b in pairwise(points) if not torch.equal(a, b))]
+    assert len(steps) >= 6
+    for own, other in zip(moved, steps[1:6], strict=False):
+        assert close(own, other, 1e-9)
+    plain, _ = path(f, START)
+    assert not close(plain[:3], points[:3], 1e-2)
+    assert close(result.x, plain[-1], 1e-8)
+
+
+def test_underdetermined_systems_are_solved():
+    f = lambda b: torch.stack([b[0] * b[1] - 2, b[1] + b[2].exp() - 3])  # noqa: E731
+    result = woodbury.least_squares(f, [1.0, 1.0, 0.5])
+    assert result.success and result.fun.abs().max() <= 10 * EPS
+
+
+def test_parameters_and_residuals_keep_their_shapes():
+    target = double(1, 2, 3, 4).reshape(2, 2)
+    result = woodbury.least_squares(lambda A: (A @ A - target @ target).reshape(1, 2, 2), target + 0.1)
+    assert result.x.shape == result.grad.shape == result.active_mask.shape == (2, 2)
+    assert result.fun.shape == (1, 2, 2) and result.jac.shape == (4, 4)
+    assert close(result.x @ result.x, target @ target, 1e-12)
+    scalar = woodbury.least_squares(lambda b: b * b - 2, 1.0)
+    assert scalar.x.shape == scalar.fun.shape == () and scalar.x.item() == pytest.approx(math.sqrt(2), rel=4 * EPS)
+
+
+@pytest.mark.parametrize("start", [START, tuple(START), double(*START), double(*START).numpy(), [1, 1, 0]])
+def test_starts_of_all_kinds(start):
+    assert woodbury.least_squares(decay(data()), start).x.dtype == torch.float64
+
+
+def test_float32_fits_to_its_own_digits():
+    """The minimum moves by J^+ times the rounding of data and residuals, some eps |y|."""
+    y = data()
+    exact = woodbury.least_squares(decay(y), START)
+    t, y = T.float(), y.float()
+    result = woodbury.least_squares(lambda b: curve(b, t) - y, torch.tensor(START))
+    assert result.x.dtype == result.fun.dtype == result.jac.dtype == torch.float32 and result.success
+    eps = torch.finfo(torch.float32).eps
+    bound = 10 * eps * y.norm().item() * torch.linalg.pinv(exact.jac).norm(dim=1)
+    assert ((result.x - exact.x).abs() <= bound).all()
+
+
+def test_residuals_in_less_precision_than_the_parameters_set_the_tolerance():
+    t, y = T.float(), data().float()
+    result = woodbury.least_squares(lambda b: curve(b, t) - y, START)  # 0-dim b[0] does not promote t
+    assert result.x.dtype == torch.float64 and result.success and result.nfev < 40
+
+
+def test_a_point_that_is_not_finite_is_rejected():
+    """From 10 the first step of log(b) leads to 10 - 10 log(10) < 0, where the logarithm is not a number."""
+    points, result = path(torch.log, [10.0])
+    assert result.success and result.x.item() == pytest.approx(1, rel=1e-12)
+    assert points[0].item() == 10.0 and torch.isfinite(points).all()
+
+
+def kink(b):
+    """Zero, with a derivative that autograd cannot give below 1/2: that of sqrt(0^2)."""
+    above = b - 0.5
+    return 0 * ((above + above.abs()) ** 2).sqrt()
+
+
+def test_status_of_each_end():
+    f = decay(data())
+    stopped = woodbury.least_squares(f, START, max_nfev=3)
+    assert (stopped.status, stopped.success, stopped.nfev) == (0, False, 3)
+    assert woodbury.least_squares(lambda b: b - 1, [1.0]).status == 1
+    assert woodbury.least_squares(f, START, ftol=1e-3).status == 2
+    assert woodbury.least_squares(rosenbrock, [-1.2, 1.0], xtol=0.5).status == 3
+    assert woodbury.least_squares(f, START, gtol=0.1).status == 1
+
+    def end(b):
+        raise StopIteration
+
+    ended = woodbury.least_squares(f, START, callback=end)
+    assert (ended.status, ended.success, ended.nfev) == (-2, False, 2)
+    broken = woodbury.least_squares(lambda b: b + 3 + kink(b), [2.0])
+    assert (broken.status, broken.success) == (-1, False) and "Jacobian" in broken.message
+
+
+def test_looser_tolerances_take_fewer_points():
+    f = decay(data())
+    assert woodbury.least_squares(f, START, ftol=1e-6).nfev < woodbury.least_squares(f, START).nfev
+
+
+# ------------------------------------------------------------------------------------------ losses and bounds
+
+
+@pytest.mark.parametrize("name", [name for name, rho in LOSSES.items() if rho is not None])
+def test_rho_comes_with_its_derivatives(name):
+    z = double(0.0, 1e-9, 0.3, 0.999, 1.001, 7.0, 1e6).requires_grad_()
+    value, first, second = LOSSES[name](z)
+    (slope,) = torch.autograd.grad(value.sum(), z, create_graph=True)
+    assert torch.allclose(first, slope, rtol=1e-12, atol=0)
+    curvature = torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
+    assert torch.allclose(second, curvature, rtol=1e-9, atol=1e-300)
+    assert value[0] == 0 and slope[0] == 1
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gauss_newton_model_of_a_loss(name):
+    """J^T f is the gradient of the cost, J^T J its Hessian where the function is linear and rho convex in f."""
+    A, y, _ = random_systems(7, 3)
+    A, y, C = A[0] / A[0].norm(dim=0), y[0], 5.0
+    x = 0.1 * torch.ones(3, dtype=torch.float64)
+    loss = Loss(name, C)
+
+    def cost(x):
+        return loss.cost((A @ x - y).unsqueeze(0))[0]
+
+    f, J = (value[0] for value in loss.gauss_newton((A @ x - y).unsqueeze(0), A.unsqueeze(0)))
+    assert close(J.T @ f, torch.func.grad(cost)(x), 1e-12)
+    assert close(J.T @ J, torch.func.hessian(cost)(x), 1e-12)
+
+
+def trf(f, start, **settings):
+    optimize = pytest.importorskip("scipy.optimize")
+    return optimize.least_squares(
+        lambda b: f(torch.tensor(b)).numpy(), start, jac=lambda b: torch.func.jacrev(f)(torch.tensor(b)).numpy(),
+        method="trf", x_scale="jac", ftol=1e-15, xtol=1e-15, gtol=1e-15, max_nfev=2000, **settings,
+    )  # fmt: skip
+
+
+def agrees_with_scipy(result, other):
+    """The cost to rounding; x to where scipy sees the cost fall by 1e-15 of it: sqrt(1e-15 2 cost) / least s."""
+    assert result.cost == pytest.approx(other.cost, rel=1e-12)
+    smallest = torch.linalg.svdvals(result.jac)[-1].item()
+    assert (result.x - torch.tensor(other.x)).norm() <= 10 * math.sqrt(1e-15 * 2 * result.cost) / smallest
+    assert result.active_mask.tolist() == other.active_mask.tolist()
+    return True
+
+
+@pytest.mark.parametrize("f_scale", [0.1, 1.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_robust_fits_are_those_of_scipy(loss, f_scale):
+    f = decay(data(outliers=2.0))
+    result = woodbury.least_squares(f, START, loss=loss, f_scale=f_scale)
+    assert result.success and agrees_with_scipy(result, trf(f, START, loss=loss, f_scale=f_scale))
+
+
+def test_robust_loss_is_less_drawn_to_outliers():
+    f, truth = decay(data(outliers=2.0)), double(3.0, 0.8, 0.5)
+    plain, robust = (woodbury.least_squares(f, START, loss=loss, f_scale=0.1).x for loss in ("linear", "cauchy"))
+    assert (robust - truth).norm() < 0.2 * (plain - truth).norm()
+
+
+BOUNDS = [
+    ((0, 0, 0), (2, 5, 5)),
+    ((0, 1, 0), (10, 5, 0.4)),
+    ((0, 0, 0), (2, 0.5, 0.1)),
+    ((3.5, 0, 0.6), (4, 3, 5)),
+]
+
+
+@pytest.mark.parametrize("loss", ["linear", "cauchy"])
+@pytest.mark.parametrize("lower, upper", BOUNDS)
+def test_fits_within_bounds_are_those_of_scipy(lower, upper, loss):
+    f = decay(data(outliers=2.0))
+    start = torch.clamp(double(*START), double(*lower) + 0.1, double(*upper) - 0.05)
+    result = woodbury.least_squares(f, start, bounds=(lower, upper), loss=loss)
+    other = trf(f, start.numpy(), bounds=(lower, upper), loss=loss)
+    assert result.success and agrees_with_scipy(result, other) and result.active_mask.any()
+    # on its bounds exactly
+    at_lower, at_upper = result.active_mask < 0, result.active_mask > 0
+    assert torch.equal(result.x[at_lower], double(*lower)[at_lower])
+    assert torch.equal(result.x[at_upper], double(*upper)[at_upper])
+    # at a bound the gradient points outwards, and counts for nothing
+    assert (result.active_mask * result.grad <= 0).all() and result.optimality <= 1e-8
+
+
+@pytest.mark.parametrize("lower, upper", [((-2, -2), (0.5, 5)), ((-2, 1.5), (2, 3)), ((-2, -1), (2, 0.3))])
+def test_bounded_rosenbrock_is_that_of_scipy(lower, upper):
+    start = torch.clamp(double(-1.2, 1.0), double(*lower), double(*upper))  # on a bound
+    result = woodbury.least_squares(rosenbrock, start, bounds=(lower, upper))
+    assert result.success and agrees_with_scipy(result, trf(rosenbrock, start.numpy(), bounds=(lower, upper)))
+
+
+def test_a_bound_that_is_not_reached_changes_nothing():
+    f = decay(data())
+    free, bounded = woodbury.least_squares(f, START), woodbury.least_squares(f, START, bounds=(-100, [100] * 3))
+    assert torch.equal(free.x, bounded.x) and free.nfev == bounded.nfev
+    assert not woodbury.least_squares(f, START, bounds=(None, None)).active_mask.any()
+
+
+def test_function_is_computed_within_the_bounds_only():
+    seen = []
+
+    def f(b):
+        seen.append(torch.func.debug_unwrap(b, recurse=True).detach().reshape(-1, 2))
+        return rosenbrock(b)
+
+    woodbury.least_squares(f, [-1.2, 0.2], bounds=([-2, -1], [2, 0.3]))
+    points = torch.cat(seen)
+    assert len(points) > 10
+    assert (points >= double(-2, -1)).all() and (points <= double(2, 0.3)).all()
+
+
+# ---------------------------------------------------------------------------------------------- many fits at once
+
+
+def many(count=12):
+    generator = torch.Generator().manual_seed(3)
+    truth = double(1, 0.4, -0.5) + double(3, 1.5, 1) * torch.rand(
+        count, 3, generator=generator, dtype=torch.float64
+    )
+    y = torch.stack([curve(b) for b in truth])
+    return y + 0.02 * torch.randn(y.shape, generator=generator, dtype=torch.float64)
+
+
+def curve_of(b, y):
+    return curve(b) - y
+
+
+def unmappable(b, y):
+    return curve(b) - y if b[0].item() > -1e300 else b
+
+
+SETTINGS = {
+    "plain": {},
+    "robust": {"loss": "soft_l1", "f_scale": 0.1},
+    "bounded": {"bounds": ([0.5, 0, 0], 2.0)},
+    "fixed scale": {"x_scale": [1.0, 0.1, 1.0]},
+    "few points": {"max_nfev": 7},
+}
+
+
+@pytest.mark.parametrize("function", [curve_of, unmappable])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_batched_fits_are_those_of_each_alone(settings, function):
+    y, starts = many(), torch.linspace(0.6, 1.9, 12, dtype=torch.float64).unsqueeze(1) * double(1.0, 0.7, 0.1)
+    together = woodbury.least_squares(function, starts, args=(y,), batched=True, **settings)
+    assert together.x.shape == (12, 3) and together.jac.shape == (12, 40, 3) and len(together.message) == 12
+    assert together.nfev.unique().numel() > 1 or "max_nfev" in settings  # they do not end together
+    for i in range(12):
+        alone = woodbury.least_squares(curve_of, starts[i], args=(y[i],), **settings)
+        assert close(together.x[i], alone.x, 1e-9) and close(together.fun[i], alone.fun, 1e-9)
+        assert together.cost[i].item() == pytest.approx(alone.cost, rel=1e-9)
+        assert together.active_mask[i].tolist() == alone.active_mask.tolist()
+        for name in ("nfev", "njev", "status", "message", "success"):
+            assert together[name][i] == alone[name], name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["robust"], {"bounds": (0.0, 2.0)}])
+def test_fits_on_a_gpu_are_those_on_the_cpu(settings):
+    y, starts, t = many(), double(1.0, 0.7, 0.1).expand(12, 3), T.cuda()
+    cpu = woodbury.least_squares(curve_of, starts, args=(y,), batched=True, **settings)
+    gpu = woodbury.least_squares(
+        lambda b, y: curve(b, t) - y, starts.cuda(), args=(y.cuda(),), batched=True, **settings
+    )
+    assert gpu.x.is_cuda and gpu.jac.is_cuda and bool(gpu.success.all())
+    assert close(gpu.x.cpu(), cpu.x, 1e-8)
+    alone = woodbury.least_squares(lambda b: curve(b, t) - y[0].cuda(), starts[0].cuda(), **settings)
+    assert close(alone.x.cpu(), cpu.x[0], 1e-8)
+
+
+def test_jacobians_are_counted_as_in_scipy():
+    """As many as torch.func computes, without the first, which tries it, and the last, at the result."""
+    seen = []
+
+    def f(b):
+        if torch._C._functorch.is_functorch_wrapped_tensor(b):
+            seen.append(b)
+        return curve(b) - y
+
+    y = data()
+    result = woodbury.least_squares(f, START)
+    assert len(seen) == 1 + result.njev + 1  # one to see whether torch.func can; one at the result
+
+
+def test_batched_fits_may_have_bounds_of_their_own():
+    y, starts = many(3), double(0.1, 1.0, 0.0).expand(3, 3)
+    free = woodbury.least_squares(curve_of, starts, args=(y,), batched=True)
+    upper = torch.full((3, 3), math.inf).double()
+    upper[0, 0], upper[2, 0] = 0.9 * free.x[0, 0], 0.8 * free.x[2, 0]
+    result = woodbury.least_squares(curve_of, starts, args=(y,), batched=True, bounds=(None, upper))
+    assert result.active_mask.tolist() == [[1, 0, 0], [0, 0, 0], [1, 0, 0]]
+    assert torch.equal(result.x[[0, 2], 0], upper[[0, 2], 0]) and close(result.x[1], free.x[1], 1e-9)
+
+
+def test_a_fit_that_breaks_leaves_the_others_alone():
+    def f(b, y):
+        return b + y + kink(b)
+
+    result = woodbury.least_squares(f, double(2, 2, 2).unsqueeze(1), args=(double(-1, 3, -2),), batched=True)
+    assert result.status.tolist()[1] == -1 and result.success.tolist() == [True, False, True]
+    assert result.x[[0, 2], 0].tolist() == pytest.approx([1.0, 2.0], rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------- functions of all kinds
+
+
+class Cube(torch.autograd.Function):
+    """A cube that torch.func cannot transform."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_function_that_torch_func_cannot_transform_gets_the_same_fit(batched):
+    start = double(1.5, 2.5).unsqueeze(0) if batched else double(1.5, 2.5)
+    plain = woodbury.least_squares(lambda b: b**3 - double(8, 27), start, batched=batched)
+    custom = woodbury.least_squares(lambda b: Cube.apply(b) - double(8, 27), start, batched=batched)
+    assert close(custom.x, plain.x, 1e-14) and close(custom.jac, plain.jac, 1e-14)
+
+
+def test_function_may_compute_derivatives_itself():
+    """The minimum of a quartic, where its derivative by autograd is zero; called without gradients outside."""
+
+    def f(b):
+        b = b if b.requires_grad else b.detach().requires_grad_()
+        return torch.autograd.grad((b**4 / 4 - 2 * b).sum(), b, create_graph=True)[0]
+
+    with torch.no_grad():
+        result = woodbury.least_squares(f, [1.0])
+    assert result.x.item() == pytest.approx(2 ** (1 / 3), rel=1e-12)
+
+
+def test_result_holds_no_graph():
+    layer = nn.Linear(1, 1).double()
+    result = woodbury.least_squares(lambda b: layer(b), [1.0])
+    assert not any(value.requires_grad for value in (result.x, result.fun, result.jac, result.grad))
+
+
+@pytest.mark.parametrize("m", [3, 400])
+def test_jacobians_forward_and_backward_are_exact(m):
+    """Few residuals go backward, many forward; both against the derivatives of b_0 e^(-b_1 t) by hand."""
+    t = torch.linspace(0, 1, m, dtype=torch.float64)
+    result = woodbury.least_squares(lambda b: b[0] * torch.exp(-b[1] * t) - 1 - t, [1.0, 1.0])
+    a, b = result.x
+    expected = torch.stack([torch.exp(-b * t), -a * t * torch.exp(-b * t)], dim=1)
+    assert close(result.jac, expected, 10 * EPS)
+
+
+# --------------------------------------------------------------------------------------------------- messages
+
+
+def nan_at_third(b):
+    return torch.stack([b[0], b[1], torch.sqrt(b[0] - 10)])
+
+
+def no_slope(b):
+    return torch.stack([b[0], torch.sqrt(b[1] - 2)])
+
+
+y3 = torch.zeros(3, 40, dtype=torch.float64)
+BAD = [
+    ({"function": 3}, TypeError, "function must be a function of the parameters, got int"),
+    ({"function": lambda b: (b, b)}, TypeError, "tensor of residuals, got tuple; torch.stack"),
+    ({"function": lambda b: b[:0]}, ValueError, r"one residual or more .* shape \(0,\)"),
+    ({"function": lambda b: b.detach()}, ValueError, "do not depend on the parameters .* without detach"),
+    ({"function": nan_at_third}, ValueError, r"residual\[2\] is not finite at the start; start elsewhere"),
+    ({"function": no_slope}, ValueError, r"the derivative in parameter\[1\] is not finite at the start"),
+    ({"start": "abc"}, TypeError, "start must be a tensor, an array or a list"),
+    ({"start": [1.0, math.nan]}, ValueError, r"start\[1\] is not finite"),
+    ({"start": []}, ValueError, "holds no parameters"),
+    ({"start": torch.ones(2, dtype=torch.bfloat16)}, ValueError, "float32 or float64, got torch.bfloat16"),
+    ({"start": 1.0, "batched": True}, ValueError, "starts along its first axis"),
+    ({"bounds": (0, 0.5)}, ValueError, r"start\[0\] = 1 is outside its bounds 0 to 0.5; start inside"),
+    ({"bounds": ([0, 3], 4)}, ValueError, r"start\[1\] = 2 is outside its bounds 3 to 4"),
+    ({"bounds": ([0, 3], [1, 3])}, ValueError, r"lower bound\[1\] is not below the upper"),
+    ({"bounds": 3}, ValueError, r"bounds must be a pair \(lower, upper\), got 3"),
+    ({"bounds": ([0, 0, 0], 9)}, ValueError, r"the lower bound must be .* shape \(2,\) of start"),
+    ({"x_scale": "auto"}, ValueError, 'x_scale must be "jac" or positive numbers'),
+    ({"x_scale": [1.0, 0.0]}, ValueError, r"x_scale\[1\] is not a positive number"),
+    ({"loss": "squared"}, ValueError, "loss must be one of .*'huber'"),
+    ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale must be a positive number, got 0"),
+    ({"ftol": -1}, ValueError, "ftol must be None or a number"),
+    ({"max_nfev": 0}, ValueError, "max_nfev must be a positive integer"),
+    ({"start": torch.ones(2, 3), "batched": True, "args": (y3,)}, ValueError, r"args\[0\] has .* \(3, 40\)"),
+    (
+        {"function": nan_at_third, "start": [[11.0, 1.0], [1.0, 1.0]], "batched": True},
+        ValueError,
+        r"residual\[1, 2\] is not finite",
+    ),
+    ({"start": [[1.0], [5.0]], "batched": True, "bounds": (0, 2)}, ValueError, r"start\[1, 0\] = 5 is outside"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, kind, message", BAD, ids=[message[:30] for _, _, message in BAD])
+def test_errors_name_the_argument(arguments, kind, message):
+    arguments = {"function": lambda b, *_: b - 1, "start": [1.0, 2.0], **arguments}
+    with pytest.raises(kind, match=message):
+        woodbury.least_squares(**arguments)
+
+
+def test_errors_of_the_function_itself_come_through():
+    with pytest.raises(ZeroDivisionError):
+        woodbury.least_squares(lambda b: b / 0 if isinstance(b, float) else 1 / 0, [1.0])
+
+
+def test_verbose_prints_the_end_and_the_trials(capsys):
+    woodbury.least_squares(decay(data()), START)
+    assert capsys.readouterr().out == ""
+    result = woodbury.least_squares(decay(data()), START, verbose=1)
+    printed = capsys.readouterr().out
+    assert result.message in printed and f"{result.njev} Jacobians" in printed and printed.count("\n") == 1
+    woodbury.least_squares(decay(data()), START, verbose=2)
+    assert capsys.readouterr().out.count("\n") == 1 + result.nfev + 1  # heading, start and trials, end
+    woodbury.least_squares(curve_of, double(*START).expand(3, 3), args=(many(3),), batched=True, verbose=1)
+    assert "3 of 3 fits" in capsys.readouterr().out
+
+
+def test_docstring_example_runs():
+    runner = doctest.DocTestRunner()
+    for test in doctest.DocTestFinder().find(woodbury.least_squares, globs={"torch": torch, "woodbury": woodbury}):
+        assert test.examples
+        runner.run(test)
+    assert runner.failures == 0
