@@ -7,9 +7,9 @@ boundary, and the loss is their mean square. Two problems:
     5 dimensions   u = sum of cos(pi x_i),    5-64-64-48-48-1 tanh network, 3000 points inside, 500 on the boundary
 
 (the second is a test problem of the literature on second-order methods for PINNs). float64. The error is the
-relative L2 error |u_network - u| / |u| on 10000 other points. `fit` has no setting; the numbers of points above
-are those of its first step. Adam draws as many at every step, its rate falling to zero; L-BFGS keeps 1, 2 or 4
-times as many. Both get the same seconds, with three settings each.
+relative L2 error |u_network - u| / |u| on 10000 other points. `fit` has no setting, and chooses how many points
+there are. Adam draws those of the table at every step, its rate falling to zero; L-BFGS keeps 1, 2 or 4 times as
+many. Both get the same seconds, with three settings each.
 
     python examples/poisson.py                                  # 2 dimensions: 9 minutes on one core
     python examples/poisson.py --seconds 10 --seeds 1           # a look
@@ -42,7 +42,7 @@ Batch = tuple[Tensor, Tensor]  # points (n, d) and whether each lies inside (n, 
 
 class Equation(NamedTuple):
     widths: tuple[int, ...]
-    inside: int  # points in the first step
+    inside: int  # points per step of Adam; of others in the same proportion
     boundary: int
     solution: Callable[[Tensor], Tensor]  # u (n, d) -> (n, 1)
     force: Callable[[Tensor], Tensor]  # f = -Lap u
@@ -88,10 +88,13 @@ class Task(NamedTuple):
 
     equation: Equation
     model: nn.Module
-    points: int
     device: str
     seconds: float
     note: Callable[[], float]  # measures the error, and returns the seconds spent in steps
+
+    @property
+    def points(self) -> int:
+        return self.equation.inside + self.equation.boundary
 
     def draw(self, count: int) -> tuple[Batch, None]:
         return self.equation.draw(count, self.device)
@@ -109,7 +112,6 @@ def by_fit(task: Task) -> woodbury.Fit:
         nn.MSELoss(),
         task.draw,
         forward=task.equation.residuals,
-        samples=task.points,
         seconds=task.seconds,
         callback=lambda _: task.note() >= task.seconds,
     )
@@ -147,7 +149,7 @@ RIVALS: dict[str, dict[str, Method]] = {
 }
 
 
-def solve(method: Method, equation: Equation, points: int, device: str, seconds: float, seed: int) -> Curve:
+def solve(method: Method, equation: Equation, device: str, seconds: float, seed: int) -> Curve:
     """(seconds in steps, relative error) after every step."""
     torch.manual_seed(seed)
     model = equation.network(device)
@@ -166,7 +168,7 @@ def solve(method: Method, equation: Equation, points: int, device: str, seconds:
         started = time.perf_counter()
         return spent
 
-    method(Task(equation, model, points, device, seconds, note))
+    method(Task(equation, model, device, seconds, note))
     return curve
 
 
@@ -207,8 +209,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    numbers = {"points": (1.0, "factor on the number of points"), "seeds": (3, "networks and points, for fit")}
-    numbers |= {"seconds": (60.0, "for each run")}
+    numbers = {"seconds": (60.0, "for each run"), "seeds": (3, "networks and points, for fit")}
     parser = options(__doc__, ".", **numbers, device=("cpu", "where to compute"))
     parser.add_argument("--dimensions", type=int, choices=list(EQUATIONS), default=2)
     parser.add_argument("--alone", action="store_true", help="leave out Adam and L-BFGS")
@@ -222,8 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
     equation = EQUATIONS[args.dimensions]
-    points = max(20, round(args.points * (equation.inside + equation.boundary)))
-    run = partial(solve, equation=equation, points=points, device=args.device, seconds=args.seconds)
+    run = partial(solve, equation=equation, device=args.device, seconds=args.seconds)
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
     runs: dict[str, list[Curve]] = {"woodbury.fit": [run(by_fit, seed=seed) for seed in seeds]}
     for rival, settings in ({} if args.alone else RIVALS).items():

@@ -24,13 +24,15 @@ from woodbury.optim import GaussNewton, StepInfo
 from woodbury.search import CurvedSearch
 
 DEFAULT_STEPS = 300  # where no budget is given
-GROWTH = 4  # times the samples, where they limit the steps
-LIMITED = 0.5  # they do where other samples promise less than this of what the batch promises,
+FIRST_ROWS = 1.5  # samples per parameter to draw at first,
+FEWEST, MOST, MOST_ON_DEVICE = 256, 4096, 32768  # within these bounds
+GROWTH = 4  # times the samples, where they limit the steps:
+LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
+SHORT = 1 / 16  # or where lengths, once they were long, are no more than this,
 LIMITED_STEPS = 3  # so many steps in a row
-MOST_ROWS = 4  # samples per parameter at most: more of them add little to the curvature
+MOST_ROWS = 8  # samples per parameter at most: more of them add little to the curvature
 STALL_WINDOW = 12  # steps that together gain less than STALL_GAIN of the loss: nothing moves any more
 STALL_GAIN = 0.01
-FEWEST, MOST = 256, 4096  # samples to draw at first, if the model does not say
 
 Data = tuple[Any, "Tensor | None"]
 Draw = Callable[[int], Any]
@@ -162,9 +164,9 @@ def fit(
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps if neither of the
             first two is given). After `resume` steps and seconds count from the very first.
         epochs: for mini-batches from a loader, which `fit` does not take yet.
-        samples: how many to draw at first; by default as many as the model has parameters, within 256 and 4096.
-            They grow by 4 where the samples, not the curvature of the loss, limit the steps: where other samples
-            promise less than half of what the batch promises.
+        samples: how many to draw at first; by default 1.5 per parameter, at least 256 and at most 4096 (32768 on a
+            GPU). There are four times as many, up to 8 per parameter, after three steps in a row that the samples
+            limit: other samples promise less than half of what the batch promises, or lengths are 1/16 or less.
         validation: (inputs, targets); then the best parameters are those with the lowest loss on them.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
@@ -189,7 +191,7 @@ def fit(
         seed=seed,
     )
     size = sum(own.numel() for own in parameters)
-    count = _first_count(source, samples, size)
+    count = _first_count(source, samples, size, parameters[0].device if parameters else torch.device("cpu"))
     run = _Run(optimizer, source, limits, validation, seed, callback, count)
     if resume is not None:
         run.load(resume)
@@ -253,7 +255,7 @@ def _source_of(data: Any, epochs: float | None) -> Source:
     return source
 
 
-def _first_count(source: Source, samples: int | None, size: int) -> int:
+def _first_count(source: Source, samples: int | None, size: int, device: torch.device) -> int:
     """How many samples the first step gets."""
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         raise ValueError(f"fit: samples must be a whole number from 1 on, got {samples!r}")
@@ -261,7 +263,8 @@ def _first_count(source: Source, samples: int | None, size: int) -> int:
         if samples is not None:
             raise ValueError("fit: samples= is for a function that draws them; the data given is used whole")
         return _batch.sample_count(source.final(0)[0])
-    return min(max(size, FEWEST), MOST) if samples is None else samples
+    most = MOST if device.type == "cpu" else MOST_ON_DEVICE
+    return min(max(round(FIRST_ROWS * size), FEWEST), most) if samples is None else samples
 
 
 class _Run:
@@ -288,7 +291,7 @@ class _Run:
             self.random = _random.snapshot(device)
             _random.restore(now)
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
-        self.limited = 0  # steps in a row that the samples limited
+        self.limited, self.strode = 0, False  # steps in a row that the samples limited; whether one was long
         self.best: tuple[float, dict[str, Tensor]] | None = None  # the lowest loss seen, and where
 
     def go(self, progress: _Progress | None) -> Fit:
@@ -338,7 +341,10 @@ class _Run:
         elif self._is_stalled():
             fit.reason = "stalled"
         agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
-        self.limited = self.limited + 1 if agreement < LIMITED else 0
+        length = float(numbers["length"])
+        self.strode = self.strode or length >= 0.5
+        short = self.strode and length <= SHORT
+        self.limited = self.limited + 1 if agreement < LIMITED or short else 0
         if self.source.grows and self.limited >= LIMITED_STEPS and GROWTH * fit.samples <= MOST_ROWS * self.size:
             fit.samples, self.limited = fit.samples * GROWTH, 0
 

@@ -7,7 +7,7 @@ optimizer. `woodbury.optim.searched` does the steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +22,7 @@ class CurvedSearch:
        judge the step (`held_out=`, else the batch) p = sum_j c_j p_j minimises the quadratic model over c >= 0:
        where these are other samples, c leaves out what the batch has only memorised.
     2. theta(alpha) = theta + alpha p + alpha^2 b with b = -(B + lambda_b I)^{-1} J^T H y'' / 2, y'' the second
-       derivative of the outputs along p (geodesic acceleration, Transtrum and Sethna 2012, for any loss); of
-       several dampings lambda_b the one that is best at the first length tried.
+       derivative of the outputs along p (geodesic acceleration, Transtrum and Sethna 2012, for any loss).
     3. alpha by the true loss of the judging samples, along the bent and the straight path, from the last alpha on
        by factors of 2; none better than alpha = 0: the step is rejected.
 
@@ -37,15 +36,15 @@ class CurvedSearch:
 
     Args:
         rungs: dampings lambda_j / trace(K), from large to small.
-        bends: dampings lambda_b / trace(K) of the bend; () for the straight path alone. Those that are rungs as
-            well cost no factorisation.
+        bend: damping lambda_b / trace(K) of the bend; None for the straight path alone. One that is a rung as well
+            costs no factorisation.
         first: damping lambda / trace(K) of a first step in one layer; None for none. Not with `held_out=`.
         longest, shortest: bounds of alpha.
         patience, least_gain: see above.
     """
 
-    rungs: tuple[float, ...] = (1e-4, 1e-6, 1e-8, 1e-10, 1e-13)
-    bends: tuple[float, ...] = (1e-8,)
+    rungs: tuple[float, ...] = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
+    bend: float | None = 1e-12
     first: float | None = 1e-6
     longest: float = 2.0
     shortest: float = 2.0**-20
@@ -53,16 +52,14 @@ class CurvedSearch:
     least_gain: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("rungs", "bends"):
-            values = getattr(self, name)
-            if not isinstance(values, tuple | list):
-                raise TypeError(f"CurvedSearch: {name} must be a tuple of dampings, got {values!r}")
-            object.__setattr__(self, name, tuple(values))
+        if not isinstance(self.rungs, tuple | list):
+            raise TypeError(f"CurvedSearch: rungs must be a tuple of dampings, got {self.rungs!r}")
+        object.__setattr__(self, "rungs", tuple(self.rungs))
         if not self.rungs:
             raise ValueError("CurvedSearch: rungs must hold at least one damping")
-        named = [(f"{name}[{i}]", own) for name in ("rungs", "bends") for i, own in enumerate(getattr(self, name))]
+        named = [(f"rungs[{index}]", value) for index, value in enumerate(self.rungs)]
         named += [("longest", self.longest), ("shortest", self.shortest), ("least_gain", self.least_gain)]
-        named += [] if self.first is None else [("first", self.first)]
+        named += [(name, value) for name in ("bend", "first") if (value := getattr(self, name)) is not None]
         for name, value in named:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"CurvedSearch: {name} must be a number, got {value!r}")
@@ -82,32 +79,33 @@ class Length(NamedTuple):
     """How far to go along a path, and what that gains."""
 
     length: float  # alpha; 0 if nothing is better than staying
-    path: int  # which one; 0 is straight
+    bent: bool
     decrease: float  # f(theta) - f(theta(alpha))
 
 
-def find_length(
-    decrease: Callable[[float, int], float], policy: CurvedSearch, start: float, paths: Sequence[int]
-) -> Length:
-    """The best of the lengths start 2^k on the way downhill from `start`, along the best bend or straight ahead.
+STAY = Length(0.0, False, 0.0)
 
-    decrease(alpha, path) is f(theta) - f(theta(alpha)) along one of the paths, of which 0 is straight. Where the
-    loss at `start` is no lower than at 0, shorter lengths follow until one is; then longer or shorter ones as long
-    as they are better.
+
+def find_length(
+    decrease: Callable[[float, bool], float], policy: CurvedSearch, start: float, bends: bool
+) -> Length:
+    """The best of the lengths start 2^k on the way downhill from `start`, along the bent and the straight path.
+
+    decrease(alpha, bent) is f(theta) - f(theta(alpha)). Where the loss at `start` is no lower than at 0, shorter
+    lengths follow until one is; then longer or shorter ones as long as they are better.
     """
     known: dict[float, Length] = {}
+    paths = (True, False) if bends else (False,)
 
     def at(length: float) -> Length:
         if length not in known:
-            trials = [Length(length, path, decrease(length, path)) for path in paths]
+            trials = [Length(length, bent, decrease(length, bent)) for bent in paths]
             known[length] = max(
                 trials, key=lambda own: own.decrease if own.decrease == own.decrease else -math.inf
             )
         return known[length]
 
     best = at(min(max(start, policy.shortest), policy.longest))
-    bend = best.path or (paths[0] if paths[0] else 0)
-    paths = [bend, 0] if bend else [0]
     while not best.decrease > 0 and best.length / 2 >= policy.shortest:
         best = at(best.length / 2)
     for factor in (2.0, 0.5):
@@ -116,4 +114,4 @@ def find_length(
             if not trial.decrease > best.decrease:
                 break
             best = trial
-    return best if best.decrease > 0 else Length(0.0, 0, 0.0)
+    return best if best.decrease > 0 else STAY

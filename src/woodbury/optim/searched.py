@@ -25,7 +25,7 @@ from woodbury.optim.passes import Piece, check_loss, mean_of, total_term_count
 from woodbury.optim.sample_space import Cholesky, System
 from woodbury.optim.step import Problem, Proposal, decay_decrease
 from woodbury.row_matrix import Rows
-from woodbury.search import LENGTHS_OF_ONE_RUNG, CurvedSearch, Length, find_length
+from woodbury.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
 
 OUT_OF_SCALE = 30.0
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
@@ -70,7 +70,9 @@ def searched_proposal(
     ladder = _ladder(problem, search, solver, system, line, trace)
     if not ladder:
         nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
-        return _proposal(problem, line, pieces, nothing, math.nan, 0.0, Length(0.0, 0, math.nan), 0.0, memory)
+        return _proposal(
+            problem, line, pieces, nothing, math.nan, 0.0, STAY._replace(decrease=math.nan), 0.0, memory
+        )
     vectors = [rung.vector for rung in ladder]
     judge = _judge_of(problem, curvature, line, pieces, vectors, trace)
     combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
@@ -87,25 +89,23 @@ def searched_proposal(
         start, dull = memory["length"], 0
     else:
         p = _combine(combined.tolist(), vectors)
-        length = Length(0.0, 0, 0.0)
-        bends: list[Vector] = [{}]  # of each path, of which the first is straight
+        bend = None
+        if search.bend is not None and bool(combined.any()):
+            bend = _bend(problem, curvature, solver, system, line, pieces, p, search.bend * judge.trace)
+
+        def path(length: float, bent: bool) -> Vector:
+            straight = {name: length * value for name, value in p.items()}
+            return straight if bend is None or not bent else _vector.combine(straight, bend, length**2)
+
+        length = STAY
         if bool(combined.any()):
-            bends += _bends(problem, search, curvature, solver, system, line, pieces, p, judge.trace)
-
-            def path(length: float, bend: int) -> Vector:
-                straight = {name: length * value for name, value in p.items()}
-                return _vector.combine(straight, bends[bend], length**2) if bend else straight
-
             length = find_length(
-                lambda length, bend: _decrease(problem, judge, path(length, bend)),
+                lambda length, bent: _decrease(problem, judge, path(length, bent)),
                 search,
                 memory.get("length", 1.0),
-                [*range(1, len(bends)), 0],
+                bend is not None,
             )
-            vector = path(length.length, length.path)
-        else:
-            vector = p
-        start = length.length or 1.0
+        vector, start = path(length.length, length.bent), length.length or 1.0
         dull = 0 if length.decrease >= search.least_gain * abs(judge.loss) else dull + 1
     predicted = judge.predicted(length.length * coefficients)
     memory = {"length": start, "dull": dull, "agreement": _agreement(line, ladder, judge, combined)}
@@ -140,7 +140,7 @@ def _proposal(
         memory={"search": memory},
         length=length.length,
         share=share,
-        bent=length.path > 0,
+        bent=length.bent,
     )
 
 
@@ -228,20 +228,17 @@ def _decrease(problem: Problem, judge: Judge, vector: Vector) -> float:
     return decrease + float(decay_decrease(problem, vector))
 
 
-def _bends(
+def _bend(
     problem: Problem,
-    search: CurvedSearch,
     curvature: Curvature,
     solver: Cholesky,
     system: System,
     line: Linearization,
     pieces: list[Piece],
     p: Vector,
-    trace: float,
-) -> list[Vector]:
-    """-(B + lambda I)^{-1} J^T H y'' / 2 on the curvature samples of the batch, for every damping of the bend."""
-    if not search.bends:
-        return []
+    damping: float,
+) -> Vector | None:
+    """-(B + lambda I)^{-1} J^T H y'' / 2 on the curvature samples of the batch; None if it is not finite."""
     passes, samples = problem.passes, problem.batch.curvature
     piece, random = pieces[0], problem.random
     with nullcontext() if random is None else _random.replayed(random):
@@ -249,12 +246,10 @@ def _bends(
     outputs = piece.capture.outputs.detach()[:samples]
     factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets[:samples])
     weights = factor.rmatvec(curve).flatten()
-    bends = []
-    for relative in search.bends:
-        bend = solver.pull_back(problem, line, system, weights, relative * trace)
-        if math.isfinite(float(_vector.dot(bend, bend))):
-            bends.append({name: -0.5 * value for name, value in bend.items()})
-    return bends
+    bend = solver.pull_back(problem, line, system, weights, damping)
+    if not math.isfinite(float(_vector.dot(bend, bend))):
+        return None
+    return {name: -0.5 * value for name, value in bend.items()}
 
 
 def _is_out_of_scale(problem: Problem, search: CurvedSearch, line: Linearization) -> bool:
@@ -291,11 +286,11 @@ def _best_of(
     problem: Problem, judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]
 ) -> tuple[Vector, Length, int]:
     """The best step along one of some vectors, and which one it is."""
-    best, step, which = Length(0.0, 0, 0.0), {}, 0
+    best, step, which = STAY, {}, 0
     for index, own in enumerate(vectors):
         for length in lengths:
             trial = {name: length * value for name, value in own.items()}
             decrease = _decrease(problem, judge, trial)
             if decrease > best.decrease:
-                best, step, which = Length(length, 0, decrease), trial, index
+                best, step, which = Length(length, False, decrease), trial, index
     return step or {name: torch.zeros_like(own) for name, own in vectors[0].items()}, best, which
