@@ -17,7 +17,7 @@ ROOMS = [
     *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
     *("laplacian", "linalg"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
-    *("damping", "policies", "optim", "experiments", "bench", "cli"),
+    *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
@@ -31,7 +31,7 @@ FLOORS = {
     ],
     "model": [
         ["buffers", "fallback"],
-        ["plan"],
+        ["plan", "tangents"],
         ["call", "chain"],
         ["graph"],
         ["capture"],
@@ -44,7 +44,7 @@ FLOORS = {
         ["base", "first_order", "linearize"],
         ["parameter_space"],
         ["sample_space"],
-        ["by_products"],
+        ["by_products", "searched"],
         ["smw", "hessian_free", "kfac"],
     ],
     "experiments": [
@@ -63,7 +63,7 @@ FLOORS = {
         ["__main__"],
     ],
 }
-CORE_MODULES = [*ROOMS[: ROOMS.index("optim") + 1], "bench.__main__"]
+CORE_MODULES = [*ROOMS[: ROOMS.index("fit") + 1], "bench.__main__"]
 
 
 def modules():

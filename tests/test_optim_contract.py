@@ -23,7 +23,7 @@ from woodbury._vector import flatten
 from woodbury.optim import OPTIMIZERS, FirstOrder, SecondOrder
 
 NAN, INF = float("nan"), float("inf")
-NUMBERS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted")
+NUMBERS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted", "length", "share", "bent")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from woodbury.policies import POLICIES, change, from_plain, to_plain
 
 def example(name):
     """A policy whose fields are not the defaults."""
+    if name == "CurvedSearch":
+        return woodbury.CurvedSearch(rungs=(1e-3, 1e-5), bend=None, patience=5)
     return POLICIES[name](initial=0.3, floor=0.02)
 
 

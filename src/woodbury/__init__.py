@@ -1,15 +1,19 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury.damping import Constant, LevenbergMarquardt
+from woodbury.fit import Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
 from woodbury.row_matrix import Rows, rows
+from woodbury.search import CurvedSearch
 
 __all__ = [
     "KFAC",
     "Constant",
+    "CurvedSearch",
+    "Fit",
     "GaussNewton",
     "HessianFree",
     "Laplacian",
@@ -18,6 +22,7 @@ __all__ = [
     "NaturalGradient",
     "Rows",
     "StepInfo",
+    "fit",
     "laplacian",
     "register_layer",
     "register_loss",

@@ -31,6 +31,7 @@ class Curvature(ABC):
     """The curvature matrix B of a method, defined by what it takes from the loss."""
 
     name: ClassVar[str]
+    fits_loss: ClassVar[bool]  # whether B is the Hessian of the loss where the model is linear
     one_pass: ClassVar[bool]  # whether one pass over all samples costs no more than S2 and the others apart
 
     @abstractmethod
@@ -59,6 +60,7 @@ class GaussNewtonMatrix(Curvature):
     """B = (1/M) sum J_i^T H_i J_i: S_i is a square root of the Hessian of the loss, D = M."""
 
     name = "gauss-newton"
+    fits_loss = True
     one_pass = False
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
@@ -93,6 +95,7 @@ class EmpiricalFisher(Curvature):
     """
 
     name = "empirical"
+    fits_loss = False
     one_pass = True
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:

@@ -26,25 +26,33 @@ class Solution(NamedTuple):
     reciprocal_condition: float = 1.0  # or a bound from above, where it was asked for
 
 
-def solve_cholesky(matrix: Tensor, rhs: Tensor, look: bool = False) -> Solution:
+def solve_cholesky(
+    matrix: Tensor, rhs: Tensor, look: bool = False, factors: list[Tensor] | None = None
+) -> Solution:
     """Solve matrix x = rhs by a Cholesky factorisation, without waiting for the device.
 
     matrix (b, m, m), rhs (b, m). Where the matrix is not numerically positive definite `ok` is false
     and x has no meaning. With `look`, which would wait, the solution says how well the matrix is conditioned:
-    lmin / lmax <= (min L_ii / max L_ii)^2.
+    lmin / lmax <= (min L_ii / max L_ii)^2. A list of `factors` gains L, for `solve_factored`.
     """
     lower, info = torch.linalg.cholesky_ex(matrix)
-    if matrix.is_cuda and matrix.dim() == 3:
-        # cholesky_solve allocates memory there that a CUDA graph cannot record
-        half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
-        x = torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
-    else:
-        x = torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
+    x = solve_factored(lower, rhs)
+    if factors is not None:
+        factors.append(lower)
     ok = scalar(info if info.dim() == 0 else info.any()) == 0
     if not look:
         return Solution(x, ok, 1)
     pivots = lower.diagonal(dim1=-2, dim2=-1)
     return Solution(x, ok, 1, (pivots.amin(-1) / pivots.amax(-1)).min().item() ** 2)
+
+
+def solve_factored(lower: Tensor, rhs: Tensor) -> Tensor:
+    """x with L L^T x = rhs, (b, m)."""
+    if lower.is_cuda and lower.dim() == 3:
+        # cholesky_solve allocates memory there that a CUDA graph cannot record
+        half = torch.linalg.solve_triangular(lower, rhs.unsqueeze(-1), upper=False)
+        return torch.linalg.solve_triangular(lower.mT, half, upper=True).squeeze(-1)
+    return torch.cholesky_solve(rhs.unsqueeze(-1), lower).squeeze(-1)
 
 
 def solve_conjugate_gradient(
@@ -123,6 +131,39 @@ def minimize_quadratic(
     return Minimum(x, values[-1], max_iterations)
 
 
+def minimize_nonnegative(matrix: Tensor, linear: Tensor, ridge: float) -> Tensor:
+    """argmin of c^T (A + ridge diag A) c / 2 - linear . c over c >= 0, (k,), for a small A >= 0 on the CPU.
+
+    By the active set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23). Variables are
+    scaled by the diagonal of A; one whose diagonal is not positive stays 0.
+    """
+    scale = matrix.diagonal().clamp_min(0).sqrt()
+    usable = scale > 0
+    inverse = torch.where(usable, 1 / scale, 0.0)
+    matrix, linear = matrix * inverse * inverse.unsqueeze(1), linear * inverse
+    matrix = matrix + (ridge + (~usable).to(matrix)).diag()
+    c, inside = torch.zeros_like(linear), torch.zeros_like(usable)
+    least = torch.finfo(linear.dtype).eps * float(linear.abs().max())
+    for _ in range(3 * len(linear)):
+        slope = torch.where(inside | ~usable, -torch.inf, linear - matrix @ c)
+        if not float(slope.max()) > least:
+            break
+        inside[slope.argmax()] = True
+        while True:
+            trial = torch.zeros_like(c)
+            trial[inside] = torch.linalg.solve(matrix[inside][:, inside], linear[inside])
+            if bool((trial[inside] > 0).all()):
+                break
+            # back to the first variable that becomes zero on the way
+            falling = inside & (trial <= 0)
+            length = (c[falling] / (c[falling] - trial[falling])).min()
+            c = c + length * (trial - c)
+            inside &= ~(falling & (c <= least))
+            c[~inside] = 0.0
+        c = trial
+    return c * inverse
+
+
 class SampleSpaceStep(NamedTuple):
     """The coefficients of p = p0 - Z^T c, with p^T B p for the quadratic model."""
 
@@ -158,7 +199,7 @@ def solve_in_sample_space(
     # damping is computed by the same kernel, for the predicted decrease
     shift, length, _ = compute(damping * divisor, damping * term_count, damping)
     head = gram.narrow(-2, 0, m)
-    matrix = _plus_diagonal(head.narrow(-1, 0, m), shift)
+    matrix = plus_diagonal(head.narrow(-1, 0, m), shift)
     constant = e is None and gradient_rows > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift
@@ -175,7 +216,7 @@ def solve_in_sample_space(
     return SampleSpaceStep(x / length, curvature, solution.ok, solution.reciprocal_condition)
 
 
-def _plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
+def plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
     """A + diag(shift) in new memory; shift is one number or (m,)."""
     size = matrix.shape[-1]
     if size > _SMALL:
@@ -192,13 +233,13 @@ _SMALL = 128  # up to here one operation on the whole matrix costs less than sev
 
 
 def solve_in_parameter_space(
-    curvature: Tensor, shift: Scale, rhs: Tensor, look: bool = False
+    curvature: Tensor, shift: Scale, rhs: Tensor, look: bool = False, factors: list[Tensor] | None = None
 ) -> tuple[Tensor, Scalar, Solution]:
     """p with (B + diag(shift)) p = rhs, p^T B p and the solution, for one block.
 
-    curvature B (m, m), shift one number or (m,), rhs (m,); look as in `solve_cholesky`.
+    curvature B (m, m), shift one number or (m,), rhs (m,); look and factors as in `solve_cholesky`.
     """
-    solution = solve_cholesky(_plus_diagonal(curvature, shift), rhs.to(curvature.dtype), look)
+    solution = solve_cholesky(plus_diagonal(curvature, shift), rhs.to(curvature.dtype), look, factors)
     p = solution.x
     return p, scalar(torch.dot(p, curvature.mv(p))), solution
 

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from woodbury.damping import Constant, LevenbergMarquardt, as_damping
+from woodbury.search import CurvedSearch
 
-POLICIES: dict[str, type[Any]] = {policy.__name__: policy for policy in (LevenbergMarquardt, Constant)}
+POLICIES: dict[str, type[Any]] = {
+    policy.__name__: policy for policy in (LevenbergMarquardt, Constant, CurvedSearch)
+}
 _DEFAULT = LevenbergMarquardt  # the policy of fields without a name
 
 

@@ -176,6 +176,8 @@ class _Run:
         self.seconds += time.perf_counter() - started
         self.step, self.batches_done = self.step + 1, self.batches_done + 1
         values: dict[str, Any] = info.as_dict()
+        if getattr(self.optimizer, "search", None) is None:
+            values = {name: value for name, value in values.items() if name not in ("length", "share", "bent")}
         if hasattr(self.optimizer, "iterations"):
             values["iterations"] = self.optimizer.iterations
         return values

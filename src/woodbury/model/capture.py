@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from woodbury._vector import Vector
 from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
@@ -23,11 +24,13 @@ from woodbury.layers.norms import instance_norm_rows
 from woodbury.layers.rules import linear_rows
 from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
+from woodbury.model import tangents
 from woodbury.model.call import Call
 from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
 from woodbury.model.graph import chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
+from woodbury.products import jacobian_products
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -74,6 +77,12 @@ class Capture(Protocol):
 
         Layers in `forwards` are computed by these functions. Parameters are bit-identical afterwards.
         """
+
+    def push_forward(self, vectors: Sequence[Vector]) -> Tensor:
+        """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
+
+    def second_derivative(self, vector: Vector) -> Tensor:
+        """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
 
     def check_inputs(self) -> None:
         """Raise if the input of a layer was changed in place after the layer used it."""
@@ -146,7 +155,7 @@ class GraphCapture:
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if names:
             parameters = {name: plan.parameters[name] for name in names}
-            forward_pass = Pass(self.model, self.forward, self.inputs, self.outputs)
+            forward_pass = self._as_pass()
             rows, plan.findings.fallback_method = written_rows(
                 forward_pass,
                 parameters,
@@ -195,6 +204,35 @@ class GraphCapture:
             casting(self.autocast, self.plan),
         ):
             return self.forward(self.model, self.inputs).detach()
+
+    def push_forward(self, vectors: Sequence[Vector]) -> Tensor:
+        plan = self.plan
+        if plan.findings.forward_order >= 1:
+            with casting(self.autocast, plan):
+                images = tangents.push_forward(self._as_pass(), plan.parameters, vectors)
+            if images is not None:
+                return images
+            plan.findings.forward_order = 0
+        product = jacobian_products(self.outputs, plan.parameters)
+        return torch.stack([product(vector) for vector in vectors])
+
+    def second_derivative(self, vector: Vector) -> Tensor:
+        plan = self.plan
+        if plan.findings.forward_order >= 2:
+            with casting(self.autocast, plan):
+                bend = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
+            if bend is not None:
+                return bend
+            plan.findings.forward_order = 1
+        outputs = self.outputs.detach()
+
+        def run(change: Vector) -> Tensor:
+            return self.run_again(change, {}).reshape(outputs.shape)
+
+        return tangents.central_difference(run, outputs, plan.parameters, vector)
+
+    def _as_pass(self) -> Pass:
+        return Pass(self.model, self.forward, self.inputs, self.outputs)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         parameters = self.plan.parameters

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as hooks
 
+from woodbury._vector import Vector
 from woodbury.layers.forms import Layout, OuterRows, OuterSum, RowForm, layout_of, linear
 from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan, is_plain
@@ -246,6 +247,57 @@ class ChainCapture:
             if index < len(chain.activations):
                 v = chain.activate(index, z)
         return z
+
+    def push_forward(self, vectors: Sequence[Vector]) -> Tensor:
+        """J p of each vector, (k, n, C): z' = W v' + W' v + b', v' = phi'(z) z'."""
+        stacked = [
+            {local: torch.stack([vector[full] for vector in vectors]) for local, full in layer.parameters.items()}
+            for layer in self.chain.layers
+        ]
+        below: Tensor | None = None  # v', (k, n, i)
+        for index, change in enumerate(stacked):
+            image = self._moved(index, below, change, self.layer_inputs[index])
+            if index < len(self.chain.activations):
+                below = image * self._slope(index)
+        return image
+
+    def second_derivative(self, vector: Vector) -> Tensor:
+        """d^2/dt^2 of the outputs along a vector: z'' = W v'' + 2 W' v', v'' = phi'(z) z'' + phi''(z) z'^2."""
+        first: Tensor | None = None  # v', (n, i)
+        second: Tensor | None = None  # v''
+        for index, layer in enumerate(self.chain.layers):
+            change = {local: vector[full] for local, full in layer.parameters.items()}
+            z1 = self._moved(index, first, change, self.layer_inputs[index])
+            z2 = torch.zeros_like(z1)
+            if first is not None and second is not None:
+                z2 = 2 * first @ change["weight"].T + second @ self.chain.weights[index].detach().T
+            if index < len(self.chain.activations):
+                slope, curve = self._slope(index), self._curve(index)
+                first, second = slope * z1, slope * z2 + curve * z1.square()
+        return z2
+
+    def _moved(self, index: int, below: Tensor | None, change: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """z' of a layer: W v' + W' v + b' for v' = below, zero for None."""
+        image = inputs @ change["weight"].mT
+        if below is not None:
+            image = image + below @ self.chain.weights[index].detach().T
+        return image + change["bias"].unsqueeze(-2) if "bias" in change else image
+
+    def _slope(self, index: int) -> Tensor:
+        """phi'(z) of an activation."""
+        return self._backs()[index](torch.ones_like(self.sums[index]))
+
+    def _curve(self, index: int) -> Tensor:
+        """phi''(z) of an activation."""
+        module = self.chain.activations[index]
+        activation = ACTIVATIONS[type(module)]
+        with torch.enable_grad():
+            z = self.sums[index].detach().requires_grad_()
+            (slope,) = torch.autograd.grad(activation.forward(module, z).sum(), z, create_graph=True)
+            if not slope.requires_grad:
+                return torch.zeros_like(z)
+            (curve,) = torch.autograd.grad(slope.sum(), z, materialize_grads=True)
+        return curve
 
     def check_inputs(self) -> None:
         """Nothing can have changed them."""

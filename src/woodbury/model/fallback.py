@@ -47,7 +47,7 @@ class Pass:
     outputs: Tensor
 
 
-class _Bound(nn.Module):
+class Bound(nn.Module):
     """forward(model, inputs) as a module, so that functional_call can exchange the model's parameters."""
 
     def __init__(self, model: nn.Module, run: Forward) -> None:
@@ -150,7 +150,7 @@ def _without_batching_warnings() -> Iterator[None]:
         yield
 
 
-_no_batching_warnings = ForAllThreads(_without_batching_warnings)
+no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 
 def rows_by_func(
@@ -162,7 +162,7 @@ def rows_by_func(
     max_bytes: int | None = None,
 ) -> tuple[Tensor, Vector]:
     """Outputs (n, C) and, for columns (n, k, C), the rows of each parameter, (n, k, *shape)."""
-    bound = _Bound(model, forward)
+    bound = Bound(model, forward)
     samples, per_sample, _ = columns.shape
     point = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     leaves, structure = _batch.leaves_of(inputs, samples)
@@ -187,7 +187,7 @@ def rows_by_func(
         parameter.numel() * parameter.element_size() for parameter in parameters.values()
     )
     results = []
-    with _no_batching_warnings, torch.no_grad(), plain_attention:
+    with no_batching_warnings, torch.no_grad(), plain_attention:
         for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
             own = [leaves[index][window] for index in mapped]
             results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))

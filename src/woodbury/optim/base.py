@@ -12,6 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
 from operator import is_not
@@ -38,7 +39,6 @@ from woodbury.device.scalars import (
     compute,
     magnitude,
     ratio_where,
-    scalar,
     to_device,
 )
 from woodbury.layers.attention import plain_attention
@@ -65,7 +65,7 @@ from woodbury.optim.settings import (
     read_settings,
     with_names,
 )
-from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo
+from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo, decay_decrease
 from woodbury.optim.transaction import Transaction
 
 PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
@@ -172,6 +172,7 @@ class SecondOrder(torch.optim.Optimizer):
         *,
         subset: Tensor | None = None,
         full: Batches | None = None,
+        held_out: tuple[Any, Tensor | None] | None = None,
     ) -> StepInfo:
         """Take one step on a batch and return what happened.
 
@@ -181,6 +182,8 @@ class SecondOrder(torch.optim.Optimizer):
             subset: indices into the batch that fix S2 instead of drawing it.
             full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
                 over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
+            held_out: (inputs, targets) of other samples, on which a `search` chooses its step; by default it does
+                so on the batch itself.
         """
         transaction = self._begin()
         try:
@@ -192,7 +195,8 @@ class SecondOrder(torch.optim.Optimizer):
                     return info
 
             def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> StepInfo:
-                info = self._take(self._pose(inputs, targets, subset, full, transaction), transaction)
+                problem = self._pose(inputs, targets, subset, full, transaction, held_out)
+                info = self._take(problem, transaction)
                 if recordings is not None:
                     recordings.ordinary_step_ended(device)
                     if transaction.random is not None and _random.drawn_since(transaction.random):
@@ -220,15 +224,16 @@ class SecondOrder(torch.optim.Optimizer):
         *,
         subset: Tensor | None = None,
         full: Batches | None = None,
+        held_out: tuple[Any, Tensor | None] | None = None,
     ) -> Vector:
         """p as a dictionary from parameter name to tensor; nothing changes, random state included.
 
-        It is the p the next `step` on the same batch would use.
+        It is the p the next `step` on the same batch would use; with a search alpha p + alpha^2 bend.
         """
         transaction = self._begin()
 
         def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Vector:
-            problem = self._pose(inputs, targets, subset, full, transaction)
+            problem = self._pose(inputs, targets, subset, full, transaction, held_out)
             with self._derivatives(problem):
                 return self._proposal(problem).displacement.dense()
 
@@ -239,7 +244,8 @@ class SecondOrder(torch.optim.Optimizer):
         """Relative residual |(B + lambda I) p + g| / |g| of the step on this batch, as a 0-dim tensor.
 
         B and g come from matrix-free autograd products that share no code with the solve. With weight decay
-        and momentum it is the residual of the system they turn this into. Nothing changes.
+        and momentum it is the residual of the system they turn this into, with a search that of its smallest
+        damping. Nothing changes.
         """
         transaction = self._begin()
 
@@ -247,7 +253,7 @@ class SecondOrder(torch.optim.Optimizer):
             problem = self._pose(inputs, targets, subset, None, transaction)
             random = _random.snapshot(self._device())
             with _random.replayed(random), self._derivatives(problem, twice=True):
-                proposal = self._proposal(problem)
+                proposal = self._one_system(problem)
                 drawn = _random.drawn_since(random)
             forward = problem.passes.forward
             with _random.replayed(random), plain_attention, torch.enable_grad():
@@ -281,6 +287,10 @@ class SecondOrder(torch.optim.Optimizer):
     @abstractmethod
     def _propose(self, problem: Problem) -> Proposal:
         """Compute p for this problem without changing anything."""
+
+    def _one_system(self, problem: Problem) -> Proposal:
+        """The proposal that solves one damped system, for `verify`."""
+        return self._proposal(problem)
 
     # -- parts -------------------------------------------------------------------------------------------
 
@@ -364,7 +374,8 @@ class SecondOrder(torch.optim.Optimizer):
         vector = self._vector_if_needed(problem, proposal)
         ratio, accepted = self._judge(problem, proposal, actual, vector)
         numbers = Numbers(
-            proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted
+            *(proposal.loss, proposal.damping, ratio, proposal.predicted, proposal.squared_norm, accepted),
+            *(proposal.length, proposal.share, proposal.bent),
         )
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
         damping, *computed = compute(self._next_damping(problem, proposal, ratio), *numbers)
@@ -425,7 +436,9 @@ class SecondOrder(torch.optim.Optimizer):
                 self.state.update(state)
                 batch, inner = Batch(inputs, targets, samples, curvature_samples), self._begin()
                 numbers = self._take(self._problem(plan, batch, None, inner, rates), inner)._numbers
-                return torch.stack([as_double(value) for value in numbers]), {n: self.state[n] for n in state}
+                # the others have their defaults: nothing with a search is recorded
+                shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
+                return shown, {n: self.state[n] for n in state}
 
             wide, last = torch.promote_types(plan.dtype, torch.float32), self.last
             transaction.watch(plan, None)
@@ -503,15 +516,22 @@ class SecondOrder(torch.optim.Optimizer):
         subset: Tensor | None,
         full: Batches | None,
         transaction: Transaction,
+        held_out: tuple[Any, Tensor | None] | None = None,
     ) -> Problem:
         """Check the batch, choose S2 and read the settings."""
         self._check_surroundings()
         samples = self._count_samples(inputs, targets)
+        if held_out is not None:
+            self._check_held_out(held_out)
         self._sample_axes = _batch.sample_axes(inputs, samples, self._sample_axes)
         plan = self._plan()
         batch = self._choose(inputs, targets, samples, subset)
         self.state["damping"] = to_device(self.state["damping"], self._device())
-        return self._problem(plan, batch, full, transaction)
+        problem = self._problem(plan, batch, full, transaction)
+        return problem if held_out is None else replace(problem, held_out=tuple(held_out))
+
+    def _check_held_out(self, held_out: Any) -> None:
+        raise ValueError(f"{type(self).__name__} has no search: held_out= needs GaussNewton(..., search=...)")
 
     def _problem(
         self,
@@ -540,7 +560,8 @@ class SecondOrder(torch.optim.Optimizer):
         passes = Passes(plan, chain, forward, self.autocast, self.loss, self._rule)
         if chain is None:
             passes.check_parts(batch)
-        return Problem(passes, batch, damping, hyper, full, self._previous(plan, hyper), is_chain)
+        previous, random = self._previous(plan, hyper), None if chain is not None else transaction.random
+        return Problem(passes, batch, damping, hyper, full, previous, is_chain, random=random)
 
     def _count_samples(self, inputs: Any, targets: Tensor | None) -> int:
         try:
@@ -640,11 +661,8 @@ class SecondOrder(torch.optim.Optimizer):
         self, problem: Problem, proposal: Proposal, decrease: Scalar, vector: Vector | None
     ) -> tuple[Scalar, Truth]:
         """rho and whether theta may move."""
-        for name, decay in problem.hyper.weight_decay.items() if problem.hyper.any_decay else ():
-            if decay and vector is not None:
-                # f holds decay |theta|^2 / 2: its change at theta + p, without cancellation
-                change = vector[name] * (problem.plan.parameters[name].detach() + 0.5 * vector[name])
-                decrease = decrease - decay * scalar(change.sum())
+        if vector is not None and problem.hyper.any_decay:
+            decrease = decrease + decay_decrease(problem, vector)
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
         # is 0, p^T B p is still known up to a small multiple of eps^2 only.

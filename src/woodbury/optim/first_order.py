@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
 from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
-from woodbury.optim.step import StepInfo
+from woodbury.optim.step import Numbers, StepInfo
 
 
 class FirstOrder(torch.optim.Optimizer):
@@ -71,8 +72,8 @@ class FirstOrder(torch.optim.Optimizer):
         check_loss(scalar(value.detach()))
         value.backward()
         self.optimizer.step()
-        absent = torch.full((), torch.nan)
-        self.last = StepInfo(value.detach(), absent, absent, absent, absent, torch.ones((), dtype=torch.bool))
+        absent = math.nan
+        self.last = StepInfo.later(Numbers(scalar(value.detach()), absent, absent, absent, absent, True))
         return self.last
 
 

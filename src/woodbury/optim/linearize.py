@@ -32,6 +32,8 @@ class Linearization:
     gradient: Vector | None  # the part of g that is not in Z
     loss: Scalar  # f(theta) of the samples that were run
     matrices: list[Tensor] | None = None  # B by block, once formed
+    gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
+    complete: Vector | None = None  # all of g, once formed
 
     def slope(self, vector: Vector, image: Tensor) -> Scalar:
         """g . p for a vector p with the image Z p, (rows,)."""

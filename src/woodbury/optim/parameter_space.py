@@ -5,16 +5,18 @@ Taken where U has more rows than columns: then the p x p system is the smaller o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.blocks import Blocks
-from woodbury.device.scalars import Scalar, Truth, compute, is_known
+from woodbury.device.scalars import Scalar, Scale, Truth, compute, is_known
 from woodbury.displacement import Displacement
-from woodbury.linalg import solve_in_parameter_space
+from woodbury.linalg import plus_diagonal, solve_cholesky, solve_factored, solve_in_parameter_space
 from woodbury.model.plan import Plan
 from woodbury.optim.linearize import Linearization
 from woodbury.optim.step import Answer, Problem, answer_of_vector
@@ -34,19 +36,22 @@ def answer_in_parameter_space(
     gram_dtype: torch.dtype | None,
     damping: Scalar,
     look: bool = False,
+    factors: list[Tensor] | None = None,
 ) -> Answer:
     """p for this damping; q = mu p_prev, W the weight decay; look: at the condition of the system."""
     names = blocks.parameter_names(problem.plan)
     parameters, decays = problem.plan.parameters, problem.hyper.weight_decay
-    if line.matrices is None:  # a raised damping comes back with the same B
-        (divisor,) = compute(line.divisor)
-        line.matrices = [matrix.div_(divisor) for matrix in rows.curvature(line.curvature_rows, names, gram_dtype)]
+    matrices = curvature_matrices(line, rows, names, gram_dtype)
     like = next(iter(parameters.values())).detach()
-    inside = line.factor_weights(like)
-    weights = torch.cat([inside, inside.new_ones(rows.row_count - line.curvature_rows)]) / line.term_count
+    if line.complete is None:
+        inside = line.factor_weights(like)
+        weights = torch.cat([inside, inside.new_ones(rows.row_count - line.curvature_rows)]) / line.term_count
+        line.complete = rows.rmatvec(weights)
+        if line.gradient is not None:
+            line.complete = _vector.combine(line.complete, line.gradient)
     force: Vector = {}
-    for name, value in rows.rmatvec(weights).items():
-        force[name] = -value if line.gradient is None else -value - line.gradient[name]
+    for name, value in line.complete.items():
+        force[name] = -value
         if decays[name]:
             force[name] = force[name] - decays[name] * parameters[name].detach()
         if problem.previous is not None:
@@ -55,18 +60,62 @@ def answer_in_parameter_space(
     curvature: Scalar = 0.0
     usable: Truth = True
     condition = 1.0
-    for block, matrix in zip(names, line.matrices, strict=True):
+    for block, matrix in zip(names, matrices, strict=True):
         own = {name: force[name] for name in block}
-        (shift,) = compute(damping)
-        if any(decays[name] for name in block):
-            shift = torch.cat([matrix.new_full((own[name].numel(),), decays[name]) for name in block]) + shift
-        p, curved, solution = solve_in_parameter_space(matrix, shift, _vector.flatten(own), look)
+        shift = _shift(problem, block, matrix, damping)
+        p, curved, solution = solve_in_parameter_space(matrix, shift, _vector.flatten(own), look, factors)
         condition = min(condition, solution.reciprocal_condition)
         vector |= _vector.unflatten(p.to(like.dtype), own)
         curvature, usable = curvature + curved, usable & solution.ok
     displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
     answer = answer_of_vector(problem, displacement, damping, curvature, usable)
     return replace(answer, doubt=doubt_of_condition(condition, matrix.dtype)) if look else answer
+
+
+def curvature_matrices(
+    line: Linearization, rows: Rows, names: Sequence[tuple[str, ...]], gram_dtype: torch.dtype | None
+) -> list[Tensor]:
+    """B by block; another damping comes back with the same B."""
+    if line.matrices is None:
+        (divisor,) = compute(line.divisor)
+        line.matrices = [matrix.div_(divisor) for matrix in rows.curvature(line.curvature_rows, names, gram_dtype)]
+    return line.matrices
+
+
+def _shift(problem: Problem, block: Sequence[str], matrix: Tensor, damping: Scalar) -> Scale:
+    """lambda + W of a block: one number, or one per parameter."""
+    decays, parameters = problem.hyper.weight_decay, problem.plan.parameters
+    (shift,) = compute(damping)
+    if any(decays[name] for name in block):
+        return torch.cat([matrix.new_full((parameters[name].numel(),), decays[name]) for name in block]) + shift
+    return shift
+
+
+def pull_back_in_parameter_space(
+    problem: Problem,
+    line: Linearization,
+    rows: Rows,
+    blocks: Blocks,
+    gram_dtype: torch.dtype | None,
+    weights: Tensor,
+    damping: Scalar,
+    factors: Sequence[Tensor] | None = None,
+) -> Vector:
+    """(B + W + lambda I)^{-1} U^T w for w = weights / sqrt(D), with one weight per factor row."""
+    names = blocks.parameter_names(problem.plan)
+    matrices = curvature_matrices(line, rows, names, gram_dtype)
+    padded = torch.cat([weights, weights.new_zeros(rows.row_count - line.curvature_rows)])
+    force = rows.rmatvec(padded / line.divisor)
+    vector: Vector = {}
+    for index, (block, matrix) in enumerate(zip(names, matrices, strict=True)):
+        own = {name: force[name] for name in block}
+        flat = _vector.flatten(own).to(matrix.dtype)
+        if factors:
+            p = solve_factored(factors[index], flat)
+        else:
+            p = solve_cholesky(plus_diagonal(matrix, _shift(problem, block, matrix, damping)), flat).x
+        vector |= _vector.unflatten(p.to(padded.dtype), own)
+    return {name: vector[name] for name in problem.plan.parameters}
 
 
 def doubt_of_condition(reciprocal_condition: float, dtype: torch.dtype) -> str | None:

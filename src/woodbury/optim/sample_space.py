@@ -14,7 +14,7 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -29,15 +29,24 @@ from woodbury.device.scalars import Scalar, Scale, compute, is_known, scalar
 from woodbury.displacement import Displacement
 from woodbury.linalg import (
     Solution,
+    plus_diagonal,
     quadratic_form,
     quadratic_form_error,
     solve_cholesky,
     solve_conjugate_gradient,
+    solve_factored,
     solve_in_sample_space,
     sum_of_squares,
 )
 from woodbury.optim.linearize import Linearization
-from woodbury.optim.parameter_space import answer_in_parameter_space, cancellation, doubt_of_condition, is_smaller
+from woodbury.optim.parameter_space import (
+    answer_in_parameter_space,
+    cancellation,
+    curvature_matrices,
+    doubt_of_condition,
+    is_smaller,
+    pull_back_in_parameter_space,
+)
 from woodbury.optim.step import Answer, Problem, answer_of_inexact, answer_of_vector
 from woodbury.row_matrix import Rows
 
@@ -49,6 +58,11 @@ class System(NamedTuple):
     gram_dtype: torch.dtype | None
     tolerance: float | None  # relative residual of the iterative solvers; None: eps^(3/4)
     look: bool = False  # at the condition of the system, on the CPU
+    factors: dict[Scalar, list[Tensor]] | None = None  # by lambda: Cholesky factors to keep for `pull_back`
+
+    def factors_at(self, damping: Scalar) -> list[Tensor] | None:
+        """Where the Cholesky factors of this damping go, None if they are not kept."""
+        return None if self.factors is None else self.factors.setdefault(damping, [])
 
     def tolerance_in(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.tolerance is None else self.tolerance
@@ -80,7 +94,8 @@ class Cholesky(Solver):
         assert isinstance(line.rows, Rows)
         if is_smaller(problem.plan, system.blocks, line.curvature_rows):
             return answer_in_parameter_space(
-                problem, line, line.rows, system.blocks, system.gram_dtype, damping, system.look
+                *(problem, line, line.rows, system.blocks, system.gram_dtype, damping, system.look),
+                system.factors_at(damping),
             )
         return answer_in_sample_space(problem, line, line.rows, system, damping, self)
 
@@ -89,8 +104,46 @@ class Cholesky(Solver):
             return max(system.blocks.sizes(problem.plan))
         return super().size(problem, system, row_count)
 
-    def small_solver(self, system: System) -> Callable[[Tensor, Tensor], Solution]:
+    def small_solver(self, system: System, damping: Scalar) -> Callable[[Tensor, Tensor], Solution]:
+        if system.factors is not None:
+            return partial(solve_cholesky, look=system.look, factors=system.factors_at(damping))
         return partial(solve_cholesky, look=True) if system.look else solve_cholesky
+
+    def trace(self, problem: Problem, line: Linearization, system: System) -> Scalar:
+        """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
+        assert isinstance(line.rows, Rows)
+        if is_smaller(problem.plan, system.blocks, line.curvature_rows):
+            names = system.blocks.parameter_names(problem.plan)
+            matrices = curvature_matrices(line, line.rows, names, system.gram_dtype)
+            return scalar(torch.stack([matrix.diagonal().sum() for matrix in matrices]).sum())
+        m = line.curvature_rows
+        gram = gram_of(problem, line, line.rows, system, None)
+        return scalar(gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1).sum()) / line.divisor
+
+    def pull_back(
+        self, problem: Problem, line: Linearization, system: System, weights: Tensor, damping: Scalar
+    ) -> Vector:
+        """(B + W + lambda I)^{-1} U^T w for w = weights / sqrt(D), with one weight per factor row, (m,)."""
+        rows = line.rows
+        assert isinstance(rows, Rows)
+        factors = system.factors_at(damping)
+        if is_smaller(problem.plan, system.blocks, line.curvature_rows):
+            return pull_back_in_parameter_space(
+                *(problem, line, rows, system.blocks, system.gram_dtype, weights, damping), factors
+            )
+        # s U^T (U s U^T + lambda I)^{-1} w with s = lambda / (lambda + W)
+        m, scales = line.curvature_rows, metric_scales(problem, damping)
+        gram = gram_of(problem, line, rows, system, scales)
+        rhs = weights.to(gram.dtype).expand(*gram.shape[:-2], m)
+        if factors:
+            solution = solve_factored(factors[0], rhs)
+        else:
+            (shift,) = compute(damping * line.divisor)
+            square = gram.narrow(-1, 0, m).narrow(-2, 0, m)
+            solution = solve_cholesky(plus_diagonal(square, shift), rhs).x
+        outside = solution.new_zeros(*solution.shape[:-1], rows.row_count - m)
+        vector = rows.rmatvec(torch.cat([solution, outside], dim=-1).to(weights.dtype))
+        return vector if scales is None else {name: value * scales[name] for name, value in vector.items()}
 
 
 class ConjugateGradient(Solver):
@@ -102,7 +155,7 @@ class ConjugateGradient(Solver):
         assert isinstance(line.rows, Rows)
         return answer_in_sample_space(problem, line, line.rows, system, damping, self)
 
-    def small_solver(self, system: System) -> Callable[[Tensor, Tensor], Solution]:
+    def small_solver(self, system: System, damping: Scalar) -> Callable[[Tensor, Tensor], Solution]:
         def solve(matrix: Tensor, rhs: Tensor) -> Solution:
             tolerance, most = system.tolerance_in(rhs.dtype), 10 * rhs.shape[-1]
             product = partial(_matrix_product, matrix)
@@ -132,10 +185,7 @@ def answer_in_sample_space(
     base = base_point(problem, line, scales, damping)
     # p itself where all that is cheaper with it: then K is needed on the factor rows alone
     form = base is None and scales is None and problem.is_chain and rows.forming_pays(line.curvature_rows)
-    if form:
-        gram = system.blocks.join(rows.gram_head(line.curvature_rows, system.gram_dtype))
-    else:
-        gram = system.blocks.gram(rows, scales, system.gram_dtype)
+    gram = gram_of(problem, line, rows, system, scales, form)
     projected = None
     if base is not None:
         projected = system.blocks.join([own[: line.curvature_rows] for own in rows.layer_matvec(base)])
@@ -147,7 +197,7 @@ def answer_in_sample_space(
         line.e,
         projected,
         damping,
-        solver.small_solver(system),
+        solver.small_solver(system, damping),
     )
     displacement = Displacement(problem.plan.parameters, rows, step.coefficients, base, scales, form)
     if not solver.exact:
@@ -168,6 +218,26 @@ def answer_in_sample_space(
         squared = scalar(_vector.dot(vector := displacement.dense(), vector))
     doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
     return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok, doubt=doubt)
+
+
+def gram_of(
+    problem: Problem,
+    line: Linearization,
+    rows: Rows,
+    system: System,
+    scales: Mapping[str, Scale] | None,
+    form: bool = False,
+) -> Tensor:
+    """Z D Z^T, or with `form` its first rows, for the scales D; another damping comes back with the same Z Z^T."""
+    alike = scales is None or len(set(problem.hyper.weight_decay.values())) == 1
+    if not alike:
+        return system.blocks.gram(rows, scales, system.gram_dtype)
+    if line.gram is None:
+        if form:
+            line.gram = system.blocks.join(rows.gram_head(line.curvature_rows, system.gram_dtype))
+        else:
+            line.gram = system.blocks.gram(rows, None, system.gram_dtype)
+    return line.gram if scales is None else line.gram * next(iter(scales.values()))
 
 
 def with_doubts_of_iteration(

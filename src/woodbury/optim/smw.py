@@ -11,16 +11,18 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from woodbury import _random
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
 from woodbury.curvature import CURVATURES
 from woodbury.device.recording import Recordings
-from woodbury.device.scalars import Scalar
+from woodbury.device.scalars import Scalar, as_number
 from woodbury.displacement import Displacement
 from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
@@ -28,8 +30,10 @@ from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
 from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_double
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
-from woodbury.optim.settings import Common, check_number
+from woodbury.optim.searched import searched_proposal
+from woodbury.optim.settings import BELOW_ONE, Common, check_number
 from woodbury.optim.step import Answer, Problem, Proposal
+from woodbury.search import CurvedSearch
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
@@ -40,7 +44,7 @@ _RAISES = (*[10.0] * 12, *[1000.0] * 6)
 class _SampleSpace(SecondOrder):
     """The two methods of the paper; they differ in the factor S only."""
 
-    _keeps_nothing = True
+    search: CurvedSearch | None = None
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class _SampleSpace(SecondOrder):
         max_bytes: int | None = None,
         capture: bool = True,
         autocast: torch.dtype | None = None,
+        search: CurvedSearch | None = None,
         **common: Unpack[Common],
     ) -> None:
         if max_bytes is not None:
@@ -70,6 +75,8 @@ class _SampleSpace(SecondOrder):
         if not isinstance(capture, bool):
             raise TypeError(f"capture must be True or False, got {capture!r}")
         self._solver = part_named("solver", solver, SOLVERS)
+        self._check_search(search, momentum)
+        self.search = search
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
@@ -77,7 +84,54 @@ class _SampleSpace(SecondOrder):
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
         self.capture = capture
         self._solves, self._looked_at = 0, math.inf  # see `_is_time_to_look`
-        self._recordings = Recordings() if capture and self._solver.exact else None
+        self._recordings = self._new_recordings()
+
+    def _new_recordings(self) -> Recordings | None:
+        # the other solvers, and a search, look at numbers as they go, which no graph can record
+        return Recordings() if self.capture and self._solver.exact and self.search is None else None
+
+    def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
+        if search is None:
+            return
+        if not isinstance(search, CurvedSearch):
+            raise TypeError(f"search must be a woodbury.CurvedSearch or None, got {search!r}")
+        if not self.curvature.fits_loss:
+            raise ValueError(f"{type(self).__name__} takes no search: use GaussNewton(..., search=...)")
+        if not self._solver.exact:
+            raise ValueError(f"search= needs solver='cholesky', got {self._solver.name!r}")
+        if momentum:
+            raise ValueError(f"search= and momentum={momentum} do not go together: a search needs no momentum")
+
+    @property
+    def _most_momentum(self) -> float:  # type: ignore[override]
+        return BELOW_ONE if self.search is None else 0.0
+
+    def _check_held_out(self, held_out: Any) -> None:
+        if self.search is None:
+            super()._check_held_out(held_out)
+        if not isinstance(held_out, tuple | list) or len(held_out) != 2:
+            raise TypeError(f"held_out must be a pair (inputs, targets), got {type(held_out).__name__}")
+        self._count_samples(*held_out)
+
+    def _one_system(self, problem: Problem) -> Proposal:
+        if self.search is None:
+            return super()._one_system(problem)
+        search, self.search = self.search, None
+        try:
+            system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
+            assert isinstance(self._solver, Cholesky)
+            line, _ = self._linearize(problem, system)
+            trace = float(self._solver.trace(problem, line, system))
+            if problem.random is not None:
+                _random.restore(problem.random)
+            return self._proposal(replace(problem, damping=search.rungs[-1] * trace))
+        finally:
+            self.search = search
+
+    def _next_damping(self, problem: Problem, proposal: Proposal, ratio: Scalar) -> Scalar:
+        if self.search is None:
+            return super()._next_damping(problem, proposal, ratio)
+        return as_number(self.state["damping"])  # its dampings follow the trace of K
 
     @property
     def solver(self) -> str:
@@ -87,9 +141,13 @@ class _SampleSpace(SecondOrder):
     @solver.setter
     def solver(self, name: str) -> None:
         self._solver = part_named("solver", name, SOLVERS)
+        self._check_search(self.search, 0.0)
         self._structure = Structure(self._structure.has_fallback, self._by_layers, self.max_bytes)
-        # the others look at numbers as they go, which no graph can record
-        self._recordings = Recordings() if self.capture and self._solver.exact else None
+        self._recordings = self._new_recordings()
+
+    @property
+    def _keeps_nothing(self) -> bool:  # type: ignore[override]
+        return self.search is None
 
     @property
     def _by_layers(self) -> bool:  # type: ignore[override]
@@ -168,6 +226,13 @@ class _SampleSpace(SecondOrder):
             loss, gradient, evaluate = passes.over_all(problem.full)
             line, pieces = self._linearize(problem, system)
             line.gradient = gradient
+        if self.search is not None:
+            assert isinstance(self._solver, Cholesky)
+            system = system._replace(look=False, factors={})
+            return searched_proposal(
+                *(problem, self.search, self.curvature, self._solver, system, line, pieces),
+                self.state.get("search", {}),
+            )
         solve = partial(self._solver.answer, problem, line, system)
         damping = problem.damping
         answer = solve(damping)
@@ -306,6 +371,9 @@ class GaussNewton(_SampleSpace):
         autocast: torch.bfloat16 runs the model, forward and backward, under torch.autocast; rows, Gram matrix and
             solve stay in the type of the parameters. A decrease of the loss below the rounding of bfloat16 then
             counts as a good step.
+        search: None for the steps of the paper, or a `woodbury.CurvedSearch`, which chooses damping and length by
+            itself: for fits and differential equations to many digits, in full or large batches. It looks at the
+            loss several times per step, and waits for the device.
         seed: of the draws of S2; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from woodbury import _vector
 from woodbury._batch import Batch
+from woodbury._random import Snapshot
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, Truth, as_double, as_truth, root, scalar
 from woodbury.displacement import Displacement
@@ -29,6 +30,9 @@ class Numbers(NamedTuple):
     predicted: Scalar
     squared_norm: Scalar
     accepted: Truth
+    length: Scalar = 1.0
+    share: Scalar = 1.0
+    bent: Truth = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class StepInfo:
     predicted: Tensor  # m(0) - m(p)
     step_norm: Tensor  # |p|; theta moved by lr p. On a GPU up to a relative error of eps lmax |c|^2 / |p|^2
     accepted: Tensor  # whether theta moved
+    # of a step with `search=`; without it 1, 1 and false
+    length: Tensor  # alpha: theta moved by lr (alpha p + alpha^2 bend); 0 for a rejected step
+    share: Tensor  # sum of c in p = sum_j c_j p_j: far below 1 says that the step is limited by the samples
+    bent: Tensor  # whether it went along the bent path
 
     @classmethod
     def later(cls, numbers: Numbers | Tensor) -> StepInfo:
@@ -55,7 +63,9 @@ class StepInfo:
         if numbers is None or name not in names:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with torch.inference_mode(False):
-            vars(self)[name] = tensor = _as_shown(name, numbers[names.index(name)])
+            index = names.index(name)
+            value = numbers[index] if index < len(numbers) else Numbers._field_defaults[name]
+            vars(self)[name] = tensor = _as_shown(name, value)
         return tensor
 
     def as_dict(self) -> dict[str, float | bool]:
@@ -65,7 +75,7 @@ class StepInfo:
 
 def _as_shown(name: str, value: Any) -> Tensor:
     """A number of a `StepInfo` as the tensor it shows; it holds |p|^2 for |p|."""
-    if name == "accepted":
+    if name in ("accepted", "bent"):
         return as_truth(value)
     return as_double(root(value) if name == "step_norm" else value)
 
@@ -81,6 +91,8 @@ class Problem:
     full: Batches | None
     previous: Vector | None  # q = mu p_prev, or None when zero
     is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
+    held_out: tuple[Any, Tensor | None] | None = None  # other samples, on which a search judges the step
+    random: Snapshot | None = None  # before the first pass through the model, if it may draw random numbers
     plan: Plan = field(init=False)
     chain: Chain | None = field(init=False)
 
@@ -109,6 +121,20 @@ class Proposal(Answer):
     center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
     evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
+    length: float = 1.0  # alpha, sum of c, and whether the path is bent: of a step with a search
+    share: float = 1.0
+    bent: bool = False
+
+
+def decay_decrease(problem: Problem, vector: Vector) -> Scalar:
+    """The decrease of weight_decay |theta|^2 / 2 at theta + p, without cancellation."""
+    decrease: Scalar = 0.0
+    for name, decay in problem.hyper.weight_decay.items() if problem.hyper.any_decay else ():
+        if decay:
+            own = vector[name]
+            change = own * (problem.plan.parameters[name].detach() + 0.5 * own)
+            decrease = decrease - decay * scalar(change.sum())
+    return decrease
 
 
 def answer_of_inexact(

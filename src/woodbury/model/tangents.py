@@ -1,0 +1,91 @@
+"""Derivatives of the outputs along vectors p of parameters: J p, and y'' = d^2/dt^2 y(theta + t p) at t = 0.
+
+By forward mode: torch.func, once for J p and nested for y''. A model that it cannot transform (one that calls
+torch.autograd.grad, a custom Function) has J p by differentiating J^T u in u, and y'' by central differences
+
+    y'' = (y(theta + h p) - 2 y(theta) + y(theta - h p)) / h^2 ,    h |p| = eps^(1/4) |theta|
+
+whose error is about sqrt(eps) of the outputs, as rounding and the next term of the series are both of that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from woodbury import _vector
+from woodbury._vector import Vector
+from woodbury.layers.attention import plain_attention
+from woodbury.model.fallback import Bound, Pass, no_batching_warnings, outputs_agree
+
+Along = Callable[[Mapping[str, Tensor]], Tensor]  # parameters by name -> outputs (n, C)
+
+
+def push_forward(forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: Sequence[Vector]) -> Tensor | None:
+    """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
+    along, point = _as_function(forward_pass, parameters)
+
+    def push(direction: Vector) -> tuple[Tensor, Tensor]:
+        pair: Any = torch.func.jvp(along, (point,), (direction,))
+        return pair[0], pair[1]
+
+    directions = {name: torch.stack([vector[name] for vector in vectors]) for name in parameters}
+    found = _attempt(lambda: torch.func.vmap(push, randomness="same")(directions))
+    if found is None or not outputs_agree(found[0][0], forward_pass.outputs):
+        return None
+    image: Tensor = found[1]
+    return image
+
+
+def second_derivative(forward_pass: Pass, parameters: Mapping[str, Tensor], vector: Vector) -> Tensor | None:
+    """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
+    along, point = _as_function(forward_pass, parameters)
+    direction = {name: vector[name] for name in parameters}
+
+    def slope(values: Vector) -> tuple[Tensor, Tensor]:
+        pair: Any = torch.func.jvp(along, (values,), (direction,))
+        return pair[1], pair[0]
+
+    found = _attempt(lambda: torch.func.jvp(slope, (point,), (direction,), has_aux=True))
+    if found is None or not outputs_agree(found[2], forward_pass.outputs):
+        return None
+    bend: Tensor = found[1]
+    return bend
+
+
+def central_difference(
+    run: Callable[[Vector], Tensor], outputs: Tensor, parameters: Mapping[str, Tensor], vector: Vector
+) -> Tensor:
+    """y'' along a vector from the outputs at theta and at theta +- h p; run gives those after a change."""
+    size = _vector.norm({name: parameter.detach() for name, parameter in parameters.items()})
+    length = _vector.norm(vector)
+    step = torch.finfo(outputs.dtype).eps ** 0.25 * torch.where(size > 0, size, 1.0)
+    step = (step / torch.where(length > 0, length, 1.0)).to(outputs.dtype)
+    ahead, behind = (run({name: sign * step * value for name, value in vector.items()}) for sign in (1, -1))
+    return ((ahead - outputs) + (behind - outputs)) / step.square()
+
+
+def _as_function(forward_pass: Pass, parameters: Mapping[str, Tensor]) -> tuple[Along, Vector]:
+    """The outputs (n, C) as a function of the parameters, and the parameters as they are."""
+    bound, samples = Bound(forward_pass.model, forward_pass.forward), len(forward_pass.outputs)
+
+    def along(values: Mapping[str, Tensor]) -> Tensor:
+        named = {f"model.{name}": value for name, value in values.items()}
+        result: Tensor = torch.func.functional_call(bound, named, (forward_pass.inputs,))
+        return result.reshape(samples, -1)
+
+    return along, {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def _attempt(compute: Callable[[], Any]) -> Any:
+    """What compute() returns; None where torch.func cannot transform the model."""
+    try:
+        with no_batching_warnings, torch.no_grad(), plain_attention:
+            return compute()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever torch.func does not like
+        return None

@@ -1,0 +1,251 @@
+"""A step with a `CurvedSearch`: p from a ladder of dampings, the bend of its path, and the length along it.
+
+The numbers of the search decide what comes next, so that such a step waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from woodbury import _batch, _random, _vector
+from woodbury._vector import Vector
+from woodbury.curvature import Curvature
+from woodbury.displacement import Displacement
+from woodbury.linalg import minimize_nonnegative
+from woodbury.optim.linearize import Linearization
+from woodbury.optim.passes import Piece, check_loss, mean_of, total_term_count
+from woodbury.optim.sample_space import Cholesky, System
+from woodbury.optim.step import Problem, Proposal, decay_decrease
+from woodbury.row_matrix import Rows
+from woodbury.search import LENGTHS_OF_ONE_RUNG, CurvedSearch, Length, find_length
+
+RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
+
+
+@dataclass
+class Judge:
+    """The samples on which the combination and the length are chosen: the held-out ones, or the batch."""
+
+    pieces: list[Piece]
+    loss: float  # f(theta) on them
+    slopes: Tensor  # (k,): g . p_j there, on the CPU
+    products: Tensor  # (k, k): p_i^T B p_j there
+    random: _random.Snapshot | None  # at the start of their pass
+
+    def predicted(self, coefficients: Tensor) -> float:
+        """m(0) - m(sum_j c_j p_j) of the quadratic model."""
+        return float(-self.slopes @ coefficients - 0.5 * coefficients @ self.products @ coefficients)
+
+
+class Rung(NamedTuple):
+    """p of one damping."""
+
+    damping: float
+    vector: Vector
+    predicted: float  # m(0) - m(p) on the batch
+
+
+def searched_proposal(
+    problem: Problem,
+    search: CurvedSearch,
+    curvature: Curvature,
+    solver: Cholesky,
+    system: System,
+    line: Linearization,
+    pieces: list[Piece],
+    memory: dict[str, Any],
+) -> Proposal:
+    """The step that a search finds; memory is what it left behind at the step before."""
+    trace = float(solver.trace(problem, line, system))
+    ladder = _ladder(problem, search, solver, system, line, trace)
+    if not ladder:
+        nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
+        return _proposal(problem, line, pieces, nothing, math.nan, 0.0, Length(0.0, False, math.nan), 0.0, memory)
+    vectors = [rung.vector for rung in ladder]
+    judge = _judge_of(problem, curvature, line, pieces, vectors)
+    combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
+    dull = memory.get("dull", 0)
+    if dull >= search.patience:
+        vector, length, coefficients = _best_rung(problem, judge, vectors)
+        start, dull = memory["length"], 0
+    else:
+        coefficients = combined
+        p = _combine(combined.tolist(), vectors)
+        bend = None
+        if search.bend is not None and bool(combined.any()):
+            bend = _bend(problem, curvature, solver, system, line, pieces, p, search.bend * trace)
+
+        def path(length: float, bent: bool) -> Vector:
+            straight = {name: length * value for name, value in p.items()}
+            return straight if bend is None or not bent else _vector.combine(straight, bend, length**2)
+
+        length = Length(0.0, False, 0.0)
+        if bool(combined.any()):
+            length = find_length(
+                lambda a, bent: _decrease(problem, judge, path(a, bent)),
+                search,
+                memory.get("length", 1.0),
+                bend is not None,
+            )
+        vector, start = path(length.length, length.bent), length.length or 1.0
+        dull = 0 if length.decrease >= search.least_gain * abs(judge.loss) else dull + 1
+    predicted = judge.predicted(length.length * coefficients)
+    memory = {"length": start, "dull": dull, "agreement": _agreement(line, ladder, judge, combined)}
+    damping = ladder[int(coefficients.argmax())].damping
+    share = float(coefficients.sum())
+    return _proposal(problem, line, pieces, vector, predicted, damping, length, share, memory)
+
+
+def _proposal(
+    problem: Problem,
+    line: Linearization,
+    pieces: list[Piece],
+    vector: Vector,
+    predicted: float,
+    damping: float,
+    length: Length,
+    share: float,
+    memory: dict[str, Any],
+) -> Proposal:
+    # what `_judge` subtracts for weight decay is part of the decrease already
+    decrease = length.decrease - float(decay_decrease(problem, vector))
+    return Proposal(
+        displacement=Displacement(problem.plan.parameters, base=vector),
+        predicted=predicted,
+        squared_norm=float(_vector.dot(vector, vector)),
+        usable=length.length > 0,
+        damping=damping,
+        loss=line.loss,
+        parts=[piece.inputs for piece in pieces],
+        center=None,
+        evaluate=lambda _: decrease,
+        memory={"search": memory},
+        length=length.length,
+        share=share,
+        bent=length.bent,
+    )
+
+
+def _ladder(
+    problem: Problem, search: CurvedSearch, solver: Cholesky, system: System, line: Linearization, trace: float
+) -> list[Rung]:
+    """Every rung whose system could be solved."""
+    rungs = []
+    if 0 < trace < math.inf:
+        for relative in search.rungs:
+            answer = solver.answer(problem, line, system, relative * trace)
+            if bool(answer.usable) and math.isfinite(float(answer.squared_norm)):
+                vector = answer.displacement.dense()
+                rungs.append(Rung(relative * trace, vector, float(answer.predicted)))
+    return rungs
+
+
+def _agreement(line: Linearization, ladder: Sequence[Rung], judge: Judge, combined: Tensor) -> float:
+    """How much of the relative decrease that the batch promises for its smallest damping other samples promise.
+
+    Well below 1 says that the step is limited by the number of samples.
+    """
+    promised = ladder[-1].predicted / abs(float(line.loss)) if float(line.loss) else 0.0
+    if not promised > 0 or not judge.loss:
+        return 1.0
+    return min(1.0, judge.predicted(combined) / abs(judge.loss) / promised)
+
+
+def _judge_of(
+    problem: Problem, curvature: Curvature, line: Linearization, pieces: list[Piece], vectors: Sequence[Vector]
+) -> Judge:
+    """The quadratic model along the vectors, on the samples that judge the step."""
+    if problem.held_out is None:
+        assert isinstance(line.rows, Rows)
+        images = torch.stack([line.rows.matvec(vector) for vector in vectors])
+        slopes = torch.tensor(
+            [float(line.slope(v, own)) for v, own in zip(vectors, images, strict=True)], dtype=torch.float64
+        )
+        factors = images[:, : line.curvature_rows].double() / float(line.divisor) ** 0.5
+        loss, random = float(line.loss), problem.random
+    else:
+        passes, (inputs, targets) = problem.passes, problem.held_out
+        random = None if problem.chain is not None else _random.snapshot(problem.plan.device)
+        piece, outputs = passes.evaluate(inputs, targets, _batch.sample_count(inputs))
+        pieces, term_count = [piece], float(total_term_count([piece]))
+        loss = float(check_loss(mean_of([piece.losses], term_count)))
+        with nullcontext() if random is None else _random.replayed(random):
+            images = piece.capture.push_forward(vectors)  # (k, n, C)
+        residual = passes.residual(outputs, piece.targets)
+        factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+        slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
+        divisor = float(curvature.divisor(term_count, len(outputs)))
+        factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
+    products = (factors @ factors.T).cpu()
+    for name, decay in problem.hyper.weight_decay.items():
+        if decay:
+            own = torch.stack([vector[name].flatten() for vector in vectors]).double()
+            theta = problem.plan.parameters[name].detach().flatten().double()
+            slopes = slopes + decay * (own @ theta).cpu()
+            products = products + decay * (own @ own.T).cpu()
+    return Judge(pieces, loss, slopes, products, random)
+
+
+def _combine(coefficients: Sequence[float], vectors: Sequence[Vector]) -> Vector:
+    """sum_j c_j p_j."""
+    used = [(c, vector) for c, vector in zip(coefficients, vectors, strict=True) if c]
+    if not used:
+        return {name: torch.zeros_like(value) for name, value in vectors[0].items()}
+    total = {name: used[0][0] * value for name, value in used[0][1].items()}
+    for c, vector in used[1:]:
+        total = _vector.combine(total, vector, c)
+    return total
+
+
+def _decrease(problem: Problem, judge: Judge, vector: Vector) -> float:
+    """f(theta) - f(theta + vector) on the samples that judge the step, weight decay included."""
+    displacement = Displacement(problem.plan.parameters, base=vector)
+    with nullcontext() if judge.random is None else _random.replayed(judge.random):
+        decrease = float(problem.passes.decrease_on(judge.pieces, displacement))
+    return decrease + float(decay_decrease(problem, vector))
+
+
+def _bend(
+    problem: Problem,
+    curvature: Curvature,
+    solver: Cholesky,
+    system: System,
+    line: Linearization,
+    pieces: list[Piece],
+    p: Vector,
+    damping: float,
+) -> Vector | None:
+    """-(B + lambda I)^{-1} J^T H y'' / 2 on the curvature samples of the batch; None if it is not finite."""
+    passes, samples = problem.passes, problem.batch.curvature
+    piece, random = pieces[0], problem.random
+    with nullcontext() if random is None else _random.replayed(random):
+        curve = piece.capture.second_derivative(p)[:samples]
+    outputs = piece.capture.outputs.detach()[:samples]
+    factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets[:samples])
+    weights = factor.rmatvec(curve).flatten()
+    bend = solver.pull_back(problem, line, system, weights, damping)
+    if not math.isfinite(float(_vector.dot(bend, bend))):
+        return None
+    return {name: -0.5 * value for name, value in bend.items()}
+
+
+def _best_rung(problem: Problem, judge: Judge, vectors: Sequence[Vector]) -> tuple[Vector, Length, Tensor]:
+    """The best step along a single rung, and its coefficients."""
+    best, vector = Length(0.0, False, 0.0), {name: torch.zeros_like(own) for name, own in vectors[0].items()}
+    coefficients = torch.zeros(len(vectors), dtype=torch.float64)
+    for index, own in enumerate(vectors):
+        for length in LENGTHS_OF_ONE_RUNG:
+            trial = {name: length * value for name, value in own.items()}
+            decrease = _decrease(problem, judge, trial)
+            if decrease > best.decrease:
+                best, vector = Length(length, False, decrease), trial
+                coefficients = torch.zeros_like(coefficients)
+                coefficients[index] = 1.0
+    return vector, best, coefficients

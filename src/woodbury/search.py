@@ -1,0 +1,110 @@
+"""Search policies: which p to take from a ladder of dampings, and how far to go along it.
+
+A policy is a frozen dataclass, as a damping policy is; what it remembers from step to step is state of the
+optimizer. `woodbury.optim.searched` does the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone where the search is stuck
+
+
+@dataclass(frozen=True)
+class CurvedSearch:
+    """A step for precision: a ladder of dampings, a bent path, and a deep line search on the true loss.
+
+    1. p_j = -(B + lambda_j I)^{-1} g for lambda_j = rungs_j trace(K), from one Gram matrix. On the samples that
+       judge the step (`held_out=`, else the batch) p = sum_j c_j p_j minimises the quadratic model over c >= 0:
+       where these are other samples, c leaves out what the batch has only memorised.
+    2. theta(alpha) = theta + alpha p + alpha^2 b with b = -(B + lambda_b I)^{-1} J^T H y'' / 2, y'' the second
+       derivative of the outputs along p (geodesic acceleration, Transtrum and Sethna 2012, for any loss).
+    3. alpha by the true loss of the judging samples, along the bent and the straight path, from the last alpha on
+       by factors of 2; none better than alpha = 0: the step is rejected.
+
+    Dampings are relative to the trace of K, so that the scale of the loss or of the outputs does not matter. After
+    `patience` steps in a row that each gain less than `least_gain` of the loss, one step goes along the best
+    single rung: from a bad start the search would creep along.
+
+    It is for full or large batches and for samplers, in float64 (or float32 with gram_dtype=torch.float64). In
+    small noisy batches use a damping policy instead.
+
+    Args:
+        rungs: dampings lambda_j / trace(K), from large to small.
+        bend: damping lambda_b / trace(K) of the bend; None for the straight path alone.
+        longest, shortest: bounds of alpha.
+        patience, least_gain: see above.
+    """
+
+    rungs: tuple[float, ...] = (1e-4, 1e-6, 1e-8, 1e-10, 1e-13)
+    bend: float | None = 1e-8
+    longest: float = 2.0
+    shortest: float = 2.0**-20
+    patience: int = 3
+    least_gain: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rungs, tuple | list):
+            raise TypeError(f"CurvedSearch: rungs must be a tuple of dampings, got {self.rungs!r}")
+        object.__setattr__(self, "rungs", tuple(self.rungs))
+        if not self.rungs:
+            raise ValueError("CurvedSearch: rungs must hold at least one damping")
+        named = [(f"rungs[{index}]", value) for index, value in enumerate(self.rungs)]
+        named += [("longest", self.longest), ("shortest", self.shortest), ("least_gain", self.least_gain)]
+        named += [] if self.bend is None else [("bend", self.bend)]
+        for name, value in named:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"CurvedSearch: {name} must be a number, got {value!r}")
+            if not 0 < value < math.inf:
+                raise ValueError(f"CurvedSearch: {name} must be positive and finite, got {value}")
+        if any(smaller >= larger for larger, smaller in zip(self.rungs, self.rungs[1:], strict=False)):
+            raise ValueError(f"CurvedSearch: rungs must fall, from large to small, got {self.rungs}")
+        if self.shortest > self.longest:
+            raise ValueError(f"CurvedSearch: needs shortest <= longest, got {self.shortest} > {self.longest}")
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"CurvedSearch: patience must be a whole number from 1 on, got {self.patience!r}")
+        if self.least_gain >= 1:
+            raise ValueError(f"CurvedSearch: least_gain must be below 1, got {self.least_gain}")
+
+
+class Length(NamedTuple):
+    """How far to go along a path, and what that gains."""
+
+    length: float  # alpha; 0 if nothing is better than staying
+    bent: bool
+    decrease: float  # f(theta) - f(theta(alpha))
+
+
+def find_length(
+    decrease: Callable[[float, bool], float], policy: CurvedSearch, start: float, bends: bool
+) -> Length:
+    """The best of the lengths start 2^k on the way downhill from `start`, along the bent and the straight path.
+
+    decrease(alpha, bent) is f(theta) - f(theta(alpha)). Where the loss at `start` is no lower than at 0, shorter
+    lengths follow until one is; then longer or shorter ones as long as they are better.
+    """
+    known: dict[float, Length] = {}
+    paths = (True, False) if bends else (False,)
+
+    def at(length: float) -> Length:
+        if length not in known:
+            trials = [Length(length, bent, decrease(length, bent)) for bent in paths]
+            known[length] = max(
+                trials, key=lambda own: own.decrease if own.decrease == own.decrease else -math.inf
+            )
+        return known[length]
+
+    best = at(min(max(start, policy.shortest), policy.longest))
+    while not best.decrease > 0 and best.length / 2 >= policy.shortest:
+        best = at(best.length / 2)
+    for factor in (2.0, 0.5):
+        while policy.shortest <= factor * best.length <= policy.longest:
+            trial = at(factor * best.length)
+            if not trial.decrease > best.decrease:
+                break
+            best = trial
+    return best if best.decrease > 0 else Length(0.0, False, 0.0)
