@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from woodbury import _vector
+from woodbury._forward_mode import CorrectedForwardMode
 from woodbury._vector import Vector
 from woodbury.layers.attention import plain_attention
 from woodbury.model.fallback import Bound, Pass, no_batching_warnings, outputs_agree
@@ -49,7 +50,8 @@ def second_derivative(forward_pass: Pass, parameters: Mapping[str, Tensor], vect
         pair: Any = torch.func.jvp(along, (values,), (direction,))
         return pair[1], pair[0]
 
-    found = _attempt(lambda: torch.func.jvp(slope, (point,), (direction,), has_aux=True))
+    with CorrectedForwardMode():
+        found = _attempt(lambda: torch.func.jvp(slope, (point,), (direction,), has_aux=True))
     if found is None or not outputs_agree(found[2], forward_pass.outputs):
         return None
     bend: Tensor = found[1]
