@@ -21,7 +21,7 @@ def derivatives_along(function: Callable[[Any], Any], point: Any, direction: Any
     def push(x: Any) -> Any:
         return torch.func.jvp(function, (x,), (direction,))
 
-    with CorrectedForwardMode():
+    with _Corrected():
         (value, first), (_, second) = cast(Any, torch.func.jvp(push, (point,), (direction,)))
     return value, first, second
 
@@ -34,7 +34,7 @@ _WRONG = frozenset(
 )
 
 
-class CorrectedForwardMode(TorchFunctionMode):
+class _Corrected(TorchFunctionMode):
     """Inside, layer norms are computed by plain operations, and other functions with a wrong formula raise."""
 
     def __torch_function__(

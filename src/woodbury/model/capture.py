@@ -217,18 +217,21 @@ class GraphCapture:
         return torch.stack([product(vector) for vector in vectors])
 
     def second_derivative(self, vector: Vector) -> Tensor:
-        plan = self.plan
-        if plan.findings.forward_order >= 2:
-            with casting(self.autocast, plan):
-                bend = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
-            if bend is not None:
-                return bend
-            plan.findings.forward_order = 1
-        outputs = self.outputs.detach()
+        plan, outputs = self.plan, self.outputs.detach()
 
         def run(change: Vector) -> Tensor:
             return self.run_again(change, {}).reshape(outputs.shape)
 
+        if plan.findings.forward_order >= 2:
+            with casting(self.autocast, plan):
+                curve = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
+            if curve is not None and not plan.findings.checked_curve:
+                plan.findings.checked_curve = True
+                if not tangents.agrees_with_differences(curve, run, outputs, plan.parameters, vector):
+                    curve = None
+            if curve is not None:
+                return curve
+            plan.findings.forward_order = 1
         return tangents.central_difference(run, outputs, plan.parameters, vector)
 
     def _as_pass(self) -> Pass:

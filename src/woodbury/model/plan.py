@@ -37,6 +37,7 @@ class Findings:
     uncapturable: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
+    checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
     passes: int = 0  # how many, over more than one sample
     parts: int = 0  # how many steps with curvature samples that are part of the batch
