@@ -9,6 +9,8 @@ The error is measured against the solution by Cole and Hopf (an integral, by Gau
 training sees. Every method gets the same residuals and the same CPU seconds; Adam and L-BFGS are tried with three
 settings each.
 
+    woodbury.fit(model, nn.MSELoss(), draw, forward=residuals, seconds=17)    # all there is to it
+
     python examples/burgers.py                       # 4 minutes; writes burgers.png
     python examples/burgers.py --seconds 5 --seeds 1
 """

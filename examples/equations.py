@@ -15,13 +15,12 @@ from torch import Tensor, nn
 import woodbury
 from harness import Curve, figure, options, plot, smallest
 
-STEP_POINTS = 1000  # of Adam, new ones in every step
-RATES = (1e-2, 3e-3, 1e-3)  # of Adam, falling to zero by the end
-FIXED_POINTS = (1000, 2000, 4000)  # of L-BFGS, which must keep its points
+STEP_POINTS = 500  # of Adam, new ones in every step
+RATES = (3e-2, 1e-2, 3e-3)  # of Adam, falling to zero by the end
+FIXED_POINTS = (500, 1000, 2000)  # of L-BFGS, which must keep its points
 TEST_POINTS = 4000
-Batch = tuple[
-    Tensor, Tensor, Tensor
-]  # points (n, d), whether each is inside (n, 1), the known value elsewhere (n, 1)
+# points (n, d), whether each is inside (n, 1), known values elsewhere (n, 1)
+Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Equation(NamedTuple):

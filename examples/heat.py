@@ -8,6 +8,8 @@ A 3-16-16-16-1 tanh network of (t, x, y), float64. Of every 8 points 6 are insid
 side. Every method gets the same residuals and the same CPU seconds; Adam and L-BFGS are tried with three settings
 each.
 
+    woodbury.fit(model, nn.MSELoss(), draw, forward=residuals, seconds=17)    # all there is to it
+
     python examples/heat.py                       # 4 minutes; writes heat.png
     python examples/heat.py --seconds 5 --seeds 1
 """
