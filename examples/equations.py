@@ -16,7 +16,7 @@ import woodbury
 from harness import Curve, figure, options, plot, smallest
 
 STEP_POINTS = 500  # of Adam, new ones in every step
-RATES = (3e-2, 1e-2, 3e-3)  # of Adam, falling to zero by the end
+RATES = (1e-1, 3e-2, 1e-2)  # of Adam, falling to zero by the end
 FIXED_POINTS = (500, 1000, 2000)  # of L-BFGS, which must keep its points
 TEST_POINTS = 4000
 # points (n, d), whether each is inside (n, 1), known values elsewhere (n, 1)
