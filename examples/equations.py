@@ -159,7 +159,8 @@ def draw_figure(title: str, curves: dict[str, list[Curve]], path: Path) -> None:
         panel.set(yscale="log", xlabel="CPU seconds, one thread", ylabel="relative L2 error", xlim=(0, None))
         panel.set_title(title, loc="left", fontweight="bold")
         seeds = len(next(iter(curves.values())))
-        panel.legend(frameon=False, title=f"{seeds} seed{'s' * (seeds > 1)} each", alignment="left")
+        title = f"{seeds} seed{'s' * (seeds > 1)} each"
+        panel.legend(frameon=False, title=title, alignment="left", loc="upper right")
 
 
 def compare(
