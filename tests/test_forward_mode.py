@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from woodbury._forward_mode import derivatives_along
+from woodbury.model.capture import call_model
+from woodbury.model.fallback import Pass
+from woodbury.model.tangents import second_derivative
 
 STEP = 1e-3
 
@@ -62,3 +65,31 @@ def test_functions_that_torch_gets_wrong_raise(function):
     point = point @ point.mT + torch.eye(3, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="wrong second derivative of"):
         derivatives_along(function, point, direction)
+
+
+def test_outputs_bend_along_a_step_as_they_do_where_a_model_has_a_layer_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 2)).double()
+    inputs, _ = draw(4, 3)
+    parameters = {name: own.detach() for name, own in model.named_parameters()}
+    vector = {name: torch.randn_like(own) for name, own in parameters.items()}
+    found = second_derivative(Pass(model, call_model, inputs, model(inputs).detach()), parameters, vector)
+
+    def along(t):
+        moved = {name: own + t * vector[name] for name, own in parameters.items()}
+        return torch.func.functional_call(model, moved, (inputs,))
+
+    zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    (_, near), (_, far) = (differences(along, zero, one, step) for step in (STEP, 2 * STEP))
+    bound = float((near - far).abs().max()) + 100 * torch.finfo(torch.float64).eps / STEP**2
+    assert float((found - near).abs().max()) <= bound < 0.01 * float(near.abs().max())
+
+
+def test_where_a_second_derivative_would_be_wrong_there_is_none():
+    class Determinant(nn.Linear):
+        def forward(self, x):
+            return torch.linalg.det(super().forward(x).unflatten(1, (2, 2))).unsqueeze(1)
+
+    model, (inputs, _) = Determinant(3, 4).double(), draw(5, 3)
+    parameters = {name: own.detach() for name, own in model.named_parameters()}
+    assert second_derivative(Pass(model, call_model, inputs, model(inputs)), parameters, parameters) is None

@@ -1,0 +1,144 @@
+"""The examples that solve differential equations by one call of fit: their equations, and a short run of each."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("matplotlib")
+
+import burgers
+import equations
+import heat
+import helmholtz
+import woodbury
+
+EXAMPLES = {"heat": heat, "burgers": burgers, "helmholtz": helmholtz}
+every_example = pytest.mark.parametrize("name", EXAMPLES)
+EPS = torch.finfo(torch.float64).eps
+
+
+class Exact(nn.Module):
+    """The solution as a model."""
+
+    def __init__(self, equation):
+        super().__init__()
+        self.equation = equation
+
+    def forward(self, points):
+        return self.equation.solution(points)
+
+
+def derivatives(equation, points):
+    """u (n,), its gradient (n, d) and Hessian (n, d, d), by autograd at one point at a time."""
+
+    def u(point):
+        return equation.solution(point.unsqueeze(0)).squeeze()
+
+    values = [u(point) for point in points]
+    gradients = [torch.autograd.functional.jacobian(u, point) for point in points]
+    hessians = [torch.autograd.functional.hessian(u, point) for point in points]
+    return tuple(map(torch.stack, (values, gradients, hessians)))
+
+
+def left_side(name, points):
+    """What the equation says is zero."""
+    u, gradient, hessian = derivatives(EXAMPLES[name].EQUATION, points)
+    bends = hessian.diagonal(dim1=1, dim2=2)
+    if name == "heat":
+        return gradient[:, 0] - 0.05 * (bends[:, 1] + bends[:, 2])
+    if name == "burgers":
+        return gradient[:, 0] + u * gradient[:, 1] - burgers.NU * bends[:, 1]
+    return bends.sum(1) + (3 * math.pi) ** 2 * u
+
+
+# The largest second derivative, times a number of roundings. Those of Burgers' front are about 1 / nu^2, and come
+# from sums of 200 terms whose second derivatives are up to (pi / (pi nu))^2 as well.
+BOUNDS = {"heat": 100 * EPS * 50, "helmholtz": 100 * EPS * 90, "burgers": 200 * EPS / burgers.NU**2}
+
+
+@every_example
+def test_the_solution_satisfies_the_equation(name):
+    torch.manual_seed(0)
+    equation = EXAMPLES[name].EQUATION
+    points = equations.points_in(20, equation.low, equation.high)
+    assert float(left_side(name, points).abs().max()) <= BOUNDS[name]
+
+
+@every_example
+def test_residuals_of_the_solution_vanish_at_every_point_that_is_drawn(name):
+    torch.manual_seed(0)
+    equation = EXAMPLES[name].EQUATION
+    batch, targets = equation.draw(160)
+    found = equation.residuals(Exact(equation), batch)
+    assert targets is None and found.shape == (160, 1)
+    assert float(found.abs().max()) <= 100 * BOUNDS[name]  # the weight of residuals on the sides
+    # and they do not vanish for something else
+    assert (
+        float(equation.residuals(nn.Linear(len(equation.low), 1).double(), batch).detach().abs().median()) > 0.01
+    )
+
+
+@every_example
+def test_points_are_where_they_should_be(name):
+    torch.manual_seed(0)
+    equation = EXAMPLES[name].EQUATION
+    (points, inside, known), _ = equation.draw(800)
+    low, high = (torch.tensor(corner, dtype=torch.float64) for corner in (equation.low, equation.high))
+    assert ((points >= low) & (points <= high)).all()
+    inside = inside.squeeze(1)
+    assert int(inside.sum()) == 600
+    at_edge = (points == low) | (points == high)
+    assert not at_edge[inside].any()
+    outside = at_edge[~inside]
+    assert (outside.sum(1) == 1).all()
+    in_time = name != "helmholtz"
+    if in_time:  # at the start, never at the end of the time
+        assert int((points[~inside, 0] == 0).sum()) == 100 and not (points[~inside, 0] == 1).any()
+    for axis in range(in_time, len(low)):  # both sides of every axis of space
+        for end in (low, high):
+            assert int((points[~inside, axis] == end[axis]).sum()) > 10
+    torch.testing.assert_close(known[~inside], equation.solution(points[~inside]), rtol=0, atol=100 * EPS)
+
+
+def test_the_quadrature_of_burgers_solution_has_converged():
+    torch.manual_seed(0)
+    points = equations.points_in(200, burgers.LOW, burgers.HIGH)
+    # sums of 200 terms of both signs, below 1
+    torch.testing.assert_close(burgers.solution(points), burgers.solution(points, 120), rtol=0, atol=200 * EPS)
+
+
+@every_example
+def test_fit_lowers_the_residuals_at_points_it_has_not_seen(name):
+    torch.manual_seed(0)
+    equation, loss = EXAMPLES[name].EQUATION, nn.MSELoss()
+    model = equations.network((equation.widths[0], 10, 1))
+    other, _ = equation.draw(1000)
+
+    @torch.no_grad()
+    def mean_square():
+        return float(equation.residuals(model, other).square().mean())
+
+    before = mean_square()
+    settings = {"forward": equation.residuals, "steps": 12, "samples": 400, "progress": False}
+    fit = woodbury.fit(model, loss, equation.draw, **settings)
+    assert fit.steps == 12 and mean_square() < 0.9 * before
+
+
+@every_example
+def test_every_method_is_run_and_drawn(name, tmp_path, capsys, monkeypatch):
+    fewer = {method: dict(list(settings.items())[-1:]) for method, settings in equations.METHODS.items()}
+    monkeypatch.setattr(equations, "METHODS", fewer)
+    monkeypatch.setattr(equations, "TEST_POINTS", 100)
+    threads = torch.get_num_threads()
+    try:
+        best = EXAMPLES[name].main(["--seconds", "0.2", "--seeds", "1", "--out", str(tmp_path / "figure.png")])
+    finally:
+        torch.set_num_threads(threads)
+    assert [label.split(",")[0] for label in best] == ["woodbury.fit", "torch L-BFGS", "torch Adam"]
+    for label, (curve,) in best.items():
+        assert all(math.isfinite(error) for _, error in curve), label
+        assert [spent for spent, _ in curve] == sorted(spent for spent, _ in curve) and curve[-1][0] >= 0.2
+    assert capsys.readouterr().out.count("relative error") == 3
+    assert (tmp_path / "figure.png").stat().st_size > 5000
