@@ -43,6 +43,7 @@ def answer_in_parameter_space(
     damping: Scalar,
     look: bool = False,
     factors: list[Tensor] | None = None,
+    refine: bool = False,
 ) -> Answer:
     """p for this damping; q = mu p_prev, W the weight decay; look: at the condition of the system."""
     names = blocks.parameter_names(problem.plan)
@@ -66,39 +67,38 @@ def answer_in_parameter_space(
     curvature: Scalar = 0.0
     usable: Truth = True
     condition = 1.0
+    image: Tensor | None = None
     for block, matrix in zip(names, matrices, strict=True):
         own = {name: force[name] for name in block}
         shift = _shift(problem, block, matrix, damping)
         p, curved, solution = solve_in_parameter_space(matrix, shift, _vector.flatten(own), look, factors)
-        if factors is not None and len(names) == 1:
-            p, curved = _refined(line, rows, own, shift, p, factors[-1])
+        if refine and factors and len(names) == 1:
+            p, curved, image = _refined(line, rows, own, shift, p, factors[-1])
         condition = min(condition, solution.reciprocal_condition)
         vector |= _vector.unflatten(p.to(like.dtype), own)
         curvature, usable = curvature + curved, usable & solution.ok
     displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
     answer = answer_of_vector(problem, displacement, damping, curvature, usable)
-    return replace(answer, doubt=doubt_of_condition(condition, matrix.dtype)) if look else answer
+    return replace(answer, image=image, doubt=doubt_of_condition(condition, matrix.dtype) if look else None)
 
 
 def _refined(
     line: Linearization, rows: Rows, force: Vector, shift: Scale, p: Tensor, factor: Tensor
-) -> tuple[Tensor, Scalar]:
-    """p after one step of iterative refinement, and p^T B p.
+) -> tuple[Tensor, Scalar, Tensor]:
+    """p after one step of iterative refinement, p^T B p, and Z p.
 
     (B + shift) p = force, with the residual from U^T (U p) rather than from the rounded B: this wins back the
     digits that B loses at small damping (corrected semi-normal equations, Björck 1987).
     """
 
-    def image_of(flat: Tensor) -> Tensor:
-        like = next(iter(force.values()))
-        image = rows.matvec(_vector.unflatten(flat.to(like.dtype), force))
-        image[line.curvature_rows :] = 0  # the rows of samples outside S2
-        return image
-
-    curved = _vector.flatten(rows.rmatvec(image_of(p) / line.divisor)).to(p.dtype)
+    dtype, m = next(iter(force.values())).dtype, line.curvature_rows
+    image = rows.matvec(_vector.unflatten(p.to(dtype), force))
+    image[m:] = 0  # the rows of samples outside S2
+    curved = _vector.flatten(rows.rmatvec(image / line.divisor)).to(p.dtype)
     residual = _vector.flatten(force).to(p.dtype) - curved - shift * p
     p = p + solve_factored(factor, residual)
-    return p, sum_of_squares(image_of(p)) / line.divisor
+    image = rows.matvec(_vector.unflatten(p.to(dtype), force))
+    return p, sum_of_squares(image[:m]) / line.divisor, image
 
 
 def curvature_matrices(
@@ -141,6 +141,8 @@ def pull_back_in_parameter_space(
         flat = _vector.flatten(own).to(matrix.dtype)
         if factors:
             p = solve_factored(factors[index], flat)
+            if len(names) == 1:
+                p = _refined(line, rows, own, _shift(problem, block, matrix, damping), p, factors[index])[0]
         else:
             p = solve_cholesky(plus_diagonal(matrix, _shift(problem, block, matrix, damping)), flat).x
         vector |= _vector.unflatten(p.to(padded.dtype), own)

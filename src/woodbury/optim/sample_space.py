@@ -60,6 +60,7 @@ class System(NamedTuple):
     tolerance: float | None  # relative residual of the iterative solvers; None: eps^(3/4)
     look: bool = False  # at the condition of the system, on the CPU
     factors: dict[Scalar, list[Tensor]] | None = None  # by lambda: Cholesky factors to keep for `pull_back`
+    refine_below: float = 0.0  # dampings whose systems are refined
 
     def factors_at(self, damping: Scalar) -> list[Tensor] | None:
         """Where the Cholesky factors of this damping go, None if they are not kept."""
@@ -97,6 +98,7 @@ class Cholesky(Solver):
             return answer_in_parameter_space(
                 *(problem, line, line.rows, system.blocks, system.gram_dtype, damping, system.look),
                 system.factors_at(damping),
+                damping < system.refine_below,
             )
         return answer_in_sample_space(problem, line, line.rows, system, damping, self)
 
@@ -138,6 +140,9 @@ class Cholesky(Solver):
         rhs = weights.to(gram.dtype).expand(*gram.shape[:-2], m)
         if factors:
             solution = solve_factored(factors[0], rhs)
+            if scales is None and gram.dim() == 2 and rows.row_count == m:
+                residual = weights - _with_gram(line, rows, solution.to(weights.dtype), damping)
+                solution = solution + solve_factored(factors[0], residual.to(gram.dtype))
         else:
             (shift,) = compute(damping * line.divisor)
             square = gram.narrow(-1, 0, m).narrow(-2, 0, m)
@@ -200,7 +205,8 @@ def answer_in_sample_space(
         damping,
         solver.small_solver(system, damping),
     )
-    if system.factors is not None and base is None and gram.dim() == 2 and rows.row_count == line.curvature_rows:
+    plain = base is None and gram.dim() == 2 and rows.row_count == line.curvature_rows
+    if plain and damping < system.refine_below:
         return _refined(problem, line, rows, system, damping, step, gram)
     displacement = Displacement(problem.plan.parameters, rows, step.coefficients, base, scales, form)
     if not solver.exact:
@@ -223,6 +229,11 @@ def answer_in_sample_space(
     return Answer(displacement, damping * squared + 0.5 * step.curvature, squared, step.ok, doubt=doubt)
 
 
+def _with_gram(line: Linearization, rows: Rows, c: Tensor, damping: Scalar) -> Tensor:
+    """(Z Z^T + D lambda I) c by products with Z."""
+    return rows.matvec(rows.rmatvec(c)) + (line.divisor * damping) * c
+
+
 def _refined(
     problem: Problem,
     line: Linearization,
@@ -241,12 +252,13 @@ def _refined(
     assert factors is not None
     c = step.coefficients.to(problem.plan.dtype)
     goal = line.factor_weights(c) * (line.divisor / line.term_count)
-    residual = goal - rows.matvec(rows.rmatvec(c)) - (line.divisor * damping) * c
+    residual = goal - _with_gram(line, rows, c, damping)
     c = c + solve_factored(factors[-1], residual.to(gram.dtype)).to(c.dtype)
     vector = {name: -value for name, value in rows.rmatvec(c).items()}
     displacement = Displacement(problem.plan.parameters, base=vector)
-    curvature = sum_of_squares(rows.matvec(vector)) / line.divisor
-    return answer_of_vector(problem, displacement, damping, curvature, step.ok)
+    image = rows.matvec(vector)
+    answer = answer_of_vector(problem, displacement, damping, sum_of_squares(image) / line.divisor, step.ok)
+    return replace(answer, image=image)
 
 
 def gram_of(

@@ -53,6 +53,7 @@ class Rung(NamedTuple):
     damping: float
     vector: Vector
     predicted: float  # m(0) - m(p) on the batch
+    image: Tensor | None  # Z p, if it is known
 
 
 def searched_proposal(
@@ -74,7 +75,7 @@ def searched_proposal(
             problem, line, pieces, nothing, math.nan, 0.0, STAY._replace(decrease=math.nan), 0.0, memory
         )
     vectors = [rung.vector for rung in ladder]
-    judge = _judge_of(problem, curvature, line, pieces, vectors, trace)
+    judge = _judge_of(problem, curvature, line, pieces, ladder, trace)
     combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
     dull, coefficients = memory.get("dull", 0), combined
     layer = None
@@ -150,11 +151,13 @@ def _ladder(
     """Every rung whose system could be solved."""
     rungs = []
     if 0 < trace < math.inf:
+        # larger ones have eight digits without it
+        system = system._replace(refine_below=1e-8 * trace)
         for relative in search.rungs:
             answer = solver.answer(problem, line, system, relative * trace)
             if bool(answer.usable) and math.isfinite(float(answer.squared_norm)):
                 vector = answer.displacement.dense()
-                rungs.append(Rung(relative * trace, vector, float(answer.predicted)))
+                rungs.append(Rung(relative * trace, vector, float(answer.predicted), answer.image))
     return rungs
 
 
@@ -174,13 +177,15 @@ def _judge_of(
     curvature: Curvature,
     line: Linearization,
     pieces: list[Piece],
-    vectors: Sequence[Vector],
+    ladder: Sequence[Rung],
     trace: float,
 ) -> Judge:
-    """The quadratic model along the vectors, on the samples that judge the step."""
+    """The quadratic model along the rungs, on the samples that judge the step."""
+    vectors = [rung.vector for rung in ladder]
     if problem.held_out is None:
-        assert isinstance(line.rows, Rows)
-        images = torch.stack([line.rows.matvec(vector) for vector in vectors])
+        rows = line.rows
+        assert isinstance(rows, Rows)
+        images = torch.stack([rows.matvec(own.vector) if own.image is None else own.image for own in ladder])
         slopes = torch.tensor(
             [float(line.slope(v, own)) for v, own in zip(vectors, images, strict=True)], dtype=torch.float64
         )

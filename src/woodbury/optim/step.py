@@ -108,6 +108,7 @@ class Answer:
     predicted: Scalar  # m(0) - m(p)
     squared_norm: Scalar  # |p|^2
     usable: Truth  # whether the system could be solved
+    image: Tensor | None = field(default=None, kw_only=True)  # Z p, where it is known
     doubt: str | None = field(default=None, kw_only=True)  # why p cannot be trusted, where that was looked at
 
 
