@@ -267,6 +267,9 @@ def _first_count(source: Source, samples: int | None, size: int, device: torch.d
     return min(max(round(FIRST_ROWS * size), FEWEST), most) if samples is None else samples
 
 
+_STATE = {"parameters", "optimizer", "limited", "strode", "steps", "seconds", "samples", "history"}
+
+
 class _Run:
     """The loop of `fit`, and what it must remember."""
 
@@ -407,12 +410,13 @@ class _Run:
     def _state(self) -> dict[str, Any]:
         best = {} if self.best is None else {"best_loss": self.best[0], "best": self.best[1]}
         random = {} if self.random is None else {"random": self.random.cpu}
-        return {"parameters": self._parameters(), "optimizer": self.optimizer.state_dict(), **best, **random}
+        own = {"parameters": self._parameters(), "optimizer": self.optimizer.state_dict()}
+        return {**own, "limited": self.limited, "strode": self.strode, **best, **random}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a `Fit.state_dict`."""
         names = {name for name, _ in self.model.named_parameters()}
-        if not isinstance(state, Mapping) or not {"parameters", "optimizer", "steps", "history"} <= set(state):
+        if not isinstance(state, Mapping) or not _STATE <= set(state):
             raise ValueError("fit: resume must be the state_dict() of an earlier Fit")
         if set(state["parameters"]) != names:
             odd = sorted(names ^ set(state["parameters"]))[0]
@@ -422,6 +426,7 @@ class _Run:
         fit = self.fit
         fit.steps, fit.seconds, fit.samples = state["steps"], state["seconds"], state["samples"]
         fit.history = [dict(record) for record in state["history"]]
+        self.limited, self.strode = state["limited"], state["strode"]
         if "best" in state:
             self.best = state["best_loss"], dict(state["best"])
         if "random" in state and self.random is not None:

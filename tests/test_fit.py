@@ -1,0 +1,233 @@
+"""woodbury.fit: one call, its limits, what it returns, and going on from where it stopped."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import problems
+import reference
+import woodbury
+
+
+def smooth_fit(seed=0):
+    torch.manual_seed(seed)
+    inputs = torch.rand(40, 2, dtype=torch.float64)
+    return problems.mlp(2, 30, 1).double(), (inputs, torch.sin(3 * inputs[:, :1]) * inputs[:, 1:])
+
+
+def draw(count):
+    inputs = torch.rand(count, 1, dtype=torch.float64)
+    return inputs, torch.sin(3 * inputs)
+
+
+def line_fit():
+    torch.manual_seed(0)
+    return problems.mlp(1, 6, 1).double()
+
+
+def values(model):
+    return reference.flat([own.detach().clone() for own in model.parameters()])
+
+
+def loss_of(model, data):
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(data[0]), data[1]).item()
+
+
+def test_a_fit_stops_at_the_tolerance_and_says_so(capsys):
+    model, data = smooth_fit()
+    fit = woodbury.fit(model, nn.MSELoss(), data, tolerance=1e-10)
+    assert fit.reason == "tolerance" and fit.loss <= 1e-10 and fit.steps == len(fit.history)
+    assert fit.loss == pytest.approx(loss_of(model, data), rel=1e-6)
+    assert str(fit).endswith("the tolerance is reached") and "the tolerance is reached" in capsys.readouterr().err
+    losses = [record["loss"] for record in fit.history]
+    assert losses == sorted(losses, reverse=True) and fit.samples == 40
+    assert set(fit.history[0]) >= {"step", "seconds", "loss", "samples", "length", "share", "bent", "accepted"}
+
+
+def test_progress_can_be_left_out(capsys):
+    model, data = smooth_fit()
+    woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_steps_seconds_and_a_callback_end_it():
+    model, data = smooth_fit()
+    assert woodbury.fit(model, nn.MSELoss(), data, steps=3, progress=False).steps == 3
+    fit = woodbury.fit(model, nn.MSELoss(), data, seconds=0.0, progress=False)
+    assert fit.reason == "seconds" and fit.steps == 0
+    seen = []
+    fit = woodbury.fit(
+        model, nn.MSELoss(), data, progress=False, callback=lambda fit: seen.append(fit.steps) or fit.steps == 2
+    )
+    assert fit.reason == "callback" and seen == [1, 2]
+
+
+def test_a_problem_that_is_solved_is_left_when_nothing_moves():
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(2, 1).double(), torch.randn(20, 2, dtype=torch.float64)
+    data = inputs, torch.randn(20, 1, dtype=torch.float64)
+    fit = woodbury.fit(model, nn.MSELoss(), data, progress=False)
+    assert fit.reason == "stalled" and fit.steps < 30
+    design = torch.cat([inputs, torch.ones(20, 1, dtype=torch.float64)], 1)
+    least = torch.linalg.lstsq(design, data[1]).solution
+    torch.testing.assert_close(values(model), least.flatten(), rtol=1e-6, atol=1e-8)
+
+
+def test_ctrl_c_gives_back_what_was_reached():
+    model, data = smooth_fit()
+
+    def interrupt(fit):
+        if fit.steps == 4:
+            raise KeyboardInterrupt
+
+    fit = woodbury.fit(model, nn.MSELoss(), data, progress=False, callback=interrupt)
+    assert fit.reason == "interrupted" and fit.steps == 4
+    assert fit.loss == pytest.approx(loss_of(model, data)) and fit.loss < fit.history[0]["loss"]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled):
+    def build():
+        return (line_fit(), draw) if sampled else smooth_fit()
+
+    settings = {"progress": False, "seed": 3, "samples": 60 if sampled else None}
+    model, data = build()
+    whole = woodbury.fit(model, nn.MSELoss(), data, steps=8, **settings)
+    other, data = build()
+    first = woodbury.fit(other, nn.MSELoss(), data, steps=5, **settings)
+    stream = io.BytesIO()
+    torch.save(first.state_dict(), stream)
+    stream.seek(0)
+    again, data = build()  # a fresh network, whose parameters do not matter
+    with torch.no_grad():
+        for own in again.parameters():
+            own.zero_()
+    second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=torch.load(stream), **settings)
+    assert second.steps == 8 and [r["loss"] for r in second.history] == [r["loss"] for r in whole.history]
+    assert torch.equal(values(again), values(model))
+
+
+def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_steps():
+    counts = []
+
+    def counting(count):
+        counts.append(count)
+        return draw(count)
+
+    model = line_fit()
+    fit = woodbury.fit(model, nn.MSELoss(), counting, steps=60, samples=8, progress=False)
+    assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
+    assert fit.samples <= 8 * sum(own.numel() for own in model.parameters())
+    inputs = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
+    assert loss_of(model, (inputs, torch.sin(3 * inputs))) < 1e-6
+    assert fit.loss < 1e-6
+
+
+def test_the_number_of_samples_follows_the_model():
+    counts = []
+
+    def counting(count):
+        counts.append(count)
+        return draw(count)
+
+    woodbury.fit(line_fit(), nn.MSELoss(), counting, steps=1, progress=False)
+    woodbury.fit(problems.mlp(1, 300, 1).double(), nn.MSELoss(), counting, steps=1, progress=False)
+    assert counts[0] == 256 and counts[-1] == round(1.5 * 901)
+
+
+def test_a_seed_fixes_the_samples_and_leaves_the_global_numbers_alone():
+    results = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = problems.mlp(1, 6, 1).double()
+        torch.manual_seed(len(results))  # what others draw must not matter
+        state = torch.get_rng_state()
+        woodbury.fit(model, nn.MSELoss(), draw, steps=3, samples=50, seed=7, progress=False)
+        assert torch.equal(torch.get_rng_state(), state)
+        results.append(values(model))
+    assert torch.equal(*results)
+
+
+def test_residuals_of_an_equation_need_no_targets():
+    """u' = -u, u(0) = 1."""
+    torch.manual_seed(0)
+    model = problems.mlp(1, 12, 1).double()
+
+    def residuals(model, points):
+        u = woodbury.laplacian(model, points)
+        return torch.cat([u.gradient[:, :, 0] + u.value, model(torch.zeros_like(points)) - 1], dim=1)
+
+    fit = woodbury.fit(
+        model,
+        nn.MSELoss(),
+        lambda count: (torch.rand(count, 1, dtype=torch.float64), None),
+        forward=residuals,
+        steps=25,
+        progress=False,
+    )
+    points = torch.linspace(0, 1, 20, dtype=torch.float64).unsqueeze(1)
+    with torch.no_grad():
+        assert (model(points) - torch.exp(-points)).abs().max() < 1e-4
+    assert fit.loss < 1e-7
+
+
+def test_validation_data_choose_the_parameters():
+    model, data = smooth_fit()
+    torch.manual_seed(1)
+    inputs = torch.rand(15, 2, dtype=torch.float64)
+    validation = inputs, torch.sin(3 * inputs[:, :1]) * inputs[:, 1:] + 0.3 * torch.randn(15, 1).double()
+    fit = woodbury.fit(model, nn.MSELoss(), data, steps=15, validation=validation, progress=False)
+    seen = [record["validation"] for record in fit.history]
+    assert loss_of(model, validation) == pytest.approx(min(seen))
+    assert fit.loss == pytest.approx(loss_of(model, data))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_classifier_is_fitted_too(dtype):
+    problem = problems.make("softmax", dtype)
+    fit = woodbury.fit(problem.model, problem.loss, (problem.inputs, problem.targets), steps=15, progress=False)
+    assert fit.loss < 1e-3
+
+
+def test_weight_decay_is_part_of_what_is_minimised():
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(2, 1, bias=False).double(), torch.randn(20, 2, dtype=torch.float64)
+    targets = torch.randn(20, 1, dtype=torch.float64)
+    woodbury.fit(model, nn.MSELoss(), (inputs, targets), weight_decay=0.3, progress=False)
+    matrix = 2 / 20 * inputs.T @ inputs + 0.3 * torch.eye(2, dtype=torch.float64)
+    ridge = torch.linalg.solve(matrix, 2 / 20 * inputs.T @ targets)
+    torch.testing.assert_close(values(model), ridge.flatten(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"data": 3}, TypeError, "a pair"),
+        ({"data": torch.zeros(3, 2)}, TypeError, "a pair"),
+        ({"data": [(torch.zeros(3, 2), torch.zeros(3, 1))] * 3}, TypeError, "mini-batches"),
+        ({"data": (torch.zeros(3, 2), torch.zeros(4, 1))}, ValueError, "targets"),
+        ({"data": lambda count: None}, TypeError, "must return a pair"),
+        ({"epochs": 3}, ValueError, "epochs"),
+        ({"steps": -1}, ValueError, "steps must not be negative"),
+        ({"steps": 1.5}, TypeError, "steps must be a whole number"),
+        ({"seconds": "1"}, TypeError, "seconds must be a number"),
+        ({"tolerance": -1.0}, ValueError, "tolerance must not be negative"),
+        ({"samples": 10}, ValueError, "samples= is for a function"),
+        ({"data": draw, "samples": 0}, ValueError, "samples must be"),
+        ({"resume": {"steps": 1}}, ValueError, "state_dict"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    model, data = smooth_fit()
+    with pytest.raises(error, match=message):
+        woodbury.fit(model, nn.MSELoss(), **{"data": data, "progress": False, **arguments})
+
+
+def test_a_state_of_another_model_is_refused():
+    model, data = smooth_fit()
+    state = woodbury.fit(model, nn.MSELoss(), data, steps=1, progress=False).state_dict()
+    with pytest.raises(ValueError, match=r"another model: parameter '\w+"):
+        woodbury.fit(nn.Sequential(nn.Linear(2, 1)).double(), nn.MSELoss(), data, resume=state, progress=False)
