@@ -13,7 +13,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
-demo: $(STAMP)  ## Train four optimizers on the digits, print a table, write a figure
+demo: $(STAMP)  ## Fit a function to many digits beside L-BFGS and Adam, then train on the digits; figures and pages
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 	$(BIN)/woodbury compare digits --optimizers smw-gn,smw-ng,smw-ng-bd,sgd
 
 test: lint  ## Check format, lint and types, then run the tests that take seconds

@@ -10,9 +10,13 @@ import woodbury
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_example_runs_and_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    exec(compile(example, str(README), "exec"), {})
+def test_the_examples_run_and_print_what_they_show(capsys: pytest.CaptureFixture[str]) -> None:
+    fit, loop = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    exec(compile(fit, str(README), "exec"), {})
+    line = r"loss \d.* after \d+ steps, .* s, 1000 samples per step: the tolerance is reached\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
+    assert re.search("^    " + line, README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    exec(compile(loop, str(README), "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert all(re.fullmatch(r"loss \d.*, damping \d.*, ratio -?\d.*", line) for line in lines)

@@ -340,10 +340,10 @@ class _Multiplied(woodbury.LossRule):
         return loss.factor * (outputs - targets).square().mean(1)
 
 
-def smooth_fit(scale=1.0):
+def smooth_fit():
     torch.manual_seed(0)
     inputs = torch.linspace(-1, 1, 40, dtype=torch.float64).unsqueeze(1)
-    return problems.mlp(1, 8, 1).double(), inputs, scale * torch.sin(3 * inputs)
+    return problems.mlp(1, 8, 1).double(), inputs, torch.sin(3 * inputs)
 
 
 def path_of(factor, make, steps, **settings):
@@ -378,8 +378,9 @@ def test_a_loss_multiplied_by_a_power_of_two_takes_the_very_same_path():
 def test_larger_targets_reach_the_same_relative_loss_in_at_most_twice_the_steps():
     counts = []
     for scale in (1.0, 1e3):
-        model, inputs, targets = smooth_fit(scale)
-        fit = woodbury.fit(model, nn.MSELoss(), (inputs, targets), tolerance=1e-10 * scale**2, progress=False)
+        model, inputs, targets = wide_fit()
+        data = inputs, scale * targets
+        fit = woodbury.fit(model, nn.MSELoss(), data, tolerance=1e-10 * scale**2, progress=False)
         assert fit.reason == "tolerance"
         counts.append(fit.steps)
     assert counts[1] <= 2 * counts[0]
@@ -451,6 +452,28 @@ def test_after_steps_that_gain_nothing_one_goes_along_a_single_rung():
     info = optimizer.step(problem.inputs, problem.targets)
     assert info.accepted and info.share == 1 and not info.bent
     assert optimizer.state["search"]["dull"] == 0 and optimizer.state["search"]["length"] == 2.0**-12
+
+
+def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one():
+    model, inputs, targets = wide_fit()
+    search = woodbury.CurvedSearch(hopeless=0.03, patience=100)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=search)
+    dropped = 0
+    for _ in range(25):
+        length = optimizer.step(inputs, targets).length.item()
+        if length <= 0.03:
+            dropped = min(dropped + 1, 4)
+        elif length >= 0.25:
+            dropped = max(dropped - 1, 0)
+        assert optimizer.state["search"]["dropped"] == dropped
+    fresh = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch(rungs=(1e-3, 1e-6), bend=1e-6))
+    optimizer = woodbury.GaussNewton(
+        model, nn.MSELoss(), search=woodbury.CurvedSearch(rungs=(1e-3, 1e-6, 1e-9, 1e-12), bend=1e-6)
+    )
+    for own, own_dropped in ((fresh, 0), (optimizer, 2)):
+        own.state["search"] = {"length": 1.0, "dull": 0, "dropped": own_dropped}
+    first, second = (reference.flat(own.direction(inputs, targets).values()) for own in (fresh, optimizer))
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
 
 
 def test_a_dropout_mask_is_the_same_at_every_trial():

@@ -28,7 +28,7 @@ FIRST_ROWS = 1.5  # samples per parameter to draw at first,
 FEWEST, MOST, MOST_ON_DEVICE = 256, 4096, 32768  # within these bounds
 GROWTH = 4  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
-SHORT = 1 / 16  # or where lengths, once they were long, are no more than this,
+SHORT = 1 / 16  # or where lengths are no more than this, once 99 % of the loss are gone,
 LIMITED_STEPS = 3  # so many steps in a row
 MOST_ROWS = 8  # samples per parameter at most: more of them add little to the curvature
 STALL_WINDOW = 12  # steps that together gain less than STALL_GAIN of the loss: nothing moves any more
@@ -267,7 +267,7 @@ def _first_count(source: Source, samples: int | None, size: int, device: torch.d
     return min(max(round(FIRST_ROWS * size), FEWEST), most) if samples is None else samples
 
 
-_STATE = {"parameters", "optimizer", "limited", "strode", "steps", "seconds", "samples", "history"}
+_STATE = {"parameters", "optimizer", "limited", "steps", "seconds", "samples", "history"}
 
 
 class _Run:
@@ -294,7 +294,7 @@ class _Run:
             self.random = _random.snapshot(device)
             _random.restore(now)
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
-        self.limited, self.strode = 0, False  # steps in a row that the samples limited; whether one was long
+        self.limited = 0  # steps in a row that the samples limited
         self.best: tuple[float, dict[str, Tensor]] | None = None  # the lowest loss seen, and where
 
     def go(self, progress: _Progress | None) -> Fit:
@@ -344,9 +344,7 @@ class _Run:
         elif self._is_stalled():
             fit.reason = "stalled"
         agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
-        length = float(numbers["length"])
-        self.strode = self.strode or length >= 0.5
-        short = self.strode and length <= SHORT
+        short = before < 0.01 * fit.history[0]["loss"] and float(numbers["length"]) <= SHORT
         self.limited = self.limited + 1 if agreement < LIMITED or short else 0
         if self.source.grows and self.limited >= LIMITED_STEPS and GROWTH * fit.samples <= MOST_ROWS * self.size:
             fit.samples, self.limited = fit.samples * GROWTH, 0
@@ -411,12 +409,12 @@ class _Run:
         best = {} if self.best is None else {"best_loss": self.best[0], "best": self.best[1]}
         random = {} if self.random is None else {"random": self.random.cpu}
         own = {"parameters": self._parameters(), "optimizer": self.optimizer.state_dict()}
-        return {**own, "limited": self.limited, "strode": self.strode, **best, **random}
+        return {**own, "limited": self.limited, **best, **random}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a `Fit.state_dict`."""
         names = {name for name, _ in self.model.named_parameters()}
-        if not isinstance(state, Mapping) or not _STATE <= set(state):
+        if not isinstance(state, Mapping) or not set(state) >= _STATE:
             raise ValueError("fit: resume must be the state_dict() of an earlier Fit")
         if set(state["parameters"]) != names:
             odd = sorted(names ^ set(state["parameters"]))[0]
@@ -426,7 +424,7 @@ class _Run:
         fit = self.fit
         fit.steps, fit.seconds, fit.samples = state["steps"], state["seconds"], state["samples"]
         fit.history = [dict(record) for record in state["history"]]
-        self.limited, self.strode = state["limited"], state["strode"]
+        self.limited = state["limited"]
         if "best" in state:
             self.best = state["best_loss"], dict(state["best"])
         if "random" in state and self.random is not None:
@@ -455,9 +453,10 @@ class _Progress:
         )
 
     def _write(self, line: str) -> None:
-        end = "" if self._terminal else "\n"
-        start = "\r" if self._terminal else ""
-        print(start + line.ljust(self._width), end=end, file=sys.stderr, flush=True)
+        if self._terminal:  # over the line before
+            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
         self._width = len(line)
 
     def end(self, fit: Fit) -> None:

@@ -28,7 +28,9 @@ class CurvedSearch:
 
     Dampings are relative to the trace of K, so that the scale of the loss or of the outputs does not matter. After
     `patience` steps in a row that each gain less than `least_gain` of the loss, one step goes along the best
-    single rung: from a bad start the search would creep along. Where the targets are of quite another scale than
+    single rung: from a bad start the search would creep along. For the same reason a step with a length of
+    `hopeless` or less leaves out the smallest rung from then on, until one with a length of 1/4 or more brings it
+    back. Where the targets are of quite another scale than
     what the parameters produce (30 times), the first step moves the one layer that takes away most of the loss.
 
     It is for full or large batches and for samplers, in float64 (or float32 with gram_dtype=torch.float64). In
@@ -40,7 +42,7 @@ class CurvedSearch:
             costs no factorisation.
         first: damping lambda / trace(K) of a first step in one layer; None for none. Not with `held_out=`.
         longest, shortest: bounds of alpha.
-        patience, least_gain: see above.
+        hopeless, patience, least_gain: see above.
     """
 
     rungs: tuple[float, ...] = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
@@ -48,6 +50,7 @@ class CurvedSearch:
     first: float | None = 1e-6
     longest: float = 2.0
     shortest: float = 2.0**-20
+    hopeless: float = 2.0**-12
     patience: int = 3
     least_gain: float = 0.01
 
@@ -58,7 +61,7 @@ class CurvedSearch:
         if not self.rungs:
             raise ValueError("CurvedSearch: rungs must hold at least one damping")
         named = [(f"rungs[{index}]", value) for index, value in enumerate(self.rungs)]
-        named += [("longest", self.longest), ("shortest", self.shortest), ("least_gain", self.least_gain)]
+        named += [(name, getattr(self, name)) for name in ("longest", "shortest", "hopeless", "least_gain")]
         named += [(name, value) for name in ("bend", "first") if (value := getattr(self, name)) is not None]
         for name, value in named:
             if isinstance(value, bool) or not isinstance(value, int | float):

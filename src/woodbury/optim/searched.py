@@ -68,7 +68,8 @@ def searched_proposal(
 ) -> Proposal:
     """The step that a search finds; memory is what it left behind at the step before."""
     trace = float(solver.trace(problem, line, system))
-    ladder = _ladder(problem, search, solver, system, line, trace)
+    dropped = memory.get("dropped", 0)
+    ladder = _ladder(problem, search, solver, system, line, trace, dropped)
     if not ladder:
         nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
         return _proposal(
@@ -108,8 +109,17 @@ def searched_proposal(
             )
         vector, start = path(length.length, length.bent), length.length or 1.0
         dull = 0 if length.decrease >= search.least_gain * abs(judge.loss) else dull + 1
+        if length.length <= search.hopeless:
+            dropped = min(dropped + 1, len(search.rungs) - 1)
+        elif length.length >= 0.25:
+            dropped = max(dropped - 1, 0)
     predicted = judge.predicted(length.length * coefficients)
-    memory = {"length": start, "dull": dull, "agreement": _agreement(line, ladder, judge, combined)}
+    memory = {
+        "length": start,
+        "dull": dull,
+        "dropped": dropped,
+        "agreement": _agreement(line, ladder, judge, combined),
+    }
     damping = ladder[int(coefficients.argmax())].damping
     share = float(coefficients.sum())
     return _proposal(problem, line, pieces, vector, predicted, damping, length, share, memory)
@@ -146,14 +156,20 @@ def _proposal(
 
 
 def _ladder(
-    problem: Problem, search: CurvedSearch, solver: Cholesky, system: System, line: Linearization, trace: float
+    problem: Problem,
+    search: CurvedSearch,
+    solver: Cholesky,
+    system: System,
+    line: Linearization,
+    trace: float,
+    dropped: int,
 ) -> list[Rung]:
-    """Every rung whose system could be solved."""
+    """Every rung but the last ones, as far as its system could be solved."""
     rungs = []
     if 0 < trace < math.inf:
         # larger ones have eight digits without it
         system = system._replace(refine_below=1e-8 * trace)
-        for relative in search.rungs:
+        for relative in search.rungs[: len(search.rungs) - dropped]:
             answer = solver.answer(problem, line, system, relative * trace)
             if bool(answer.usable) and math.isfinite(float(answer.squared_norm)):
                 vector = answer.displacement.dense()
