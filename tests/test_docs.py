@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import woodbury
 from test_imports import FLOORS, ROOMS
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +119,18 @@ def test_the_map_is_that_of_the_imports():
         assert modules <= set(re.findall(r"\w+", text)), name
 
 
+def test_code_about_precision_runs(capsys):
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    names = {}  # one after the other, as a reader types them
+    for code in re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(code, "docs/precision.md", "exec"), names)
+    assert names["fit"].reason == "tolerance" and names["info"].loss < 1e-2
+    assert names["result"].success and names["many"].x.shape == (1000, 3)
+    for line in capsys.readouterr().out.splitlines()[-5:]:
+        if "+-" in line:  # four digits of a well-conditioned fit
+            assert line in page
+
+
 @pytest.mark.parametrize("number, code", list(enumerate(MODELS)))
 def test_code_about_models_runs_and_its_steps_verify(number, code):
     torch.manual_seed(number)
@@ -125,7 +138,12 @@ def test_code_about_models_runs_and_its_steps_verify(number, code):
     exec(compile(code, "docs/models.md", "exec"), names)
     if "info" in names:
         assert names["info"].accepted
-    optimizer = names["optimizer"]
+    if "fit" in names:
+        assert names["fit"].loss < names["fit"].history[0]["loss"]
+        optimizer = woodbury.GaussNewton(names["model"], torch.nn.MSELoss(), forward=names["residuals"])
+        names["inputs"], names["targets"] = names["draw"](40)
+    else:
+        optimizer = names["optimizer"]
     with torch.no_grad():  # away from a minimum: a residual relative to a gradient of zero says nothing
         for parameter in optimizer.param_groups[0]["params"]:
             parameter += 0.1 * torch.randn_like(parameter)
