@@ -454,6 +454,25 @@ def test_after_steps_that_gain_nothing_one_goes_along_a_single_rung():
     assert optimizer.state["search"]["dull"] == 0 and optimizer.state["search"]["length"] == 2.0**-12
 
 
+def test_targets_out_of_scale_move_one_layer_first():
+    problem = problems.make("squared")
+    problem.targets = 1e4 * problem.targets
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=woodbury.CurvedSearch())
+    direction = optimizer.direction(problem.inputs, problem.targets)
+    samples = reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets)
+    B = reference.curvature_matrix(samples, "gauss-newton")
+    g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
+    last = torch.cat([torch.full((own.numel(),), name.startswith("2.")) for name, own in direction.items()])
+    damped = B[last][:, last] + 1e-6 * B.trace() * torch.eye(int(last.sum()), dtype=B.dtype)
+    expected = torch.zeros_like(g)
+    expected[last] = torch.linalg.solve(damped, -g[last])
+    # seven samples of two outputs, seven parameters per output: condition 1e6
+    assert reference.relative_error(reference.flat(direction.values()), expected) < 1e-8
+    optimizer.step(problem.inputs, problem.targets)
+    moved = reference.flat(optimizer.direction(problem.inputs, problem.targets).values())
+    assert moved[~last].abs().max() > 0  # the next step moves all layers
+
+
 def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one():
     model, inputs, targets = wide_fit()
     search = woodbury.CurvedSearch(hopeless=0.03, patience=100)

@@ -6,9 +6,9 @@ The numbers of the search decide what comes next, so that such a step waits for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from woodbury.optim.step import Problem, Proposal, decay_decrease
 from woodbury.row_matrix import Rows
 from woodbury.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
 
-OUT_OF_SCALE = 30.0
+OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
 
 
@@ -56,6 +56,42 @@ class Rung(NamedTuple):
     image: Tensor | None  # Z p, if it is known
 
 
+class Choice(NamedTuple):
+    """A step that a search may take."""
+
+    vector: Vector
+    length: Length
+    coefficients: Tensor  # c of the rungs; the vector is alpha sum_j c_j p_j, bent or not
+
+
+@dataclass
+class Memory:
+    """What a search remembers from step to step."""
+
+    length: float = 1.0  # where the next line search starts
+    dull: int = 0  # steps in a row that gained next to nothing
+    dropped: int = 0  # rungs left out
+    agreement: float = 1.0  # see `_agreement`
+    is_new: bool = field(default=True, repr=False)  # before the first step
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Memory:
+        return cls(**state, is_new=False) if state else cls()
+
+    def as_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("length", "dull", "dropped", "agreement")}
+
+    def after(self, search: CurvedSearch, choice: Choice, loss: float) -> Memory:
+        """After a step along the combination."""
+        length, gained = choice.length.length, choice.length.decrease >= search.least_gain * abs(loss)
+        dropped = self.dropped
+        if length <= search.hopeless and bool(choice.coefficients.any()):
+            dropped = min(dropped + 1, len(search.rungs) - 1)
+        elif length >= 0.25:
+            dropped = max(dropped - 1, 0)
+        return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped)
+
+
 def searched_proposal(
     problem: Problem,
     search: CurvedSearch,
@@ -64,78 +100,80 @@ def searched_proposal(
     system: System,
     line: Linearization,
     pieces: list[Piece],
-    memory: dict[str, Any],
+    state: Mapping[str, Any],
 ) -> Proposal:
-    """The step that a search finds; memory is what it left behind at the step before."""
-    trace = float(solver.trace(problem, line, system))
-    dropped = memory.get("dropped", 0)
-    ladder = _ladder(problem, search, solver, system, line, trace, dropped)
+    """The step that a search finds; state is what it left behind at the step before."""
+    trace, memory = float(solver.trace(problem, line, system)), Memory.read(state)
+    ladder = _ladder(problem, search, solver, system, line, trace, memory.dropped)
     if not ladder:
         nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
-        return _proposal(
-            problem, line, pieces, nothing, math.nan, 0.0, STAY._replace(decrease=math.nan), 0.0, memory
-        )
-    vectors = [rung.vector for rung in ladder]
+        choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1))
+        return _proposal(problem, line, pieces, choice, math.nan, 0.0, memory)
     judge = _judge_of(problem, curvature, line, pieces, ladder, trace)
     combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
-    dull, coefficients = memory.get("dull", 0), combined
     layer = None
-    if not memory and _is_out_of_scale(problem, search, line):
+    if memory.is_new and _is_out_of_scale(problem, search, line):
         layer = _best_layer(problem, search, solver, system, line, judge)
     if layer is not None:
-        (vector, length), start = layer, 1.0
-    elif dull >= search.patience:
-        vector, length, rung = _best_of(problem, judge, vectors, LENGTHS_OF_ONE_RUNG)
+        choice, memory = Choice(*layer[:2], combined), Memory()
+    elif memory.dull >= search.patience:
+        vector, length, rung = _best_of(problem, judge, [own.vector for own in ladder], LENGTHS_OF_ONE_RUNG)
         coefficients = torch.zeros_like(combined)
         coefficients[rung] = float(length.length > 0)
-        start, dull = memory["length"], 0
+        choice, memory = Choice(vector, length, coefficients), replace(memory, dull=0)
     else:
-        p = _combine(combined.tolist(), vectors)
-        bend = None
-        if search.bend is not None and bool(combined.any()):
-            bend = _bend(problem, curvature, solver, system, line, pieces, p, search.bend * judge.trace)
+        choice = _along_path(
+            problem, search, curvature, solver, system, line, pieces, judge, ladder, combined, memory
+        )
+        memory = memory.after(search, choice, judge.loss)
+    memory.agreement = _agreement(line, ladder, judge, combined)
+    predicted = judge.predicted(choice.length.length * choice.coefficients)
+    damping = ladder[int(choice.coefficients.argmax())].damping
+    return _proposal(problem, line, pieces, choice, predicted, damping, memory)
 
-        def path(length: float, bent: bool) -> Vector:
-            straight = {name: length * value for name, value in p.items()}
-            return straight if bend is None or not bent else _vector.combine(straight, bend, length**2)
 
-        length = STAY
-        if bool(combined.any()):
-            length = find_length(
-                lambda length, bent: _decrease(problem, judge, path(length, bent)),
-                search,
-                memory.get("length", 1.0),
-                bend is not None,
-            )
-        vector, start = path(length.length, length.bent), length.length or 1.0
-        dull = 0 if length.decrease >= search.least_gain * abs(judge.loss) else dull + 1
-        if length.length <= search.hopeless:
-            dropped = min(dropped + 1, len(search.rungs) - 1)
-        elif length.length >= 0.25:
-            dropped = max(dropped - 1, 0)
-    predicted = judge.predicted(length.length * coefficients)
-    memory = {
-        "length": start,
-        "dull": dull,
-        "dropped": dropped,
-        "agreement": _agreement(line, ladder, judge, combined),
-    }
-    damping = ladder[int(coefficients.argmax())].damping
-    share = float(coefficients.sum())
-    return _proposal(problem, line, pieces, vector, predicted, damping, length, share, memory)
+def _along_path(
+    problem: Problem,
+    search: CurvedSearch,
+    curvature: Curvature,
+    solver: Cholesky,
+    system: System,
+    line: Linearization,
+    pieces: list[Piece],
+    judge: Judge,
+    ladder: Sequence[Rung],
+    combined: Tensor,
+    memory: Memory,
+) -> Choice:
+    """The best step along theta + alpha p + alpha^2 bend, or straight ahead, for p = sum_j c_j p_j."""
+    p = _combine(combined.tolist(), [rung.vector for rung in ladder])
+    if not bool(combined.any()):
+        return Choice(p, STAY, combined)
+    bend = None
+    if search.bend is not None:
+        bend = _bend(problem, curvature, solver, system, line, pieces, p, search.bend * judge.trace)
+
+    def path(length: float, bent: bool) -> Vector:
+        straight = {name: length * value for name, value in p.items()}
+        return straight if bend is None or not bent else _vector.combine(straight, bend, length**2)
+
+    def decrease(length: float, bent: bool) -> float:
+        return _decrease(problem, judge, path(length, bent))
+
+    length = find_length(decrease, search, memory.length, bend is not None)
+    return Choice(path(length.length, length.bent), length, combined)
 
 
 def _proposal(
     problem: Problem,
     line: Linearization,
     pieces: list[Piece],
-    vector: Vector,
+    choice: Choice,
     predicted: float,
     damping: float,
-    length: Length,
-    share: float,
-    memory: dict[str, Any],
+    memory: Memory,
 ) -> Proposal:
+    vector, length = choice.vector, choice.length
     # what `_judge` subtracts for weight decay is part of the decrease already
     decrease = length.decrease - float(decay_decrease(problem, vector))
     return Proposal(
@@ -148,9 +186,9 @@ def _proposal(
         parts=[piece.inputs for piece in pieces],
         center=None,
         evaluate=lambda _: decrease,
-        memory={"search": memory},
+        memory={"search": memory.as_state()},
         length=length.length,
-        share=share,
+        share=float(choice.coefficients.sum()),
         bent=length.bent,
     )
 

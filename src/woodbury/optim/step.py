@@ -40,7 +40,7 @@ class StepInfo:
     """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
 
     loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
-    damping: Tensor  # lambda used
+    damping: Tensor  # lambda used; with a search that of the rung with the largest c
     ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
     predicted: Tensor  # m(0) - m(p)
     step_norm: Tensor  # |p|; theta moved by lr p. On a GPU up to a relative error of eps lmax |c|^2 / |p|^2
