@@ -567,3 +567,21 @@ def test_the_laplacian_of_a_network_in_a_recorded_step():
     assert made[0][0] == pytest.approx(made[1][0], rel=1e-8)
     for a, b in zip(made[0][1], made[1][1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["softmax", "squared", "residual", "tokens", "pictures"])
+def test_a_search_takes_the_step_of_the_cpu(name):
+    some, made = [0, 2, 3, 5], []
+    search = woodbury.CurvedSearch(rungs=(1e-1, 1e-2, 1e-3), bend=1e-2)
+    for device in ("cpu", "cuda"):
+        problem = problems.make(name)
+        model, loss = problem.model.to(device), problem.loss.to(device)
+        inputs, targets = problem.inputs.to(device), problem.targets.to(device)
+        optimizer = woodbury.GaussNewton(model, loss, search=search, weight_decay=0.01)
+        direction = optimizer.direction(inputs, targets, held_out=(inputs[some], targets[some]))
+        info = optimizer.step(inputs, targets)
+        assert info.accepted and optimizer._recordings is None
+        made.append((flatten(direction).cpu(), info.length.item()))
+    assert made[0][1] == made[1][1]
+    # "residual" has a SiLU, whose second derivative comes from differences: sqrt(eps)
+    torch.testing.assert_close(made[1][0], made[0][0], rtol=1e-6, atol=1e-8)

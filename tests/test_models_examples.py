@@ -13,10 +13,11 @@ import precision
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Fewer points and settings; the number of threads, which the examples set to one, is restored."""
-    for module in (cnn, language_model, precision):
+    for module, table in ((cnn, "METHODS"), (language_model, "METHODS"), (precision, "RIVALS")):
         monkeypatch.setattr(module, "POINTS", 2, raising=False)  # measuring would take longer than training
-        fewer = {method: dict(list(settings.items())[1:]) for method, settings in module.METHODS.items()}
-        monkeypatch.setattr(module, "METHODS", fewer)
+        methods = getattr(module, table)
+        fewer = {method: dict(list(settings.items())[1:]) for method, settings in methods.items()}
+        monkeypatch.setattr(module, table, fewer)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -63,5 +64,5 @@ def test_precision_draws_the_best_setting_of_every_method(tmp_path, capsys):
     figure = tmp_path / "precision.png"
     best = precision.main(["--seconds", "0.3", "--seeds", "1", "--out", str(figure)])
     assert len(best) == 3 and all(curve[-1][1] < curve[0][1] for (curve,) in best.values())
-    assert "woodbury.GaussNewton   boost 2.0 drop 0.5 loss" in capsys.readouterr().out
+    assert "woodbury.fit           seed 100: 1e-06 at" in capsys.readouterr().out
     assert figure.stat().st_size > 0
