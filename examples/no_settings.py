@@ -10,11 +10,14 @@ table for Markdown, one line per problem and seed.
 
     python examples/no_settings.py                       # about 7 minutes
     python examples/no_settings.py --problems sinc,precision
+    python examples/no_settings.py --parts               # what each part of the search is worth, seeds 0 to 7
 """
 
 from __future__ import annotations
 
 import sys
+from math import inf
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +65,37 @@ def show(name: str, seed: int, curve: Curve, goals: tuple[float, ...], what: str
     print(f"| {name} | {seed} | {what} {'; '.join(reached)} | {value:.1e} after {seconds:.1f} s |", flush=True)
 
 
+SEARCHES = {
+    "all parts": woodbury.CurvedSearch(),
+    "without the bend": woodbury.CurvedSearch(bend=None),
+    "dampings down to 1e-12 only": woodbury.CurvedSearch(rungs=(1e-3, 1e-6, 1e-9, 1e-12)),
+    "dampings down to 1e-9 only": woodbury.CurvedSearch(rungs=(1e-3, 1e-6, 1e-9), bend=1e-9),
+}
+
+
+def show_parts(seeds: int = 8, most: int = 120) -> None:
+    """Median steps to 1e-10 and 1e-12 on the first problem, inf for never."""
+    for name, search in SEARCHES.items():
+        reached = []
+        for seed in range(seeds):
+            model, inputs, targets = precision.problem(seed)
+            optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=search)
+            losses = [optimizer.step(inputs, targets).loss.item() for _ in range(most + 1)]  # before each step
+            reached.append([next((k for k, own in enumerate(losses) if own <= g), inf) for g in (1e-10, 1e-12)])
+        print(f"| {name} | {' | '.join(f'{median(own):g}' for own in zip(*reached, strict=True))} |", flush=True)
+
+
 def main(argv: list[str] | None = None) -> None:
     numbers = {"seeds": (5, "networks"), "seconds": (60.0, "for a differential equation, 10 for a fit at most")}
     parser = options(__doc__, ".", **numbers, device=("cpu", "cuda adds the equation in 5 dimensions"))
     names = (*PROBLEMS, "poisson", "curves")
     parser.add_argument("--problems", default=",".join(names), help="names, separated by commas (default: all)")
+    parser.add_argument("--parts", action="store_true", help="what each part of the search is worth instead")
     args = parser.parse_args(argv)
+    if args.parts:
+        torch.set_num_threads(1)
+        show_parts()
+        return
     chosen = args.problems.split(",")
     for name in chosen:
         if name not in names:
