@@ -38,8 +38,9 @@ FLOORS = {
         ["capture"],
         ["independence", "structure"],
     ],
+    "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction"],
+        ["settings", "passes", "transaction", "price"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],
