@@ -61,6 +61,7 @@ FLOORS = {
         ["timing", "tables"],
         ["step", "scale", "gpu", "peer_steps", "laplacian", "problems"],
         ["peers", "rivals"],
+        ["standings"],
         ["draw"],
         ["__main__"],
     ],
