@@ -37,8 +37,8 @@ from woodbury.experiments.storage import round_numbers
 
 _DESCRIPTION = (
     "Measure the cost of a step, or of training. This needs torch alone; `draw` needs matplotlib, and most of "
-    "`problems` scikit-learn. Times on a CPU are CPU times of one thread: unless OMP_NUM_THREADS is 1, the program "
-    "starts itself again with that setting."
+    "`problems` scikit-learn. Times on a CPU are CPU times of one thread: unless OMP_NUM_THREADS is 1, the "
+    "program starts itself again with that setting."
 )
 
 

@@ -18,8 +18,8 @@ from woodbury.experiments.looks import MARKERS, looks_of
 _COLOURS = {GN: "#0072B2", NG: "#D55E00", "": "#999999"}  # by what a peer computes
 _LINES: dict[str, tuple[str, Any, str]] = {  # colour, style and name of a method of `bench problems`
     ADAM_CONSTANT: ("#999999", "-", "Adam, 1e-3"),
-    ADAM: ("#56B4E9", "-", "Adam, best of four rates, decayed"),
-    SGD: ("#E69F00", "-", "SGD, best of four rates, decayed"),
+    ADAM: ("#56B4E9", "-", "Adam, best rate, decayed"),
+    SGD: ("#E69F00", "-", "SGD, best rate, decayed"),
     WOODBURY: ("#D55E00", "-", "woodbury, equal epochs"),
     EQUAL_SECONDS: ("#D55E00", "--", "woodbury, equal seconds"),
 }
@@ -196,9 +196,9 @@ def draw_problems(runs: Sequence[Sequence[dict[str, Any]]]) -> Any:
     from matplotlib.lines import Line2D
 
     rows = summarise(runs[-1])["problems"]
-    columns = min(4, len(rows))
+    columns = min(5, len(rows))
     height = math.ceil(len(rows) / columns)
-    figure, panels = _figure(3.3 * columns, 2.5 * height + 0.7, columns, height)
+    figure, panels = _figure(3 * columns, 2.4 * height + 0.7, columns, height)
     for panel, (name, row) in zip(panels, rows.items(), strict=False):
         records = [record for record in runs[-1] if record["problem"] == name]
         losses = []
@@ -212,6 +212,9 @@ def draw_problems(runs: Sequence[Sequence[dict[str, Any]]]) -> Any:
             colour, style, _ = _LINES[record["method"]]
             panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2, alpha=0.85)
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        panel.tick_params(which="both", labelsize=8)
         # What runs away above the start is cut off.
         panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in records))
         panel.set_xlim(0, None)
@@ -225,9 +228,11 @@ def draw_problems(runs: Sequence[Sequence[dict[str, Any]]]) -> Any:
         panel.set_ylabel("training loss")
     shown = [_LINES[method] for method in _LINES if any(method in row for row in rows.values())]
     handles = [Line2D([], [], color=colour, linestyle=style) for colour, style, _ in shown]
-    figure.legend(
-        handles, [text for _, _, text in shown], loc="outside lower center", ncols=columns, frameon=False
-    )
+    texts = [text for _, _, text in shown]
+    if len(panels) > len(rows):
+        panels[len(rows)].legend(handles, texts, loc="center left", frameon=False)
+    else:
+        figure.legend(handles, texts, loc="outside lower center", ncols=min(columns, 3), frameon=False)
     return figure
 
 

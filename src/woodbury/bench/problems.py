@@ -1,8 +1,8 @@
 """The problems of `bench problems`: small models on small data, as everyday users meet them.
 
 Data is the same for every seed; the seed chooses the initial weights and the order of the batches. MNIST and
-covtype are read from the data folder of `woodbury.experiments.files`; other data comes with scikit-learn or is drawn
-here.
+covtype are read from the data folder of `woodbury.experiments.files`; other data comes with scikit-learn, or is
+drawn here.
 """
 
 from __future__ import annotations

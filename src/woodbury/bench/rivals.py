@@ -92,7 +92,7 @@ def _answers(outputs: Tensor) -> Tensor:
 
 
 class Watch:
-    """Called after every step: counts steps and now and then evaluates the loss, outside of the time of the run."""
+    """Called after every step: counts steps, now and then evaluates the loss, and takes the time without that."""
 
     def __init__(self, evaluate_loss: Callable[[], float], every: int) -> None:
         self.evaluate_loss, self.every = evaluate_loss, every
