@@ -125,7 +125,7 @@ def _add_problems(problems: argparse.ArgumentParser) -> None:
     problems.add_argument("--jobs", type=_repeats, default=1, metavar="NUMBER", help=text)
     text = "folder with MNIST and covtype (default: that of WOODBURY_DATA); without it these are left out"
     problems.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
-    text = "folder for records.jsonl, table.txt and bench-problems.png (default runs/problems)"
+    text = "folder for records.jsonl, summary.json, table.txt, bench-problems.png (default runs/problems)"
     problems.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
     text = "run woodbury alone; status 1 if a run raises, ends above its start or leaves a parameter not finite"
     problems.add_argument("--guard", action="store_true", help=text)
@@ -190,9 +190,10 @@ def _problems(options: argparse.Namespace) -> str:
 
 
 def _problems_result(records: Sequence[Record], path: Path, options: argparse.Namespace) -> str:
-    """Writes the table and the figure beside the records."""
+    """Writes the summary, the table and the figure beside the records."""
     summary = {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
-    (path.parent / "table.txt").write_text(_format(summary, problems_tables, as_json=False) + "\n")
+    for name, as_json in (("table.txt", False), ("summary.json", True)):
+        (path.parent / name).write_text(_format(summary, problems_tables, as_json) + "\n")
     try:
         draw([path], path.parent)
     except ModuleNotFoundError as error:
