@@ -36,7 +36,7 @@ from woodbury.optim import GaussNewton
 ADAM_CONSTANT, ADAM, SGD, WOODBURY = "adam-1e-3", "adam", "sgd", "woodbury"
 METHODS = (ADAM_CONSTANT, ADAM, SGD, WOODBURY)
 EQUAL_SECONDS = "woodbury-seconds"  # the method of a record: woodbury in the CPU seconds of Adam
-CURVE_POINTS = 12  # of a run, at most
+CURVE_POINTS, CURVE_SAMPLES = 12, 6000  # of a run, at most
 
 Record = dict[str, Any]
 Train = Callable[..., object]  # called like `train_default`
@@ -228,12 +228,13 @@ def _all_steps(problem: Problem, task: Task) -> int:
 def _run(problem: Problem, task: Task, train: Train, total: int, **labels: Any) -> Record:
     """The record of one run of about `total` steps; an error in it becomes part of the record."""
 
-    def train_loss() -> float:
-        return evaluate(task.model, task.loss, task.train, problem.kind)[0]
+    def train_loss(samples: int | None = None) -> float:
+        pair = task.train[0][:samples], task.train[1][:samples]
+        return evaluate(task.model, task.loss, pair, problem.kind)[0]
 
     start, failure = train_loss(), None
     loader = batches(task.train, problem.batch, labels["seed"])
-    watch = Watch(train_loss, math.ceil(total / CURVE_POINTS))
+    watch = Watch(partial(train_loss, CURVE_SAMPLES), math.ceil(total / CURVE_POINTS))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         watch.start()
