@@ -62,6 +62,7 @@ FLOORS = {
         ["timing", "tables"],
         ["step", "scale", "gpu", "peer_steps", "laplacian", "problems"],
         ["peers", "rivals"],
+        ["standings"],
         ["draw"],
         ["__main__"],
     ],
