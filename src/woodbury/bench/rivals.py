@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from woodbury.bench.problems import CLASSIFICATION, PROBLEMS, Pair, Problem, Task
 from woodbury.experiments.errors import DataError, one_line
-from woodbury.optim import GaussNewton
+from woodbury.fit import fit
 
 ADAM_CONSTANT, ADAM, SGD, WOODBURY = "adam-1e-3", "adam", "sgd", "woodbury"
 METHODS = (ADAM_CONSTANT, ADAM, SGD, WOODBURY)
@@ -130,21 +130,8 @@ def train_default(
     seed: int = 0,
     callback: Callable[..., object],
 ) -> None:
-    """Gauss-Newton steps with momentum and a rate that decays linearly to 0, for so many epochs or steps."""
-    rate, total = 0.3, steps if steps is not None else (epochs or 0) * len(loader)
-    optimizer = GaussNewton(
-        model,
-        loss,
-        lr=rate,
-        momentum=0.9,
-        curvature_samples=min(loader.batch_size or 32, 32),
-        fallback="autograd",
-        seed=seed,
-    )
-    for step, (inputs, targets) in enumerate(_first(loader, total)):
-        optimizer.param_groups[0]["lr"] = rate * (1 - step / total)
-        optimizer.step(inputs, targets)
-        callback()
+    """`woodbury.fit` as it is, for so many epochs or steps."""
+    fit(model, loss, loader, epochs=epochs, steps=steps, seed=seed, progress=False, callback=callback)
 
 
 def _first(loader: DataLoader[Pair], count: int) -> Iterator[Pair]:
