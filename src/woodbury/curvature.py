@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import DenseFactor, Factor, dense_factor
-from woodbury.losses.rules import LossRule
+from woodbury.losses.rules import LossRule, loss_rule
 from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outputs
 
 
@@ -79,7 +79,7 @@ class GaussNewtonMatrix(Curvature):
 
     @property
     def at_outputs(self) -> OutputProduct:
-        return hessian_at_outputs
+        return _curvature_at_outputs
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return term_count
@@ -88,10 +88,16 @@ class GaussNewtonMatrix(Curvature):
         return rule.column_count(shape)
 
 
+def _curvature_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+    """H of the loss, or of the function that its rule takes the curvature from, by autograd."""
+    return hessian_at_outputs(loss_rule(loss).curved_loss(loss), outputs, targets, image)
+
+
 class EmpiricalFisher(Curvature):
     """B = (1/n) sum g_i g_i^T with g_i = (n/M) J_i^T r_i, whose mean is g: S_i = r_i, e_i = 1, D = M^2 / n.
 
-    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D = n where M = n.
+    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D = n where M = n. Of a loss that
+    is a sum, B = (N1/N2) sum_{S2} g_i g_i^T with g_i = J_i^T r_i, the Fisher matrix of a sum (`Passes.divisor`).
     """
 
     name = "empirical"

@@ -281,7 +281,7 @@ def rows(
         prepared = prepare(rule, loss, captured.raw, targets)
         columns = kind.factor(rule, loss, outputs, prepared).columns()
         n, k, _ = columns.shape
-        divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
+        divisor = 1.0 if rule.is_sum(loss) else kind.divisor(check_term_count(rule.count(loss, prepared)), n)
         return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)
     finally:
         buffers.put_back()

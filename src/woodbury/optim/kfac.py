@@ -27,7 +27,6 @@ from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
-from woodbury.losses.rules import check_term_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number
 from woodbury.optim.step import Problem, Proposal
@@ -85,9 +84,10 @@ class KFAC(SecondOrder):
         piece, outputs = objective.pieces[0], objective.outputs
         factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
         forms = piece.capture.rows([factor.columns()])
-        term_count = check_term_count(piece.term_count, "the curvature samples")
+        samples = problem.batch.curvature
+        divisor = problem.passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
         with full_precision():
-            fresh = {name: kronecker_factors(self._outer(name, form), term_count) for name, form in forms.items()}
+            fresh = {name: kronecker_factors(self._outer(name, form), divisor) for name, form in forms.items()}
             memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(

@@ -223,9 +223,11 @@ class _SampleSpace(SecondOrder):
             evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
-            loss, gradient, evaluate = passes.over_all(problem.full)
+            loss, gradient, evaluate, samples = passes.over_all(problem.full)
             line, pieces = self._linearize(problem, system)
             line.gradient = gradient
+            if passes.is_sum:  # over the loader
+                line.divisor = problem.batch.curvature / samples
         if self.search is not None:
             assert isinstance(self._solver, Cholesky)
             system = system._replace(look=False, factors={})
