@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import problems
+import reference
 import woodbury
 from woodbury.curvature import CURVATURES
 from woodbury.losses.rules import loss_rule
@@ -18,16 +19,21 @@ def outputs_of(name, dtype=torch.float64):
 
 
 def per_sample_derivatives(problem, outputs):
-    """Of the terms of the loss that each sample has: the loss of the batch times what its mean divides by."""
-    slopes, hessians = [], []
+    """Of the terms of the loss that each sample has: the loss of the batch times what it divides by.
+
+    Where the outputs are log-probabilities, those of the cross entropy: see `woodbury.losses.softmax`.
+    """
+    slopes, hessians, loss = [], [], problem.loss
+    if isinstance(loss, nn.NLLLoss):
+        loss = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index)
     for i in range(len(outputs)):
 
         def value(y, i=i):
             replaced = torch.cat([outputs[:i], y.reshape(outputs[:1].shape), outputs[i + 1 :]])
-            return problem.count * problem.loss(replaced, problem.targets)
+            return problem.count * reference.value_of(loss, replaced, problem.targets)
 
         slopes.append(torch.autograd.functional.jacobian(value, outputs[i].flatten()))
-        hessians.append(torch.autograd.functional.hessian(value, outputs[i].flatten()))
+        hessians.append(reference.curvature_at(loss, value, outputs[i], problem.targets[i]))
     return torch.stack(slopes), torch.stack(hessians)
 
 
@@ -39,8 +45,10 @@ def test_values_residual_and_factor_match_the_loss_module(name):
     slopes, hessians = per_sample_derivatives(problem, outputs)
     flat = outputs.flatten(1)
     values = rule.values(problem.loss, flat, prepared)
-    assert rule.count(problem.loss, prepared) == problem.count
-    torch.testing.assert_close(values.sum() / problem.count, problem.loss(outputs, problem.targets))
+    if not rule.is_sum(problem.loss):
+        assert rule.count(problem.loss, prepared) == pytest.approx(problem.count, rel=1e-15)
+    value = reference.value_of(problem.loss, outputs, problem.targets)
+    torch.testing.assert_close(values.sum() / problem.count, value)
     torch.testing.assert_close(rule.total(problem.loss, flat, prepared), values.sum())
     short = rule.prepare(problem.loss, outputs.float(), problem.targets)  # as it is for float32 parameters
     torch.testing.assert_close(rule.total(problem.loss, flat, short), values.sum(), rtol=1e-6, atol=0)
@@ -48,7 +56,10 @@ def test_values_residual_and_factor_match_the_loss_module(name):
     columns, e = rule.factor(problem.loss, flat, prepared)
     assert columns.shape == (len(outputs), rule.column_count(outputs.shape), flat.shape[1])
     torch.testing.assert_close(columns.mT @ columns, hessians)  # S S^T = H
-    torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), slopes)  # S e = r
+    rest = rule.compact_factor(problem.loss, flat, prepared).rest
+    image = (columns.mT @ e.unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(image if rest is None else image + rest, slopes)  # S e = r
+    assert (rest is not None) == (name == "counts-by-rate")  # where a count is 0, r is not in the range of S
 
 
 @problems.every_problem
@@ -126,12 +137,15 @@ def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
 @pytest.mark.parametrize(
     "loss, option",
     [
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), "weight"),
-        (nn.CrossEntropyLoss(reduction="sum"), "reduction"),
-        (nn.MSELoss(reduction="sum"), "reduction"),
-        (nn.MSELoss(reduction="none"), "reduction"),
-        (nn.BCEWithLogitsLoss(weight=torch.ones(3)), "weight"),
-        (nn.BCEWithLogitsLoss(reduction="none"), "reduction"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, -1.0, 1.0])), "weight"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, float("nan"), 1.0])), "weight"),
+        (nn.NLLLoss(weight=torch.tensor([1.0, float("inf"), 1.0])), "weight"),
+        (nn.BCEWithLogitsLoss(weight=torch.tensor([1.0, -1.0, 1.0])), "weight"),
+        *((kind(reduction="none"), "reduction.*'mean' or 'sum'") for kind in (nn.MSELoss, nn.CrossEntropyLoss)),
+        *((kind(reduction="none"), "reduction.*'mean' or 'sum'") for kind in (nn.L1Loss, nn.BCEWithLogitsLoss)),
+        (nn.HuberLoss(delta=0.0), "delta"),
+        (nn.SmoothL1Loss(beta=-1.0), "beta"),
+        (nn.SmoothL1Loss(beta=float("nan")), "beta"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(loss, option):
@@ -165,6 +179,16 @@ def test_unknown_loss_is_refused_with_the_way_out():
         (nn.MSELoss(), (4, 1), torch.ones(4), "do not fit"),
         (nn.MSELoss(), (4, 2, 3), torch.ones(4, 3, 2), "do not fit"),
         (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1"),
+        (nn.CrossEntropyLoss(weight=torch.ones(4)), (4, 3), torch.zeros(4).long(), r"weight.*\(4,\).*3 classes"),
+        (nn.NLLLoss(), (4, 3), torch.zeros(4).long(), "logsumexp.*LogSoftmax.*CrossEntropyLoss"),
+        (nn.NLLLoss(), (4, 3), torch.full((4, 3), 0.5), "class indices"),
+        (nn.NLLLoss(), (4, 3), None, "needs targets"),
+        (nn.NLLLoss(), (4, 5, 3), torch.zeros(4, 5).long(), r"NLLLoss takes outputs.*\.transpose\(1, 2\)"),
+        (nn.PoissonNLLLoss(), (4, 1), -torch.ones(4, 1), "counts"),
+        (nn.GaussianNLLLoss(), (4, 1), torch.ones(4, 1), r"torch.stack\(\[target, var\], dim=1\).*\(4, 2, 1\)"),
+        (nn.GaussianNLLLoss(), (4, 1), None, "torch.stack"),
+        (nn.GaussianNLLLoss(), (4, 1), -torch.ones(4, 2, 1), "must not be negative"),
+        (nn.HuberLoss(), (4, 1), torch.ones(4), "do not fit"),
     ],
 )
 def test_wrong_targets_are_refused(loss, outputs, targets, message):

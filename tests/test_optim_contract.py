@@ -113,7 +113,8 @@ def loss_at(problem, theta, decay=0.0):
     """The loss of the batch with its parameters at theta, and decay |theta|^2 / 2."""
     twin = copy.deepcopy(problem.model)
     nn.utils.vector_to_parameters(theta, reference.parameters(twin).values())
-    return problem.loss(twin(problem.inputs), problem.targets).detach() + 0.5 * (decay * theta) @ theta
+    value = reference.value_of(problem.loss, twin(problem.inputs), problem.targets).detach()
+    return value + 0.5 * (decay * theta) @ theta
 
 
 def state_of(model):

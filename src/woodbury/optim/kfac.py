@@ -192,16 +192,16 @@ def _place(form: RowForm) -> str:
     return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
-def kronecker_factors(form: OuterRows, term_count: Scalar) -> Factors:
-    """A = (1/n) sum a_i a_i^T and G = (1/M) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
+def kronecker_factors(form: OuterRows, divisor: Scalar) -> Factors:
+    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
 
-    M is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
+    D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
     samples = form.layout.samples
     sides = [] if form.weight is None else [form.inputs]
     sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
     inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / term_count)
+    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / divisor)
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:
