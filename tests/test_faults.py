@@ -887,13 +887,13 @@ def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them
     ]
     for name, options in changes:
         changed, built = problems.make(name), problems.make(name)
-        optimizer = build(kind, changed, damping=0.1)
+        optimizer = build(kind, changed, TIGHT, damping=0.1)
         optimizer.step(changed.inputs, changed.targets)
         built.model.load_state_dict(changed.model.state_dict())
         for option, value in options.items():
             setattr(changed.loss, option, value)
         built.loss = type(built.loss)(**options)
-        fresh = build(kind, built, damping=0.1)
+        fresh = build(kind, built, TIGHT, damping=0.1)
         if method(kind).solves:
             assert optimizer.verify(changed.inputs, changed.targets) < 1e-7
         a = optimizer.step(changed.inputs, changed.targets)
