@@ -42,9 +42,8 @@ def is_sum(loss):
 def curvature_at(loss, value, point, targets):
     """The Hessian of value(y) at the outputs of one sample, or what stands for it where that is zero.
 
-    NLLLoss: the Hessian of the cross entropy with the same options. HuberLoss, SmoothL1Loss and L1Loss: the weights
-    rho'(d) / d of iteratively reweighted least squares, d = y - t; for L1Loss, 1 / |d| with |d| at least
-    1e-3 (1 + |t|).
+    HuberLoss, SmoothL1Loss and L1Loss: the weights rho'(d) / d of iteratively reweighted least squares, d = y - t;
+    for L1Loss, 1 / |d| with |d| at least 1e-3 (1 + |t|).
     """
     flat = point.reshape(-1)
     if isinstance(loss, nn.HuberLoss | nn.SmoothL1Loss | nn.L1Loss):

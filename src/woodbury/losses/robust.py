@@ -2,8 +2,8 @@
 
 l = rho(d) at each output, d = y - t. On the linear part rho'' is 0, and a Gauss-Newton step there would be that of
 gradient descent. S S^T is not the Hessian here but the diagonal matrix of w = rho'(d) / d, the weights of
-iteratively reweighted least squares: the parabola q(x) = rho(d) + w (x^2 - d^2) / 2 touches rho at d and lies above
-it everywhere.
+iteratively reweighted least squares: the parabola q(x) = rho(d) + w (x^2 - d^2) / 2 touches rho at d and lies
+nowhere below it.
 """
 
 from __future__ import annotations
