@@ -43,14 +43,15 @@ def curvature_at(loss, value, point, targets):
     """The Hessian of value(y) at the outputs of one sample, or what stands for it where that is zero.
 
     HuberLoss, SmoothL1Loss and L1Loss: the weights rho'(d) / d of iteratively reweighted least squares, d = y - t;
-    for L1Loss, 1 / |d| with |d| at least 1e-3 (1 + |t|).
+    for L1Loss, 1 / |d| with |d| at least 1e-4 |t| + eps.
     """
     flat = point.reshape(-1)
     if isinstance(loss, nn.HuberLoss | nn.SmoothL1Loss | nn.L1Loss):
         difference = flat - targets.reshape(-1)
         weights = torch.autograd.functional.jacobian(value, flat) / difference
         if isinstance(loss, nn.L1Loss) or getattr(loss, "beta", 1) == 0:
-            weights = weights * (difference.abs() / (1e-3 * (1 + targets.reshape(-1).abs()))).clamp(max=1)
+            floor = 1e-4 * targets.reshape(-1).abs() + torch.finfo(flat.dtype).eps
+            weights = weights * (difference.abs() / floor).clamp(max=1)
         return torch.diag(weights)
     return torch.autograd.functional.hessian(value, flat)
 

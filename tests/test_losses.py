@@ -1,5 +1,7 @@
 """The loss rules against autograd on the loss modules themselves."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,9 @@ import reference
 import woodbury
 from woodbury.curvature import CURVATURES
 from woodbury.losses.rules import loss_rule
+from woodbury.optim import OPTIMIZERS
+
+SECOND_ORDER = {name: kind for name, kind in OPTIMIZERS.items() if name not in ("sgd", "adam")}
 
 
 def outputs_of(name, dtype=torch.float64):
@@ -226,6 +231,107 @@ def test_pos_weight_of_another_shape_is_refused_by_name():
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
     with pytest.raises(ValueError, match="pos_weight"):
         loss_rule(loss).values(loss, torch.zeros(4, 6), torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd"])
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("options", [{}, {"weight": [0.5, 2.0, 3.0], "ignore_index": 1}, {"reduction": "sum"}])
+def test_a_step_of_log_softmax_and_nll_is_that_of_logits_and_cross_entropy(kind, tokens, options):
+    """J_y^T H J_y = J_z^T H J_z and J_y^T r = J_z^T r for y = log_softmax(z)."""
+    options = {**options, "weight": torch.tensor(options["weight"]).double()} if "weight" in options else options
+    name = "tokens-smoothed" if tokens else "softmax-smoothed"
+    problem = problems.make(name)
+    p, verified = [], []
+    for model, loss in (
+        (problem.model, nn.CrossEntropyLoss(**options)),
+        (nn.Sequential(problem.model, nn.LogSoftmax(1)), nn.NLLLoss(**options)),
+    ):
+        optimizer = OPTIMIZERS[kind](model, loss, damping=0.01, curvature_samples=0.7, seed=0)
+        p.append(
+            torch.cat([own.flatten() for own in optimizer.direction(problem.inputs, problem.targets).values()])
+        )
+        verified.append(float(optimizer.verify(problem.inputs, problem.targets)))
+    assert reference.relative_error(p[1], p[0]) < 1e-10
+    assert max(verified) < 1e-10
+
+
+def test_log_probabilities_are_checked_at_every_step():
+    problem = problems.make("softmax")
+    optimizer = woodbury.GaussNewton(problem.model, nn.NLLLoss())
+    for call in (optimizer.step, optimizer.direction, optimizer.verify):
+        with pytest.raises(ValueError, match=r"LogSoftmax\(dim=1\), or use CrossEntropyLoss"):
+            call(problem.inputs, problem.targets)
+
+
+ROBUST = [nn.HuberLoss(delta=0.7), nn.SmoothL1Loss(beta=0.4), nn.SmoothL1Loss(beta=0.0), nn.L1Loss()]
+
+
+@pytest.mark.parametrize("loss", ROBUST)
+def test_the_curvature_of_a_robust_loss_is_a_parabola_that_touches_it_and_lies_nowhere_below(loss):
+    """q(x) = rho(d) + w (x^2 - d^2) / 2."""
+    rule, t = loss_rule(loss), torch.zeros(1, 1).double()
+    x = torch.linspace(-4, 4, 801, dtype=torch.float64).unsqueeze(1)
+
+    def rho(y):
+        return rule.values(loss, y, t.expand_as(y))
+
+    for d in (-2.5, -0.5, 1e-6, 0.3, 0.7, 3.0):
+        y = torch.full((1, 1), d, dtype=torch.float64)
+        w = rule.compact_factor(loss, y, t).columns().square().squeeze()
+        torch.testing.assert_close(w, rule.residual(loss, y, t).squeeze() / d)
+        parabola = rho(y) + 0.5 * w * (x.square() - d**2).squeeze(1)
+        rounding = 8 * torch.finfo(w.dtype).eps * (rho(y) + 0.5 * w * (x.square() + d**2).squeeze(1))
+        assert (rho(x) <= parabola + rounding).all()
+        slope = torch.autograd.functional.jacobian(lambda y: rho(y).sum(), y)
+        torch.testing.assert_close(rule.residual(loss, y, t), slope)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", ROBUST)
+def test_an_output_that_meets_its_target_has_a_finite_curvature_and_no_residual(loss, dtype):
+    t = torch.tensor([[0.0, 2.0]], dtype=dtype)
+    factor = loss_rule(loss).compact_factor(loss, t.clone(), t)
+    assert torch.isfinite(factor.columns()).all() and factor.e.abs().max() == 0
+    if getattr(loss, "beta", 0.0) == 0.0 and not isinstance(loss, nn.HuberLoss):
+        floor = 1e-4 * t + torch.finfo(dtype).eps
+        torch.testing.assert_close(factor.columns().square().sum(1), 0.5 / floor)
+
+
+@pytest.mark.parametrize("kind", list(SECOND_ORDER))
+@pytest.mark.parametrize(
+    "name", ["squared", "logistic-many", "softmax", "huber", "counts", "gaussian", "likelihood"]
+)
+def test_a_sum_is_the_mean_times_what_that_divides_by(kind, name):
+    """f_sum = N C f and g_sum = N C g; B_sum = N C B, or N C^2 B for the empirical Fisher."""
+    problem = problems.make(name)
+    mean, total = problem.loss, copy.deepcopy(problem.loss)
+    total.reduction = "sum"
+    classes = isinstance(mean, nn.CrossEntropyLoss | nn.NLLLoss)
+    C = 1 if classes else problem.model(problem.inputs).shape[1]
+    power, steps = 2 if kind.startswith("smw-ng") else 1, []
+    for loss, damping in ((mean, 0.03), (total, 0.03 * problems.N * C**power)):
+        tight = {"progress": 1e-14, "max_iterations": 1000} if kind == "hf" else {}
+        optimizer = SECOND_ORDER[kind](
+            problem.model, loss, damping=damping, curvature_samples=0.6, seed=0, **tight
+        )
+        p = optimizer.direction(problem.inputs, problem.targets)
+        steps.append(torch.cat([own.flatten() for own in p.values()]))
+    assert reference.relative_error(C ** (power - 1) * steps[1], steps[0]) < (1e-5 if kind == "hf" else 1e-10)
+
+
+def test_a_sum_of_ignored_targets_is_zero_and_moves_nothing():
+    problem = problems.make("softmax")
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    p = woodbury.GaussNewton(problem.model, loss).direction(problem.inputs, torch.full((problems.N,), -100))
+    assert max(float(own.abs().max()) for own in p.values()) == 0
+
+
+def test_a_mean_over_classes_of_weight_zero_is_refused():
+    problem = problems.make("softmax")
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 1.0, 1.0]).double())
+    optimizer = woodbury.GaussNewton(problem.model, loss)
+    with pytest.raises(ValueError, match="a class of weight 0"):
+        optimizer.step(problem.inputs, torch.zeros(problems.N).long())
 
 
 @pytest.mark.parametrize("index", [-100, 1])

@@ -63,9 +63,12 @@ class Robust(StructuredRule):
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
     def weights(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        """w of each output; where the knee is 0, |d| counts as at least `FLOOR` (1 + |t|)."""
+        """w of each output; where the knee is 0, |d| counts as at least `FLOOR` |t| + eps."""
         size, knee = (outputs - targets).abs(), self.knee(loss)
-        size = torch.maximum(size, FLOOR * (1 + targets.abs())) if knee == 0 else size.clamp_min(knee)
+        if knee == 0:
+            size = torch.maximum(size, FLOOR * targets.abs() + torch.finfo(outputs.dtype).eps)
+        else:
+            size = size.clamp_min(knee)
         return self.slope(loss) / size
 
     def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -77,8 +80,9 @@ class Robust(StructuredRule):
         return parabola
 
 
-# Without it an output that meets its target would never leave it again.
-FLOOR = 1e-3
+# Without it an output that meets its target would never leave it again. Of 1e-1 to 1e-8, 1e-4 ended with the
+# lowest loss or nearly so on a regression with noise and without (60 steps); more than 1e-3 kept the loss up.
+FLOOR = 1e-4
 
 
 @register_loss(nn.HuberLoss)
@@ -117,7 +121,7 @@ class SmoothAbsolute(Robust):
 
 @register_loss(nn.L1Loss)
 class Absolute(Robust):
-    """rho = |d|: w = 1 / max(|d|, `FLOOR` (1 + |t|)); r = sign(d) is exact. SmoothL1Loss has a floor to choose."""
+    """rho = |d|: w = 1 / max(|d|, `FLOOR` |t| + eps); r = sign(d) is exact. SmoothL1Loss has a floor to choose."""
 
     by_hand = True
     takes_sum = True
