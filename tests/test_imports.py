@@ -59,8 +59,9 @@ FLOORS = {
     ],
     "bench": [
         ["timing", "tables"],
-        ["step", "scale", "gpu", "peer_steps", "laplacian"],
-        ["peers", "draw"],
+        ["step", "scale", "gpu", "peer_steps", "laplacian", "problems"],
+        ["peers", "rivals"],
+        ["draw"],
         ["__main__"],
     ],
 }

@@ -370,6 +370,13 @@ def test_a_loss_multiplied_by_a_million_takes_the_same_path():
     assert reference.relative_error(second, first) < 1e-6
 
 
+def test_a_loss_multiplied_by_a_million_takes_the_same_first_step_with_every_rung():
+    # K has the same bits (`OwnScale`). e differs by eps, which (K + lambda I)^-1 U^T amplifies by at most
+    # 1 / (2 sqrt(lambda)), 2e7 for lambda = 1e-15 trace(K): 4e-9 of the step
+    first, second = (path_of(factor, wide_fit, 1) for factor in (1.0, 1e6))
+    assert reference.relative_error(second, first) < 1e-6
+
+
 def test_a_loss_multiplied_by_a_power_of_two_takes_the_very_same_path():
     first, second = (path_of(factor, wide_fit, 8) for factor in (1.0, 2.0**20))
     assert torch.equal(first, second)

@@ -6,6 +6,7 @@ divisor D of U = Z / sqrt(D). Everything else is the same.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -50,6 +51,10 @@ class Curvature(ABC):
     @abstractmethod
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         """D for n curvature samples whose mean loss divides by M = term_count."""
+
+    def divisor_of_sum(self, samples: int, of: int) -> Scalar:
+        """D = N2/N1 where f is a sum over N1 samples: B is the Hessian, or the Fisher matrix, of such a sum."""
+        return samples / of
 
     @abstractmethod
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
@@ -139,7 +144,7 @@ class EmpiricalFisher(Curvature):
     """B = (1/n) sum g_i g_i^T with g_i = (n/M) J_i^T r_i, whose mean is g: S_i = r_i, e_i = 1, D = M^2 / n.
 
     The empirical Fisher matrix of the paper. Every factor row is a gradient row; D = n where M = n. Of a loss that
-    is a sum, B = (N1/N2) sum_{S2} g_i g_i^T with g_i = J_i^T r_i, the Fisher matrix of a sum (`Passes.divisor`).
+    is a sum, B = (N1/N2) sum_{S2} g_i g_i^T with g_i = J_i^T r_i, the Fisher matrix of a sum.
     """
 
     name = "empirical"
@@ -162,6 +167,50 @@ class EmpiricalFisher(Curvature):
 
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         return 1
+
+
+class OwnScale(Curvature):
+    """The same B with the columns of S over their largest entry s, e times s and D over s^2.
+
+    A loss multiplied by a constant then has the same rows to the last bit, and so the same Gram matrix: at small
+    damping even its rounding decides about p. s is that of the last `factor` or `seeds`, and `divisor` follows it.
+    """
+
+    def __init__(self, curvature: Curvature) -> None:
+        self._curvature, self._scale = curvature, 1.0
+        self.name, self.fits_loss, self.one_pass = curvature.name, curvature.fits_loss, curvature.one_pass  # type: ignore[misc]
+
+    def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        factor = self._curvature.factor(rule, loss, outputs, targets)
+        assert factor.e is not None
+        columns = factor.columns()
+        self._scale = _largest(columns)
+        return DenseFactor(factor.e * self._scale, columns / self._scale, rest=factor.rest)
+
+    def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
+        (columns, *others), e, rest = self._curvature.seeds(rule, loss, outputs, targets, m)
+        assert e is not None
+        self._scale = _largest(columns)
+        return Seeds([columns / self._scale, *others], e * self._scale, rest)
+
+    @property
+    def at_outputs(self) -> OutputProduct:
+        return self._curvature.at_outputs
+
+    def divisor(self, term_count: Scalar, samples: int) -> Scalar:
+        return self._curvature.divisor(term_count, samples) / self._scale**2
+
+    def divisor_of_sum(self, samples: int, of: int) -> Scalar:
+        return self._curvature.divisor_of_sum(samples, of) / self._scale**2
+
+    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
+        return self._curvature.column_count(rule, shape)
+
+
+def _largest(columns: Tensor) -> float:
+    """The largest entry, 1 where there is none to divide by."""
+    largest = float(columns.abs().max()) if columns.numel() else 1.0
+    return largest if 0 < largest < math.inf else 1.0
 
 
 CURVATURES: dict[str, Curvature] = {kind.name: kind for kind in (GaussNewtonMatrix(), EmpiricalFisher())}

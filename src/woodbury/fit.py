@@ -21,6 +21,7 @@ from woodbury import _batch, _random
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton, StepInfo
+from woodbury.products import loss_of
 from woodbury.search import CurvedSearch
 
 DEFAULT_STEPS = 300  # where no budget is given
@@ -155,7 +156,7 @@ def fit(
 
     Args:
         model: any module; it is trained in place and ends with the best parameters.
-        loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss or one added by `register_loss`.
+        loss: one that `GaussNewton` takes, or one added by `register_loss`.
         data: (inputs, targets), used whole at every step; or a function draw(count) that returns as many fresh
             samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation).
         forward: f(model, inputs) in place of model(inputs).
@@ -384,7 +385,7 @@ class _Run:
         inputs, targets = data
         with torch.set_grad_enabled(optimizer.forward is not call_model):
             outputs = optimizer.forward(self.model, inputs)
-            value = optimizer.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+            value = loss_of(optimizer.loss, outputs, targets)
         return float(value.detach())
 
     def _finish(self) -> None:

@@ -18,9 +18,18 @@ from woodbury.bench.gpu import PARTS, bench_gpu
 from woodbury.bench.laplacian import bench_laplacian
 from woodbury.bench.peer_steps import PEERS
 from woodbury.bench.peers import OWN, PROBLEMS, bench_peers
+from woodbury.bench.problems import PROBLEMS as TRAINED
+from woodbury.bench.rivals import METHODS, Record, bench_problems, guard_faults, read_records, summarise
 from woodbury.bench.scale import bench_scale
 from woodbury.bench.step import bench_step
-from woodbury.bench.tables import laplacian_table, peer_tables, scale_table, step_table
+from woodbury.bench.tables import (
+    guard_table,
+    laplacian_table,
+    peer_tables,
+    problems_table,
+    scale_table,
+    step_table,
+)
 from woodbury.experiments.errors import one_line
 from woodbury.experiments.storage import round_numbers
 
@@ -82,14 +91,54 @@ def _parser(program: str) -> argparse.ArgumentParser:
     gpu.add_argument("parts", nargs="*", type=_part, metavar="PART", help=text)
     for subparser in (step, scale, peers, laplacian, gpu):
         subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
-    text = "figures bench-step.png, bench-scale.png, bench-peers.png from the JSON that those commands print"
+    _add_problems(command)
+    text = "figures bench-step.png, bench-scale.png and so on from the JSON of those commands"
     figures = command("draw", _draw, text, one_thread=False)
     figures.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE.json", help="what a command printed with --json"
+        *("files",),
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="what a command printed with --json, or the records.jsonl of problems",
     )
     text = "folder for the figures (default: the current one)"
     figures.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help=text)
     return parser
+
+
+def _add_problems(command: Callable[..., argparse.ArgumentParser]) -> None:
+    text = "training with woodbury.fit beside Adam and SGD, untuned and tuned, on small problems (15 minutes)"
+    problems = command("problems", _problems, text)
+    problems.add_argument(
+        *("--only",),
+        nargs="+",
+        choices=list(TRAINED),
+        default=[],
+        metavar="NAME",
+        help=f"these problems (default: all but mnist-full). Of: {', '.join(TRAINED)}",
+    )
+    text = f"of {', '.join(METHODS)} (default: all)"
+    problems.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=text)
+    text = "seeds of initial weights and of the order of batches (default 3; 10 with --guard)"
+    problems.add_argument("--seeds", type=_repeats, metavar="NUMBER", help=text)
+    text = "processes, each with one thread (default 1)"
+    problems.add_argument("--jobs", type=_repeats, default=1, metavar="NUMBER", help=text)
+    text = "folder of MNIST and covtype (default: that of WOODBURY_DATA); without it they are left out"
+    problems.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
+    text = "folder for records.jsonl, table.txt and bench-problems.png (default runs/problems)"
+    problems.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
+    text = (
+        "run woodbury alone and list runs that raise, end above their start or leave a number that is not finite"
+    )
+    problems.add_argument("--guard", action="store_true", help=text)
+    text = "take the runs of Adam and SGD from the records of an earlier run"
+    problems.add_argument("--rivals", type=Path, metavar="FILE.jsonl", help=text)
+    problems.add_argument(
+        "--epochs", type=_repeats, metavar="NUMBER", help="at most so many, to check that it runs"
+    )
+    # For the development of defaults: module:function to call in place of them.
+    problems.add_argument("--woodbury", help=argparse.SUPPRESS)
+    problems.add_argument("--json", action="store_true", help="print one JSON object on one line")
 
 
 # -- the commands: each returns what to print -----------------------------------------------------------------
@@ -114,6 +163,42 @@ def _laplacian(options: argparse.Namespace) -> str:
 
 def _gpu(options: argparse.Namespace) -> str:
     return _format(bench_gpu(options.parts or list(PARTS)), partial(json.dumps, indent=2), options.json)
+
+
+def _problems(options: argparse.Namespace) -> str:
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / ("guard.jsonl" if options.guard else "records.jsonl")
+    path.write_text("")
+
+    def keep(records: Sequence[Record]) -> None:
+        with path.open("a") as file:
+            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in records)
+
+    bench_problems(
+        names=options.only,
+        seeds=options.seeds or (10 if options.guard else 3),
+        methods=options.methods,
+        jobs=options.jobs,
+        data_dir=options.data_dir,
+        guard=options.guard,
+        epochs=options.epochs,
+        woodbury=options.woodbury,
+        earlier=read_records(options.rivals) if options.rivals else (),
+        say=_say,
+        keep=keep,
+    )
+    order = list(TRAINED)
+    records = sorted(read_records(path), key=lambda record: order.index(record["problem"]))
+    if options.guard:
+        faults = guard_faults(records)
+        return json.dumps({"faults": faults}) if options.json else guard_table(records, faults)
+    result = _format(summarise(records), problems_table, options.json)
+    (options.out / "table.txt").write_text(problems_table(round_numbers(summarise(records))) + "\n")
+    try:
+        draw([path], options.out)
+    except ModuleNotFoundError as error:
+        _say(f'no figure without {error.name}: pip install "woodbury[experiments]"')
+    return result
 
 
 def _draw(options: argparse.Namespace) -> str:

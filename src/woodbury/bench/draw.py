@@ -10,10 +10,18 @@ from statistics import median
 from typing import Any
 
 from woodbury.bench.peer_steps import GN, NG
+from woodbury.bench.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, SGD, WOODBURY, summarise
 from woodbury.bench.scale import beyond_sgd
 from woodbury.experiments.looks import MARKERS, looks_of
 
 _COLOURS = {GN: "#0072B2", NG: "#D55E00", "": "#999999"}  # by what a peer computes
+_LINES: dict[str, tuple[str, Any, str]] = {  # colour, style and name of a method of `bench problems`
+    ADAM_CONSTANT: ("#999999", "-", "Adam, 1e-3"),
+    ADAM: ("#56B4E9", "-", "Adam, best of four rates, decayed"),
+    SGD: ("#E69F00", "-", "SGD, best of four rates, decayed"),
+    WOODBURY: ("#D55E00", "-", "woodbury, equal epochs"),
+    EQUAL_SECONDS: ("#D55E00", "--", "woodbury, equal seconds"),
+}
 _MEANING = {
     "n": "parameters n (depth 1 to 16)",
     "N1": "batch N1",
@@ -31,7 +39,7 @@ def draw(files: Sequence[Path], folder: Path) -> list[Path]:
     by_kind: dict[str, list[Any]] = {}
     for path in files:
         try:
-            content = json.loads(path.read_text())
+            content = _read(path)
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         by_kind.setdefault(_kind(content, path), []).append(content)
@@ -44,8 +52,17 @@ def draw(files: Sequence[Path], folder: Path) -> list[Path]:
     return written
 
 
+def _read(path: Path) -> Any:
+    """What a file holds: one JSON value, or a list of those on its lines if it ends with .jsonl."""
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in path.read_text().splitlines() if line]
+    return json.loads(path.read_text())
+
+
 def _kind(content: Any, path: Path) -> str:
     """The command whose JSON this is."""
+    if isinstance(content, list) and content and all(isinstance(row, dict) and "curve" in row for row in content):
+        return "problems"
     if isinstance(content, dict) and content:
         if "problems" in content:
             return "peers"
@@ -54,7 +71,7 @@ def _kind(content: Any, path: Path) -> str:
             return "scale"
         if all(isinstance(row, dict) and "sgd" in row for row in rows):
             return "step"
-    raise ValueError(f"{path} is not the JSON of bench step, scale or peers")
+    raise ValueError(f"{path} is not the JSON of bench step, scale, peers or problems")
 
 
 def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[Any, list[Any]]:
@@ -173,10 +190,50 @@ def draw_peers(runs: Sequence[dict[str, Any]]) -> Any:
     return figure
 
 
+def draw_problems(runs: Sequence[Sequence[dict[str, Any]]]) -> Any:
+    """A panel per problem: training loss against CPU seconds, a line per seed, at the best rate of each method."""
+    from matplotlib.lines import Line2D
+
+    records = runs[-1]
+    rows = summarise(records)["problems"]
+    columns = min(4, len(rows))
+    height = math.ceil(len(rows) / columns)
+    figure, panels = _figure(3.6 * columns, 2.7 * height + 0.6, columns, height)
+    shown = [method for method in _LINES if any(method in row for row in rows.values())]
+    for panel, (name, row) in zip(panels, rows.items(), strict=False):
+        for record in records:
+            if record["problem"] != name or record["rate"] != row[record["method"]]["rate"]:
+                continue
+            colour, style, _ = _LINES[record["method"]]
+            points = [(seconds, loss) for seconds, loss in record["curve"] if loss is not None and loss < math.inf]
+            panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.3, alpha=0.8)
+        panel.set_yscale("log")
+        losses = [point[1] for record in records if record["problem"] == name for point in record["curve"]]
+        start = max(record["start_loss"] for record in records if record["problem"] == name)
+        low = min(loss for loss in losses if loss is not None and loss > 0)
+        panel.set_ylim(low / 1.2, 2 * start)
+        panel.set_xlim(0, None)
+        panel.set_title(name, loc="left", fontsize=11)
+    for panel in panels[len(rows) :]:
+        panel.set_axis_off()
+    figure.supxlabel("CPU seconds", fontsize=10)
+    figure.supylabel("training loss", fontsize=10)
+    handles = [Line2D([], [], color=_LINES[method][0], linestyle=_LINES[method][1]) for method in shown]
+    figure.legend(
+        handles,
+        [_LINES[method][2] for method in shown],
+        loc="outside lower center",
+        ncols=len(shown),
+        frameon=False,
+    )
+    return figure
+
+
 _FIGURES: dict[str, Callable[[Sequence[Any]], Any]] = {
     "step": draw_step,
     "scale": draw_scale,
     "peers": draw_peers,
+    "problems": draw_problems,
 }
 
 

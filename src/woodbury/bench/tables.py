@@ -83,3 +83,69 @@ def _peer_table(problem: dict[str, Any]) -> str:
     title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
     headings = ["step", "computes", "seconds", "x woodbury", "MiB", "p differs"]
     return "\n".join([table(title, headings, cells, left=2), *others])
+
+
+def problems_table(summary: dict[str, Any]) -> str:
+    """One row per problem, and below it on how many problems each bar is reached."""
+    headings = [
+        *(
+            "problem",
+            "kind",
+            "Adam 1e-3\ntrain loss",
+            "Adam tuned\ntrain loss (rate)",
+            "SGD tuned\ntrain loss (rate)",
+        ),
+        *("woodbury\ntrain loss", "equal epochs\nx Adam tuned", "\nx seconds"),
+        *("equal seconds\nx Adam tuned", "\nx seconds", "test: Adam tuned", "test: woodbury\nequal epochs"),
+        "test: woodbury\nequal seconds",
+    ]
+    cells = []
+    for name, row in summary["problems"].items():
+        adam, sgd = row.get("adam"), row.get("sgd")
+        epochs, seconds = row.get("woodbury"), row.get("woodbury-seconds")
+        cells.append(
+            [
+                *(name, row["kind"], _number(row.get("adam-1e-3"), "train_loss")),
+                *(_rated(adam), _rated(sgd), _number(epochs, "train_loss")),
+                *(_number(epochs, "ratio"), _number(epochs, "seconds_ratio")),
+                *(_number(seconds, "ratio"), _number(seconds, "seconds_ratio")),
+                *(_spread(row["kind"], adam), _spread(row["kind"], epochs), _spread(row["kind"], seconds)),
+            ]
+        )
+    title = "Training loss: median over the seeds; * edge of the grid. Test: mean, smallest and largest"
+    lines = [f"{reached} of {asked}: {bar}" for bar, (reached, asked) in summary["counts"].items() if asked]
+    return "\n".join([table(title, headings, cells, left=2), "", *lines])
+
+
+def _number(entry: dict[str, Any] | None, key: str) -> str:
+    value = (entry or {}).get(key)
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _rated(entry: dict[str, Any] | None) -> str:
+    """0.0124 (0.01), with * behind a rate at the edge of the grid."""
+    if entry is None:
+        return "-"
+    return f"{_number(entry, 'train_loss')} ({entry['rate']:g}{'*' if entry['edge'] else ' '})"
+
+
+def _spread(kind: str, entry: dict[str, Any] | None) -> str:
+    """2.4 % (2.2 to 2.9), or without % for a loss."""
+    if entry is None:
+        return "-"
+    unit, factor = (" %", 100) if kind == "classification" else ("", 1)
+    values = (entry["test"], *entry["test_spread"])
+    middle, low, high = ("-" if value is None else f"{factor * value:.3g}" for value in values)
+    return f"{middle}{unit} ({low} to {high})"
+
+
+def guard_table(records: Sequence[dict[str, Any]], faults: Sequence[str]) -> str:
+    """Per problem the seeds, the losses at the start and the range at the end; then the faults, if any."""
+    cells = []
+    for name in dict.fromkeys(record["problem"] for record in records):
+        runs = [record for record in records if record["problem"] == name]
+        ratios = [run["train_loss"] / run["start_loss"] for run in runs]
+        cells.append([name, str(len(runs)), f"{min(ratios):.3g}", f"{max(ratios):.3g}"])
+    title = "woodbury's defaults: training loss at the end over that at the start"
+    lines = faults or ["no run raised, ended above its start or left a parameter that is not finite"]
+    return "\n".join([table(title, ["problem", "seeds", "smallest", "largest"], cells), "", *lines])

@@ -100,13 +100,13 @@ def _in_pieces(
     from_loader = problem.full is not None  # g comes from the loader: S2 is all we need
     evaluated = [passes.evaluate(*part) for part in batch.pieces()[: 1 if from_loader else None]]
     pieces = [piece for piece, _ in evaluated]
-    divisor = passes.divisor(curvature, pieces[0].term_count, batch.curvature, batch.samples)
     term_count = passes.term_count(pieces)
     loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
     if products_by is None:
         check_memory(pieces[0].capture.raw)
     piece, outputs = evaluated[0]
     factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+    divisor = passes.divisor(curvature, pieces[0].term_count, batch.curvature, batch.samples)
     assert factor.e is not None
     width = batch.curvature * factor.width
     in_rows = 1 if products_by is not None else len(pieces)  # pieces whose gradient Z holds

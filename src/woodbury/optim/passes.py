@@ -148,12 +148,9 @@ class Passes:
         return check_term_count(sum(piece.term_count for piece in pieces))
 
     def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
-        """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples.
-
-        Where the loss is a sum, D = N2/N1: B is the Hessian, or the Fisher matrix, of a sum over N1 samples.
-        """
+        """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples."""
         if self.is_sum:
-            return samples / of
+            return curvature.divisor_of_sum(samples, of)
         return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
 
     def capture(self, inputs: Any, samples: int) -> Capture:

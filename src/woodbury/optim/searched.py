@@ -321,7 +321,9 @@ def _is_out_of_scale(problem: Problem, search: CurvedSearch, line: Linearization
     assert isinstance(line.rows, Rows)
     theta = {name: own.detach() for name, own in problem.plan.parameters.items()}
     own = line.rows.matvec(theta)[: line.curvature_rows]
-    return bool(line.e.norm() > OUT_OF_SCALE * own.norm())
+    # the rows are S^T J / s and e is s S^-1 r: e / s^2 is in their unit
+    unit = float(line.divisor) / float(line.term_count) * problem.batch.samples / problem.batch.curvature
+    return bool(unit * line.e.norm() > OUT_OF_SCALE * own.norm())
 
 
 def _best_layer(

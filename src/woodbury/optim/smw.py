@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from woodbury import _random
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
-from woodbury.curvature import CURVATURES, SampledGaussNewtonMatrix
+from woodbury.curvature import CURVATURES, Curvature, OwnScale, SampledGaussNewtonMatrix
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.displacement import Displacement
@@ -258,13 +258,13 @@ class _SampleSpace(SecondOrder):
             loss, gradient, evaluate, samples = passes.over_all(problem.full)
             line, pieces = self._linearize(problem, system)
             line.gradient = gradient
-            if passes.is_sum:  # over the loader
-                line.divisor = problem.batch.curvature / samples
+            if passes.is_sum:  # over the samples of the loader
+                line.divisor = line.divisor * problem.batch.samples / samples
         if self.search is not None:
             assert isinstance(self._solver, Cholesky)
             system = system._replace(look=False, factors={})
             return searched_proposal(
-                *(problem, self.search, self.curvature, self._solver, system, line, pieces),
+                *(problem, self.search, self._scaled_curvature(), self._solver, system, line, pieces),
                 self.state.get("search", {}),
             )
         solve = partial(self._solver.answer, problem, line, system)
@@ -299,7 +299,10 @@ class _SampleSpace(SecondOrder):
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
-        return linearize(problem, self.curvature, products_by, check_memory)
+        return linearize(problem, self._scaled_curvature(), products_by, check_memory)
+
+    def _scaled_curvature(self) -> Curvature:
+        return self.curvature if self.search is None else OwnScale(self.curvature)
 
     def _check_memory(self, problem: Problem, system: System, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
