@@ -755,8 +755,9 @@ def test_learns_from_a_data_loader_with_a_smaller_last_batch(kind):
 
 
 @every_second_order
-def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from_the_batch(kind):
-    problem = problems.make("squared")
+@pytest.mark.parametrize("name", ["squared", "squared-sum", "softmax-weighted-plain"])
+def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from_the_batch(kind, name):
+    problem = problems.make(name)
     x, t = problem.inputs, problem.targets
     loader = [(x[:4], t[:4]), (x[4:], t[4:])]
     optimizer = build(kind, problem, TIGHT, damping=0.1)
