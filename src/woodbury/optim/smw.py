@@ -371,8 +371,9 @@ class GaussNewton(_SampleSpace):
 
     Args:
         model: any module; only parameters with requires_grad are trained. Layers without a rule need `fallback`.
-        loss: CrossEntropyLoss (per token too, ignored targets included), BCEWithLogitsLoss, MSELoss (mean
-            reduction), or one added by `register_loss`.
+        loss: CrossEntropyLoss (per token too, with ignored targets and class weights), NLLLoss after LogSoftmax,
+            BCEWithLogitsLoss, MSELoss, HuberLoss, SmoothL1Loss, L1Loss, PoissonNLLLoss, GaussianNLLLoss with given
+            variances, each with reduction "mean" or "sum", or one added by `register_loss`.
         lr: alpha, theta moves by alpha p.
         damping: lambda: a policy such as `LevenbergMarquardt`, or a number for a constant.
         curvature_samples: N2: None for the whole batch, a number of samples, or a fraction of the batch. S2
