@@ -334,6 +334,18 @@ def test_a_mean_over_classes_of_weight_zero_is_refused():
         optimizer.step(problem.inputs, torch.zeros(problems.N).long())
 
 
+def test_variances_beside_the_targets_reach_every_door():
+    problem = problems.make("gaussian")
+    target, variance = problem.targets.unbind(1)
+    before = problem.loss(problem.model(problem.inputs), target, variance).detach()
+    for kind in OPTIMIZERS.values():
+        info = kind(copy.deepcopy(problem.model), problem.loss).step(problem.inputs, problem.targets)
+        torch.testing.assert_close(info.loss, before)
+    fit = woodbury.fit(problem.model, problem.loss, (problem.inputs, problem.targets), steps=5, progress=False)
+    after = problem.loss(problem.model(problem.inputs), target, variance).item()
+    assert fit.loss == pytest.approx(after, rel=1e-10) and after < before
+
+
 @pytest.mark.parametrize("index", [-100, 1])
 def test_ignored_samples_are_found_among_plain_targets(index):
     loss, outputs = nn.CrossEntropyLoss(ignore_index=index), torch.randn(5, 3).double()

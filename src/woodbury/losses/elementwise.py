@@ -216,8 +216,11 @@ class Gaussian(StructuredRule):
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         options: Any = loss
-        target, variance = targets.to(outputs.dtype).unbind(1)
-        each = F.gaussian_nll_loss(outputs, target, variance, full=options.full, eps=options.eps, reduction="none")
+        target, variance = targets.unbind(1)
+        variance = variance.to(outputs.dtype).clamp_min(options.eps)  # torch's function would wait for a device
+        each = 0.5 * (variance.log() + (outputs - target).square() / variance)
+        if options.full:
+            each = each + 0.5 * math.log(2 * math.pi)
         return each.sum(1) if self.is_sum(loss) else each.mean(1)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
