@@ -40,7 +40,7 @@ FLOORS = {
     ],
     "optim": [
         ["settings", "passes", "transaction"],
-        ["step"],
+        ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],
         ["parameter_space"],

@@ -1,7 +1,13 @@
 """Damping policies: where lambda starts, and how it changes with the reduction ratio rho.
 
 A policy is a frozen dataclass with `initial`, `floor` and `next(value, ratio)`. The damping of a step
-is value + floor; the value is state of the optimizer, the policy is not.
+is value + floor; the value is state of the optimizer, the policy is not. A policy with `relative=True` gives it in
+units of the scale of K: lambda = (value + floor) scale, where
+
+    scale <- max(trace(K), 0.999 scale)
+
+so that a loss, targets or outputs in other units leave the steps as they are. The scale forgets slowly: K of a few
+curvature samples that the model is sure about may be nearly zero.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from typing import Any, Protocol
 
 from woodbury.device.scalars import Scalar, where
 
+FORGETTING = 0.999  # of the scale of K, per step
 LOWEST, HIGHEST = 1e-18, 1e18  # of the value of a policy that multiplies: their squares fit into float32
 
 
@@ -50,10 +57,12 @@ class LevenbergMarquardt:
     drop: float = 0.99
     threshold: float = 0.25  # epsilon
     floor: float = 1e-3  # tau
+    relative: bool = False  # to the scale of K, see above
 
     def __post_init__(self) -> None:
         for name in ("initial", "boost", "drop", "threshold", "floor"):
             _check_finite(f"LevenbergMarquardt: {name}", getattr(self, name))
+        _check_truth("LevenbergMarquardt: relative", self.relative)
         if not LOWEST <= self.initial <= HIGHEST:
             raise ValueError(
                 f"LevenbergMarquardt: initial must lie between {LOWEST:g} and {HIGHEST:g}, got {self.initial}"
@@ -81,8 +90,10 @@ class Constant:
 
     initial: float
     floor: float = 0.0
+    relative: bool = False  # to the scale of K, see above
 
     def __post_init__(self) -> None:
+        _check_truth("Constant: relative", self.relative)
         _check_finite("damping", self.initial)
         _check_finite("Constant: floor", self.floor)
         if not self.initial > 0:
@@ -92,6 +103,18 @@ class Constant:
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         return 0 * value + self.initial
+
+
+def is_relative(damping: Damping) -> bool:
+    """Whether lambda is given in units of the scale of K."""
+    return bool(getattr(damping, "relative", False))
+
+
+def next_scale(trace: Scalar, before: Scalar | None) -> Scalar:
+    """The scale of K at a step with this trace; 1 while K is zero."""
+    if before is not None:
+        trace = where(trace > FORGETTING * before, trace, FORGETTING * before)
+    return where(trace > 0, trace, 1.0)
 
 
 def as_damping(damping: Damping | float) -> Damping:
@@ -112,6 +135,11 @@ def check_damping(value: float, policy: Damping) -> None:
     """Raise if lambda is not a positive finite number."""
     if not 0 < value < math.inf:
         raise ValueError(f"damping must be positive and finite, and {type(policy).__name__} gives {value}")
+
+
+def _check_truth(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _check_finite(name: str, value: Any) -> None:

@@ -27,7 +27,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, LevenbergMarquardt, as_damping, check_damping
+from woodbury.damping import Damping, LevenbergMarquardt, as_damping, check_damping, is_relative
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -50,6 +50,7 @@ from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
 from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, name_bad_samples, on_good_samples
+from woodbury.optim.guard import Course, guard_warning, largest_rate
 from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
 from woodbury.optim.settings import (
     BELOW_ONE,
@@ -101,6 +102,7 @@ class SecondOrder(torch.optim.Optimizer):
         curvature_samples: int | float | None = None,  # N2
         weight_decay: float = 0.0,
         accept: float | None = None,  # eta
+        guard: float | None = 1.0,
         forward: Forward | None = None,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
@@ -121,6 +123,8 @@ class SecondOrder(torch.optim.Optimizer):
             isinstance(accept, bool) or not isinstance(accept, int | float) or math.isnan(accept)
         ):
             raise ValueError(f"accept must be a number or None, got {accept!r}")
+        if guard is not None:
+            check_number("guard", guard)
         if forward is not None and not callable(forward):
             raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
         if seed is not None:
@@ -128,8 +132,10 @@ class SecondOrder(torch.optim.Optimizer):
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)
+        self._check_damping()
         self.curvature_samples = curvature_samples
         self.accept = accept
+        self.guard = guard
         self.bad_samples = bad_samples
         self.forward = forward or call_model
         self.last: StepInfo | None = None
@@ -487,6 +493,8 @@ class SecondOrder(torch.optim.Optimizer):
     def _moving_state(self, device: torch.device) -> dict[str, Any]:
         """The state that every step replaces, as tensors on the device."""
         moving: dict[str, Any] = {"damping": to_device(self.state["damping"], device)}
+        if "scale" in self.state:
+            moving["scale"] = to_device(self.state["scale"], device)
         if "momentum" in self.state:
             moving["momentum"] = {name: value.to(device) for name, value in self.state["momentum"].items()}
         return moving
@@ -586,6 +594,14 @@ class SecondOrder(torch.optim.Optimizer):
         self._rule = loss_rule(self.loss)
         self._options = self.loss, dict(attributes), buffers, versions
 
+    def _check_damping(self) -> None:
+        """Raise where the method cannot take this policy."""
+        if is_relative(self.damping):
+            raise ValueError(
+                f"{type(self).__name__} forms no Gram matrix that its damping could be relative to: use "
+                "GaussNewton or NaturalGradient, or relative=False"
+            )
+
     def _check_surroundings(self) -> None:
         self._check_loss()
         check_groups(self.param_groups, self._most_momentum)
@@ -673,13 +689,23 @@ class SecondOrder(torch.optim.Optimizer):
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
         sensible = finite & (predicted > 0)
         ratio = ratio_where(sensible, actual, predicted, -math.inf)
-        return ratio, finite if self.accept is None else finite & (ratio >= self.accept)
+        accepted = finite if self.accept is None else finite & (ratio >= self.accept)
+        if self.guard is not None and isinstance(decrease, float) and isinstance(proposal.loss, float):
+            accepted = accepted & self._course(proposal).allows(
+                decrease, proposal.loss, largest_rate(problem.hyper), self.guard
+            )
+        return ratio, accepted
+
+    def _course(self, proposal: Proposal) -> Course:
+        """How the loss has gone before this step."""
+        return Course.read(self.state.get("course", {}), proposal.loss)
 
     def _next_damping(self, problem: Problem, proposal: Proposal, ratio: Scalar) -> Scalar:
         """The value of the damping policy after a step with this ratio."""
         value = as_number(self.state["damping"])
-        if proposal.damping is not problem.damping:  # it was raised within the step
-            value = proposal.damping - self.damping.floor
+        if proposal.raised:
+            raised = proposal.damping if proposal.scale is None else proposal.damping / proposal.scale
+            value = raised - self.damping.floor
         value = self.damping.next(value, ratio)
         if isinstance(value, float) and not 0 < value < math.inf:  # 0 may do, with a floor
             check_damping(value + self.damping.floor, self.damping)
@@ -690,6 +716,11 @@ class SecondOrder(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """What the state gains by the step: lambda, the momentum and what the method keeps for itself."""
         state = {**proposal.memory, "damping": damping}
+        if isinstance(proposal.loss, float):
+            course = self._course(proposal).after(proposal.loss)
+            state["course"] = course._asdict()
+            if accepted and course.runs_away():
+                self._warn_once("course", guard_warning(course, self.guard is not None))
         if problem.hyper.any_momentum and vector is not None:
             moved = as_truth(accepted)
             state["momentum"] = {  # a rejected step leaves none behind

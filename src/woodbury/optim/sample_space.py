@@ -81,6 +81,12 @@ class Solver(ABC):
     def answer(self, problem: Problem, line: Linearization, system: System, damping: Scalar) -> Answer:
         """p for this damping."""
 
+    def trace(self, problem: Problem, line: Linearization, system: System) -> Scalar:
+        """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
+        assert isinstance(line.rows, Rows)
+        m, gram = line.curvature_rows, gram_of(problem, line, line.rows, system, None)
+        return scalar(gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1).sum()) / line.divisor
+
     def size(self, problem: Problem, system: System, row_count: int) -> int:
         """Rows of each matrix to be factored, or 0 for none, for so many factor rows."""
         return row_count + problem.batch.samples - problem.batch.curvature
@@ -113,15 +119,12 @@ class Cholesky(Solver):
         return partial(solve_cholesky, look=True) if system.look else solve_cholesky
 
     def trace(self, problem: Problem, line: Linearization, system: System) -> Scalar:
-        """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
         assert isinstance(line.rows, Rows)
         if is_smaller(problem.plan, system.blocks, line.curvature_rows):
             names = system.blocks.parameter_names(problem.plan)
             matrices = curvature_matrices(line, line.rows, names, system.gram_dtype)
             return scalar(torch.stack([matrix.diagonal().sum() for matrix in matrices]).sum())
-        m = line.curvature_rows
-        gram = gram_of(problem, line, line.rows, system, None)
-        return scalar(gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1).sum()) / line.divisor
+        return super().trace(problem, line, system)
 
     def pull_back(
         self, problem: Problem, line: Linearization, system: System, weights: Tensor, damping: Scalar

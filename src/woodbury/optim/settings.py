@@ -23,6 +23,7 @@ class Common(TypedDict, total=False):
     curvature_samples: int | float | None  # N2
     weight_decay: float
     accept: float | None  # eta
+    guard: float | None
     forward: Forward | None
     seed: int | None
     params: Iterable[Any] | None

@@ -21,8 +21,9 @@ from woodbury import _random
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
 from woodbury.curvature import CURVATURES, Curvature, OwnScale, SampledGaussNewtonMatrix
+from woodbury.damping import is_relative, next_scale
 from woodbury.device.recording import Recordings
-from woodbury.device.scalars import Scalar, as_number
+from woodbury.device.scalars import Scalar, as_number, compute
 from woodbury.displacement import Displacement
 from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
@@ -174,6 +175,7 @@ class _SampleSpace(SecondOrder):
     def solver(self, name: str) -> None:
         self._solver = part_named("solver", name, SOLVERS)
         self._check_search(self.search, 0.0)
+        self._check_damping()
         self._structure = Structure(self._structure.has_fallback, self._by_layers, self.max_bytes)
         self._recordings = self._new_recordings()
 
@@ -267,6 +269,11 @@ class _SampleSpace(SecondOrder):
                 *(problem, self.search, self._scaled_curvature(), self._solver, system, line, pieces),
                 self.state.get("search", {}),
             )
+        scale = None
+        if is_relative(self.damping):
+            before = as_number(self.state["scale"]) if "scale" in self.state else None
+            scale = next_scale(self._solver.trace(problem, line, system), before)
+            problem = replace(problem, damping=problem.damping * scale)
         solve = partial(self._solver.answer, problem, line, system)
         damping = problem.damping
         answer = solve(damping)
@@ -284,7 +291,17 @@ class _SampleSpace(SecondOrder):
             parts=[piece.inputs for piece in pieces],
             center=problem.previous,
             evaluate=evaluate,
+            scale=scale,
+            raised=damping is not problem.damping,
+            memory={} if scale is None else {"scale": compute(scale)[0]},
         )
+
+    def _check_damping(self) -> None:
+        if is_relative(self.damping) and not self._solver.forms_rows:
+            raise ValueError(
+                f"solver={self._solver.name!r} forms no Gram matrix that the damping could be relative to: use "
+                "solver='cholesky' or 'cg', or relative=False"
+            )
 
     def _is_time_to_look(self, damping: Scalar) -> bool:
         """Whether to look at the condition of the system: where lambda has halved, and at steps 1, 2, 4, 8, ..."""
@@ -383,6 +400,9 @@ class GaussNewton(_SampleSpace):
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.
         accept: eta: theta moves only if rho >= eta (None: whenever theta + p has a finite loss). A loss at theta
             that is not finite raises on the CPU; on other devices the step is rejected.
+        guard: on the CPU a step that would raise the loss of its batch by more than this many times the loss as
+            smoothed over 20 steps is rejected; None for no guard. While the smoothed loss lies far above its best,
+            only steps that lower the loss of their batch are taken, with one warning. See `woodbury.optim.guard`.
         bad_samples: what to do on the CPU about samples with nan or inf in their inputs, targets, loss or
             gradient: "raise" an error that names their places in the batch, or "skip" them with a warning that
             names them; the step is then that of the others, and is rejected if there are none. A bad sample of

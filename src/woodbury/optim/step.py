@@ -121,6 +121,8 @@ class Proposal(Answer):
     parts: list[Any]  # the inputs as they went through the model at theta
     center: Vector | None  # q of the damping term lambda |p - q|^2 / 2, None for zero
     evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
+    scale: Scalar | None = None  # of K, where the damping is relative to it
+    raised: bool = False  # whether lambda was raised within the step
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
     length: float = 1.0  # alpha, sum of c, and whether the path is bent: of a step with a search
     share: float = 1.0

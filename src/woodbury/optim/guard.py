@@ -1,0 +1,75 @@
+"""The guard: a step that runs away is not taken.
+
+A step is judged at theta + p and moves theta by alpha p. Where f is convex along the way, the loss of the batch
+rises by at most
+
+    rise = min(alpha, 1) (f(theta + p) - f(theta))
+
+A step is rejected if rise > guard max(|level|, |f(theta)|), where the level is the loss smoothed over about 20
+steps. In training that works this hardly ever happens. Where it does not work, the level itself climbs: while it
+lies more than 4 times the best level above that (1 % of the first loss at least), a step is taken only if
+f(theta + p) <= f(theta).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from woodbury.device.scalars import Scalar, Truth, as_number, magnitude, where
+from woodbury.optim.settings import Hyperparameters
+
+SMOOTHING = 0.05  # share of the last loss in the level
+RUNAWAY = 4.0  # times the best level above it
+LEAST = 0.01  # of the first loss: below, losses of single batches differ by more than that
+ADVICE = (
+    "a smaller lr, or one that decays to zero; momentum=0.9 with lr=0.3; larger batches; or woodbury.fit(model, "
+    "loss, loader, epochs=...), which chooses for you"
+)
+
+
+class Course(NamedTuple):
+    """How the loss has gone so far."""
+
+    first: Scalar
+    level: Scalar  # smoothed
+    best: Scalar  # the lowest level
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any], loss: Scalar) -> Course:
+        """What a step left behind, or the start of a course."""
+        return cls(*(as_number(state[name]) for name in cls._fields)) if state else cls(loss, loss, loss)
+
+    def runs_away(self) -> Truth:
+        """Whether the level lies far above its best."""
+        best, least = magnitude(self.best), LEAST * magnitude(self.first)
+        return self.level - self.best > RUNAWAY * where(best > least, best, least)
+
+    def allows(self, decrease: Scalar, loss: Scalar, rate: Scalar, guard: float) -> Truth:
+        """Whether a step with f(theta) - f(theta + p) = decrease may be taken."""
+        level, own = magnitude(self.level), magnitude(loss)
+        limit = where(self.runs_away(), 0.0, guard * where(level > own, level, own))
+        return where(rate < 1, rate, 1.0) * decrease >= -limit
+
+    def after(self, loss: Scalar) -> Course:
+        """With the loss of one more batch."""
+        level = self.level + SMOOTHING * (loss - self.level)
+        return Course(self.first, level, where(level < self.best, level, self.best))
+
+
+def largest_rate(hyper: Hyperparameters) -> Scalar:
+    """alpha, the largest of all groups."""
+    rates = list({id(rate): rate for rate in hyper.lr.values()}.values())
+    largest = as_number(rates[0])
+    for rate in map(as_number, rates[1:]):
+        largest = where(rate > largest, rate, largest)
+    return largest
+
+
+def guard_warning(course: Course, guarded: bool) -> str:
+    """What to say where the loss runs away."""
+    then = " From now on a step is taken only if it lowers the loss of its batch, until the level is down again."
+    return (
+        f"the loss runs away: smoothed over 20 steps it has risen from {float(course.best):.3g} to "
+        f"{float(course.level):.3g}.{then if guarded else ''} Ways out: {ADVICE}"
+    )
