@@ -80,7 +80,7 @@ class _SampleSpace(SecondOrder):
         self._check_search(search, momentum)
         self.search = search
         self._check_columns(columns)
-        self._columns = columns
+        self._sampled_columns = columns
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
@@ -92,7 +92,7 @@ class _SampleSpace(SecondOrder):
 
     def _new_recordings(self) -> Recordings | None:
         # the other solvers, and a search, look at numbers as they go, which no graph can record; nor a new seed
-        plain = self._solver.exact and self.search is None and self._columns is None
+        plain = self._solver.exact and self.search is None and self._sampled_columns is None
         return Recordings() if self.capture and plain else None
 
     def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
@@ -119,20 +119,20 @@ class _SampleSpace(SecondOrder):
     @property
     def columns(self) -> int | None:
         """How many columns of S to sample per sample, None for all of them; setting a number changes it."""
-        return self._columns
+        return self._sampled_columns
 
     @columns.setter
     def columns(self, columns: int | None) -> None:
         self._check_columns(columns)
-        self._columns = columns
+        self._sampled_columns = columns
         vars(self).pop("curvature", None)
         self._recordings = self._new_recordings()
 
     def _problem(self, *args: Any, **options: Any) -> Problem:
         problem = super()._problem(*args, **options)
-        if self._columns is not None:
+        if self._sampled_columns is not None:
             seed, self.state["generator"] = _random.draw_seed(self.state["generator"])
-            self.curvature = SampledGaussNewtonMatrix(self._columns, seed)
+            self.curvature = SampledGaussNewtonMatrix(self._sampled_columns, seed)
         return problem
 
     @property
