@@ -38,8 +38,9 @@ FLOORS = {
         ["capture"],
         ["independence", "structure"],
     ],
+    "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction"],
+        ["settings", "passes", "transaction", "price"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],
@@ -61,6 +62,7 @@ FLOORS = {
         ["timing", "tables"],
         ["step", "scale", "gpu", "peer_steps", "laplacian", "problems"],
         ["peers", "rivals"],
+        ["standings"],
         ["draw"],
         ["__main__"],
     ],

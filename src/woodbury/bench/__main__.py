@@ -19,23 +19,26 @@ from woodbury.bench.laplacian import bench_laplacian
 from woodbury.bench.peer_steps import PEERS
 from woodbury.bench.peers import OWN, PROBLEMS, bench_peers
 from woodbury.bench.problems import PROBLEMS as TRAINED
-from woodbury.bench.rivals import METHODS, Record, bench_problems, guard_faults, read_records, summarise
+from woodbury.bench.rivals import METHODS, WOODBURY, Record, bench_problems
 from woodbury.bench.scale import bench_scale
+from woodbury.bench.standings import faults, read_records, summarise
 from woodbury.bench.step import bench_columns, bench_step
 from woodbury.bench.tables import (
     guard_table,
     laplacian_table,
     peer_tables,
-    problems_table,
+    problems_tables,
     scale_table,
     step_table,
 )
+from woodbury.experiments.config import installed_versions, this_machine
 from woodbury.experiments.errors import one_line
 from woodbury.experiments.storage import round_numbers
 
 _DESCRIPTION = (
-    "Measure the cost of a step. This needs torch alone; `draw` needs matplotlib. Times on a CPU are medians of "
-    "the CPU time of one thread: unless OMP_NUM_THREADS is 1, the program starts itself again with that setting."
+    "Measure the cost of a step, or of training. This needs torch alone; `draw` needs matplotlib, and most of "
+    "`problems` scikit-learn. Times on a CPU are CPU times of one thread: unless OMP_NUM_THREADS is 1, the "
+    "program starts itself again with that setting."
 )
 
 
@@ -91,9 +94,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     gpu = command("gpu", _gpu, text, one_thread=False)
     text = f"one or more of {', '.join(PARTS)} (default: all)"
     gpu.add_argument("parts", nargs="*", type=_part, metavar="PART", help=text)
-    for subparser in (step, scale, peers, laplacian, gpu):
+    text = "training with woodbury beside Adam and SGD, untuned and tuned, on small problems (20 minutes)"
+    problems = command("problems", _problems, text)
+    _add_problems(problems)
+    for subparser in (step, scale, peers, laplacian, gpu, problems):
         subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
-    _add_problems(command)
     text = "figures bench-step.png, bench-scale.png and so on from the JSON of those commands"
     figures = command("draw", _draw, text, one_thread=False)
     figures.add_argument(
@@ -108,39 +113,28 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_problems(command: Callable[..., argparse.ArgumentParser]) -> None:
-    text = "training with woodbury.fit beside Adam and SGD, untuned and tuned, on small problems (15 minutes)"
-    problems = command("problems", _problems, text)
-    problems.add_argument(
-        *("--only",),
-        nargs="+",
-        choices=list(TRAINED),
-        default=[],
-        metavar="NAME",
-        help=f"these problems (default: all but mnist-full). Of: {', '.join(TRAINED)}",
-    )
-    text = f"of {', '.join(METHODS)} (default: all)"
+def _add_problems(problems: argparse.ArgumentParser) -> None:
+    """The options of `problems`."""
+    text = f"these alone (default: all but mnist-full). One or more of: {', '.join(TRAINED)}"
+    problems.add_argument("--only", nargs="+", choices=list(TRAINED), default=[], metavar="NAME", help=text)
+    text = f"one or more of {', '.join(METHODS)} (default: all)"
     problems.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=text)
-    text = "seeds of initial weights and of the order of batches (default 3; 10 with --guard)"
+    text = "seeds of the initial weights and of the order of batches (default 3, with --guard 10)"
     problems.add_argument("--seeds", type=_repeats, metavar="NUMBER", help=text)
+    text = "at most so many epochs, to check that it runs"
+    problems.add_argument("--epochs", type=_repeats, metavar="NUMBER", help=text)
     text = "processes, each with one thread (default 1)"
     problems.add_argument("--jobs", type=_repeats, default=1, metavar="NUMBER", help=text)
-    text = "folder of MNIST and covtype (default: that of WOODBURY_DATA); without it they are left out"
+    text = "folder with MNIST and covtype (default: that of WOODBURY_DATA); without it these are left out"
     problems.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
-    text = "folder for records.jsonl, table.txt and bench-problems.png (default runs/problems)"
+    text = "folder for records.jsonl, summary.json, table.txt, bench-problems.png (default runs/problems)"
     problems.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
-    text = (
-        "run woodbury alone and list runs that raise, end above their start or leave a number that is not finite"
-    )
+    text = "run woodbury alone; status 1 if a run raises, ends above its start or leaves a parameter not finite"
     problems.add_argument("--guard", action="store_true", help=text)
-    text = "take the runs of Adam and SGD from the records of an earlier run"
-    problems.add_argument("--rivals", type=Path, metavar="FILE.jsonl", help=text)
-    problems.add_argument(
-        "--epochs", type=_repeats, metavar="NUMBER", help="at most so many, to check that it runs"
-    )
-    # For the development of defaults: module:function to call in place of them.
-    problems.add_argument("--woodbury", help=argparse.SUPPRESS)
-    problems.add_argument("--json", action="store_true", help="print one JSON object on one line")
+    text = "the records.jsonl of an earlier run: its runs of Adam and SGD are not made again"
+    problems.add_argument("--rivals", type=Path, metavar="FILE", help=text)
+    # To try other settings: module:function, called like `woodbury.bench.rivals.train_default`.
+    problems.add_argument("--woodbury", dest="train", help=argparse.SUPPRESS)
 
 
 # -- the commands: each returns what to print -----------------------------------------------------------------
@@ -169,38 +163,54 @@ def _gpu(options: argparse.Namespace) -> str:
 
 
 def _problems(options: argparse.Namespace) -> str:
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / ("guard.jsonl" if options.guard else "records.jsonl")
-    path.write_text("")
-
-    def keep(records: Sequence[Record]) -> None:
-        with path.open("a") as file:
-            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in records)
-
-    bench_problems(
-        names=options.only,
-        seeds=options.seeds or (10 if options.guard else 3),
-        methods=options.methods,
-        jobs=options.jobs,
-        data_dir=options.data_dir,
-        guard=options.guard,
-        epochs=options.epochs,
-        woodbury=options.woodbury,
-        earlier=read_records(options.rivals) if options.rivals else (),
-        say=_say,
-        keep=keep,
-    )
-    order = list(TRAINED)
-    records = sorted(read_records(path), key=lambda record: order.index(record["problem"]))
-    if options.guard:
-        faults = guard_faults(records)
-        return json.dumps({"faults": faults}) if options.json else guard_table(records, faults)
-    result = _format(summarise(records), problems_table, options.json)
-    (options.out / "table.txt").write_text(problems_table(round_numbers(summarise(records))) + "\n")
+    methods = [WOODBURY] if options.guard else options.methods
     try:
-        draw([path], options.out)
+        earlier = read_records(options.rivals) if options.rivals else []
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / ("guard.jsonl" if options.guard else "records.jsonl")
+        with path.open("w") as file:
+            for records in bench_problems(
+                names=options.only,
+                seeds=options.seeds or (10 if options.guard else 3),
+                methods=methods,
+                jobs=options.jobs,
+                data_dir=options.data_dir,
+                epochs=options.epochs,
+                train=options.train,
+                earlier=earlier,
+                say=_say,
+            ):
+                file.writelines(json.dumps(round_numbers(record)) + "\n" for record in records)
+                file.flush()
+    except OSError as error:
+        _fail(f"{error.filename}: {one_line(error)}")
+    except ValueError as error:
+        _fail(f"{options.rivals} holds no records: {one_line(error)}")
+    records = read_records(path)
+    if not records:
+        _fail("bench problems: the data of all these problems is absent")
+    return _guard_result(records, options) if options.guard else _problems_result(records, path, options)
+
+
+def _problems_result(records: Sequence[Record], path: Path, options: argparse.Namespace) -> str:
+    """Writes the summary, the table and the figure beside the records."""
+    summary = {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
+    for name, as_json in (("table.txt", False), ("summary.json", True)):
+        (path.parent / name).write_text(_format(summary, problems_tables, as_json) + "\n")
+    try:
+        draw([path], path.parent)
     except ModuleNotFoundError as error:
-        _say(f'no figure without {error.name}: pip install "woodbury[experiments]"')
+        _say(f'no figure: that needs {error.name}: pip install "woodbury[experiments]"')
+    return _format(summary, problems_tables, options.json)
+
+
+def _guard_result(records: Sequence[Record], options: argparse.Namespace) -> str:
+    """Status 1 if a run has a fault."""
+    lines = faults(records)
+    result = json.dumps({"runs": len(records), "faults": lines}) if options.json else guard_table(records, lines)
+    if lines:
+        print(result)
+        raise SystemExit(1)
     return result
 
 

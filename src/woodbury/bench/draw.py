@@ -10,15 +10,16 @@ from statistics import median
 from typing import Any
 
 from woodbury.bench.peer_steps import GN, NG
-from woodbury.bench.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, SGD, WOODBURY, summarise
+from woodbury.bench.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, SGD, WOODBURY
 from woodbury.bench.scale import beyond_sgd
+from woodbury.bench.standings import read_records, summarise
 from woodbury.experiments.looks import MARKERS, looks_of
 
 _COLOURS = {GN: "#0072B2", NG: "#D55E00", "": "#999999"}  # by what a peer computes
 _LINES: dict[str, tuple[str, Any, str]] = {  # colour, style and name of a method of `bench problems`
     ADAM_CONSTANT: ("#999999", "-", "Adam, 1e-3"),
-    ADAM: ("#56B4E9", "-", "Adam, best of four rates, decayed"),
-    SGD: ("#E69F00", "-", "SGD, best of four rates, decayed"),
+    ADAM: ("#56B4E9", "-", "Adam, best rate, decayed"),
+    SGD: ("#E69F00", "-", "SGD, best rate, decayed"),
     WOODBURY: ("#D55E00", "-", "woodbury, equal epochs"),
     EQUAL_SECONDS: ("#D55E00", "--", "woodbury, equal seconds"),
 }
@@ -53,9 +54,9 @@ def draw(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Any:
-    """What a file holds: one JSON value, or a list of those on its lines if it ends with .jsonl."""
+    """What a file holds: one JSON value, or of a file named .jsonl a list of records."""
     if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines() if line]
+        return read_records(path)
     return json.loads(path.read_text())
 
 
@@ -194,38 +195,44 @@ def draw_problems(runs: Sequence[Sequence[dict[str, Any]]]) -> Any:
     """A panel per problem: training loss against CPU seconds, a line per seed, at the best rate of each method."""
     from matplotlib.lines import Line2D
 
-    records = runs[-1]
-    rows = summarise(records)["problems"]
-    columns = min(4, len(rows))
+    rows = summarise(runs[-1])["problems"]
+    columns = min(5, len(rows))
     height = math.ceil(len(rows) / columns)
-    figure, panels = _figure(3.6 * columns, 2.7 * height + 0.6, columns, height)
-    shown = [method for method in _LINES if any(method in row for row in rows.values())]
+    figure, panels = _figure(3 * columns, 2.4 * height + 0.7, columns, height)
     for panel, (name, row) in zip(panels, rows.items(), strict=False):
+        records = [record for record in runs[-1] if record["problem"] == name]
+        losses = []
         for record in records:
-            if record["problem"] != name or record["rate"] != row[record["method"]]["rate"]:
+            if record["rate"] != row[record["method"]]["rate"]:
                 continue
+            points = [
+                (seconds, loss) for seconds, loss in record["curve"] if loss is not None and 0 < loss < math.inf
+            ]
+            losses += [loss for _, loss in points]
             colour, style, _ = _LINES[record["method"]]
-            points = [(seconds, loss) for seconds, loss in record["curve"] if loss is not None and loss < math.inf]
-            panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.3, alpha=0.8)
+            panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2, alpha=0.85)
         panel.set_yscale("log")
-        losses = [point[1] for record in records if record["problem"] == name for point in record["curve"]]
-        start = max(record["start_loss"] for record in records if record["problem"] == name)
-        low = min(loss for loss in losses if loss is not None and loss > 0)
-        panel.set_ylim(low / 1.2, 2 * start)
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        panel.tick_params(which="both", labelsize=8)
+        # What runs away above the start is cut off.
+        panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in records))
         panel.set_xlim(0, None)
         panel.set_title(name, loc="left", fontsize=11)
-    for panel in panels[len(rows) :]:
-        panel.set_axis_off()
-    figure.supxlabel("CPU seconds", fontsize=10)
-    figure.supylabel("training loss", fontsize=10)
-    handles = [Line2D([], [], color=_LINES[method][0], linestyle=_LINES[method][1]) for method in shown]
-    figure.legend(
-        handles,
-        [_LINES[method][2] for method in shown],
-        loc="outside lower center",
-        ncols=len(shown),
-        frameon=False,
-    )
+    for place, panel in enumerate(panels):
+        if place >= len(rows):
+            panel.set_axis_off()
+        elif place + columns >= len(rows):
+            panel.set_xlabel("CPU seconds")
+    for panel in panels[::columns]:
+        panel.set_ylabel("training loss")
+    shown = [_LINES[method] for method in _LINES if any(method in row for row in rows.values())]
+    handles = [Line2D([], [], color=colour, linestyle=style) for colour, style, _ in shown]
+    texts = [text for _, _, text in shown]
+    if len(panels) > len(rows):
+        panels[len(rows)].legend(handles, texts, loc="center left", frameon=False)
+    else:
+        figure.legend(handles, texts, loc="outside lower center", ncols=min(columns, 3), frameon=False)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,67 +86,68 @@ def _peer_table(problem: dict[str, Any]) -> str:
     return "\n".join([table(title, headings, cells, left=2), *others])
 
 
-def problems_table(summary: dict[str, Any]) -> str:
-    """One row per problem, and below it on how many problems each bar is reached."""
-    headings = [
-        *(
-            "problem",
-            "kind",
-            "Adam 1e-3\ntrain loss",
-            "Adam tuned\ntrain loss (rate)",
-            "SGD tuned\ntrain loss (rate)",
-        ),
-        *("woodbury\ntrain loss", "equal epochs\nx Adam tuned", "\nx seconds"),
-        *("equal seconds\nx Adam tuned", "\nx seconds", "test: Adam tuned", "test: woodbury\nequal epochs"),
-        "test: woodbury\nequal seconds",
-    ]
-    cells = []
+def problems_tables(summary: dict[str, Any]) -> str:
+    """Training losses, test figures and, below them, on how many problems each bar is reached."""
+    training, test = [], []
     for name, row in summary["problems"].items():
-        adam, sgd = row.get("adam"), row.get("sgd")
-        epochs, seconds = row.get("woodbury"), row.get("woodbury-seconds")
-        cells.append(
+        constant, adam, sgd, epochs, seconds = (row.get(method) for method in _METHODS)
+        training.append(
             [
-                *(name, row["kind"], _number(row.get("adam-1e-3"), "train_loss")),
-                *(_rated(adam), _rated(sgd), _number(epochs, "train_loss")),
-                *(_number(epochs, "ratio"), _number(epochs, "seconds_ratio")),
-                *(_number(seconds, "ratio"), _number(seconds, "seconds_ratio")),
-                *(_spread(row["kind"], adam), _spread(row["kind"], epochs), _spread(row["kind"], seconds)),
+                *(name, row["kind"], _number(constant, "train_loss"), *_rated(adam), *_rated(sgd)),
+                *(_number(epochs, key) for key in ("train_loss", "ratio", "seconds_ratio")),
+                *(_number(seconds, key) for key in ("train_loss", "ratio", "seconds_ratio")),
             ]
         )
-    title = "Training loss: median over the seeds; * edge of the grid. Test: mean, smallest and largest"
-    lines = [f"{reached} of {asked}: {bar}" for bar, (reached, asked) in summary["counts"].items() if asked]
-    return "\n".join([table(title, headings, cells, left=2), "", *lines])
+        test.append([name, row["kind"], *(_test(row["kind"], row.get(method)) for method in _METHODS)])
+    headings = [
+        *("problem", "kind", "Adam\n1e-3", "Adam\ntuned", "\nrate", "SGD\ntuned", "\nrate"),
+        *("equal\nepochs", "\nx loss", "\nx time", "equal\nseconds", "\nx loss", "\nx time"),
+    ]
+    title = (
+        "Training loss, median over the seeds; *: the edge of the rates tried\n"
+        "woodbury in equal epochs and in equal seconds; x loss, x time: over those of tuned Adam"
+    )
+    tables = [table(title, headings, training, left=2)]
+    headings = ["problem", "kind", "Adam 1e-3", "Adam tuned", "SGD tuned", "woodbury, equal epochs"]
+    title = "Test error or test loss, mean (smallest to largest) over the seeds"
+    tables.append(table(title, [*headings, "woodbury, equal seconds"], test, left=2))
+    bars = [f"{reached} of {asked}: {bar}" for bar, (reached, asked) in summary["bars"].items() if asked]
+    return "\n\n".join([*tables, "\n".join(bars)])
+
+
+_METHODS = ("adam-1e-3", "adam", "sgd", "woodbury", "woodbury-seconds")  # in the order of the columns
 
 
 def _number(entry: dict[str, Any] | None, key: str) -> str:
-    value = (entry or {}).get(key)
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _rated(entry: dict[str, Any] | None) -> str:
-    """0.0124 (0.01), with * behind a rate at the edge of the grid."""
-    if entry is None:
+    if entry is None or key not in entry:
         return "-"
-    return f"{_number(entry, 'train_loss')} ({entry['rate']:g}{'*' if entry['edge'] else ' '})"
+    return "inf" if entry[key] is None else f"{entry[key]:.3g}"
 
 
-def _spread(kind: str, entry: dict[str, Any] | None) -> str:
-    """2.4 % (2.2 to 2.9), or without % for a loss."""
+def _rated(entry: dict[str, Any] | None) -> list[str]:
+    """The training loss and the rate, with * at the edge of the rates tried."""
+    return [_number(entry, "train_loss"), _number(entry, "rate") + ("*" if entry and entry["edge"] else "")]
+
+
+def _test(kind: str, entry: dict[str, Any] | None) -> str:
+    """2.4 % (2.2 to 2.9), or a loss without %."""
     if entry is None:
         return "-"
     unit, factor = (" %", 100) if kind == "classification" else ("", 1)
-    values = (entry["test"], *entry["test_spread"])
-    middle, low, high = ("-" if value is None else f"{factor * value:.3g}" for value in values)
-    return f"{middle}{unit} ({low} to {high})"
+    values = (entry["test"], *entry["test_range"])
+    mean, low, high = ("inf" if value is None else f"{factor * value:.3g}" for value in values)
+    return f"{mean}{unit} ({low} to {high})"
 
 
 def guard_table(records: Sequence[dict[str, Any]], faults: Sequence[str]) -> str:
-    """Per problem the seeds, the losses at the start and the range at the end; then the faults, if any."""
+    """Per problem what is left of the loss, and below it the faults."""
     cells = []
     for name in dict.fromkeys(record["problem"] for record in records):
         runs = [record for record in records if record["problem"] == name]
-        ratios = [run["train_loss"] / run["start_loss"] for run in runs]
-        cells.append([name, str(len(runs)), f"{min(ratios):.3g}", f"{max(ratios):.3g}"])
-    title = "woodbury's defaults: training loss at the end over that at the start"
-    lines = faults or ["no run raised, ended above its start or left a parameter that is not finite"]
-    return "\n".join([table(title, ["problem", "seeds", "smallest", "largest"], cells), "", *lines])
+        shares = [math.inf if run["train_loss"] is None else run["train_loss"] / run["start_loss"] for run in runs]
+        warned = sum(bool(run["warnings"]) for run in runs)
+        cells.append([name, str(len(runs)), f"{min(shares):.3g}", f"{max(shares):.3g}", str(warned)])
+    title = "Training loss at the end over that at the start, woodbury's defaults"
+    headings = ["problem", "seeds", "smallest", "largest", "with a warning"]
+    lines = faults or ["no run raised, left a parameter that is not finite or ended above its start"]
+    return "\n\n".join([table(title, headings, cells), "\n".join(lines)])

@@ -99,7 +99,7 @@ class SecondOrder(torch.optim.Optimizer):
         momentum: float,  # mu
         fallback: str | None,
         damping: Damping | float = LevenbergMarquardt(),  # noqa: B008  (frozen) lambda
-        curvature_samples: int | float | None = None,  # N2
+        curvature_samples: int | float | str | None = None,  # N2
         weight_decay: float = 0.0,
         accept: float | None = None,  # eta
         guard: float | None = 1.0,
@@ -421,7 +421,8 @@ class SecondOrder(torch.optim.Optimizer):
         if shape is None:
             return None
         plan, moving = self._plan(), self._moving_state(device)
-        key = Key(self._fingerprint(plan, moving), shape)
+        curvature_samples = self._curvature_count(samples)
+        key = Key((self._fingerprint(plan, moving), curvature_samples), shape)
         replayable = recordings.find(key)
         if replayable is None:
             if not recordings.is_due(key, device):
@@ -429,7 +430,6 @@ class SecondOrder(torch.optim.Optimizer):
             if any(parameter.device != device for parameter in self.model.parameters()):
                 recordings.give_up()
                 return None
-        curvature_samples = self._curvature_count(samples)
         order = None
         if curvature_samples < samples:
             order, self.state["generator"] = self._orders.draw(samples, self.state["generator"], device)
@@ -646,6 +646,8 @@ class SecondOrder(torch.optim.Optimizer):
         wanted = self.curvature_samples
         if wanted is None:
             return samples
+        if isinstance(wanted, str):
+            return self.affordable_samples(samples)
         if isinstance(wanted, float):
             return max(1, round(wanted * samples))
         if wanted > largest:
@@ -654,6 +656,10 @@ class SecondOrder(torch.optim.Optimizer):
                 "use None for the whole batch, or a fraction of it"
             )
         return min(wanted, samples)
+
+    def affordable_samples(self, samples: int) -> int:
+        """N2 that curvature_samples="auto" takes of a batch of N1 samples: all where rows are not formed."""
+        return samples
 
     def _previous(self, plan: Plan, hyper: Hyperparameters) -> Vector | None:
         """q = mu p_prev by parameter name, or None while it is zero."""

@@ -20,7 +20,7 @@ class Common(TypedDict, total=False):
     """The arguments that every second-order optimizer takes; `woodbury.GaussNewton` describes them."""
 
     damping: Damping | float  # lambda
-    curvature_samples: int | float | None  # N2
+    curvature_samples: int | float | str | None  # N2
     weight_decay: float
     accept: float | None  # eta
     guard: float | None
@@ -194,11 +194,13 @@ def explain_inputs(inputs: Any) -> None:
         raise TypeError(f"step takes the batch, not a closure or a module, got {inputs!r}: {write}")
 
 
-def check_curvature_samples(value: int | float | None) -> None:
-    if value is None:
+def check_curvature_samples(value: int | float | str | None) -> None:
+    if value is None or value == "auto":
         return
+    if isinstance(value, str):
+        raise ValueError(f"curvature_samples must be None, an int, a fraction or 'auto', got {value!r}")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"curvature_samples must be None, an int or a fraction, got {value!r}")
+        raise TypeError(f"curvature_samples must be None, an int, a fraction or 'auto', got {value!r}")
     if isinstance(value, int) and value < 1:
         raise ValueError(f"curvature_samples must be at least 1, got {value}")
     if isinstance(value, float) and not 0 < value <= 1:

@@ -30,6 +30,7 @@ from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
 from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_double
+from woodbury.optim.price import affordable_rows
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
 from woodbury.optim.searched import searched_proposal
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number
@@ -37,6 +38,7 @@ from woodbury.optim.step import Answer, Problem, Proposal
 from woodbury.search import CurvedSearch
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
+FIRST_COLUMNS = 8  # to reckon with before the model has shown its outputs
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
 # by how much lambda may be raised within a step, time after time, to make K + lambda I definite
 _RAISES = (*[10.0] * 12, *[1000.0] * 6)
@@ -88,6 +90,8 @@ class _SampleSpace(SecondOrder):
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
         self.capture = capture
         self._solves, self._looked_at = 0, math.inf  # see `_is_time_to_look`
+        self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
+        self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
         self._recordings = self._new_recordings()
 
     def _new_recordings(self) -> Recordings | None:
@@ -321,10 +325,19 @@ class _SampleSpace(SecondOrder):
     def _scaled_curvature(self) -> Curvature:
         return self.curvature if self.search is None else OwnScale(self.curvature)
 
+    def affordable_samples(self, samples: int) -> int:
+        chosen = self.state.get("curvature_samples")  # by `woodbury.fit`
+        if chosen is None:
+            if samples not in self._affordable:
+                trained = [own for group in self.param_groups for own in group["params"]]
+                self._affordable[samples] = affordable_rows(samples, trained)
+            chosen = max(2, self._affordable[samples] // self._columns)
+        return min(samples, int(chosen))
+
     def _check_memory(self, problem: Problem, system: System, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
-        k = self.curvature.column_count(self._rule, raw.shape)
+        self._columns = k = self.curvature.column_count(self._rule, raw.shape)
         row_count, number = batch.curvature * k, raw.element_size()
         height = row_count + batch.samples - batch.curvature
         outputs = raw.numel() // raw.shape[0]
@@ -393,8 +406,10 @@ class GaussNewton(_SampleSpace):
             variances, each with reduction "mean" or "sum", or one added by `register_loss`.
         lr: alpha, theta moves by alpha p.
         damping: lambda: a policy such as `LevenbergMarquardt`, or a number for a constant.
-        curvature_samples: N2: None for the whole batch, a number of samples, or a fraction of the batch. S2
-            is drawn at random from the batch at each step. A last batch smaller than N2 is used whole.
+        curvature_samples: N2: None for the whole batch, a number of samples, a fraction of the batch, or "auto"
+            for as many as make a step about as dear as three SGD steps, by the shapes of the model
+            (`woodbury.optim.price`). S2 is drawn at random from the batch at each step. A last batch smaller than
+            N2 is used whole.
         blocks: "full", or "layer" for a block-diagonal B with one block per layer.
         momentum: mu: p minimises the damped model around mu p_prev instead of around 0.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss, its gradient to g and its Hessian to B.

@@ -1,0 +1,126 @@
+"""`woodbury.fit`: data, a sampler or a loader in, a fitted model out, with nothing to tune.
+
+Data used whole, or fresh samples, are fitted to many digits (`woodbury.fit.precise`), the batches of a loader are
+trained on (`woodbury.fit.training`). What is decided here is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from woodbury.fit.limits import Limits, Progress
+from woodbury.fit.precise import DEFAULT_STEPS, PreciseRun
+from woodbury.fit.result import Fit
+from woodbury.fit.run import Run
+from woodbury.fit.sources import Data, Draw, MiniBatches, is_batches, source_of
+from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, training_optimizer
+from woodbury.model.fallback import Forward
+from woodbury.optim import GaussNewton
+from woodbury.search import CurvedSearch
+
+
+def fit(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Data | Draw | Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    fallback: str | None = "autograd",
+    weight_decay: float = 0.0,
+    steps: int | None = None,
+    epochs: float | None = None,
+    seconds: float | None = None,
+    tolerance: float | None = None,
+    samples: int | None = None,
+    validation: Data | Iterable[Any] | None = None,
+    patience: int | None = None,
+    curvature_samples: int | float | str | None = "auto",
+    record: Record | None = None,
+    progress: bool = True,
+    seed: int | None = None,
+    callback: Callable[[Fit], Any] | None = None,
+    resume: Mapping[str, Any] | None = None,
+) -> Fit:
+    """Fit a model to data, to the samples that a function draws, or to the batches of a loader.
+
+    >>> fit = woodbury.fit(model, torch.nn.MSELoss(), (inputs, targets), tolerance=1e-12)
+    >>> print(fit)
+    loss 7.07e-13 after 23 steps, 0.6 s, 200 samples per step: the tolerance is reached
+    >>> woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
+
+    With data that is used whole, or samples that are drawn, it goes for as many digits as there are: every step is
+    one of `GaussNewton(model, loss, search=CurvedSearch())` on all of the data, or on fresh samples with as many
+    others to judge it. Use float64 (`model.double()`) there. With the batches of a loader it trains, as one does
+    with Adam: every step is one of `GaussNewton` with momentum 0.9, damping relative to the scale of K, and a rate
+    that falls to zero over the budget (`woodbury.fit.training`).
+
+    It stops at whichever limit comes first, or when nothing moves any more; Ctrl-C stops it too, and what was
+    reached is returned.
+
+    Args:
+        model: any module; it is trained in place and ends with the best parameters.
+        loss: one that `GaussNewton` takes, or one added by `register_loss`.
+        data: (inputs, targets), used whole at every step; a function draw(count) that returns as many fresh
+            samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
+            a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.
+        forward: f(model, inputs) in place of model(inputs).
+        fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
+        weight_decay: adds weight_decay |theta|^2 / 2 to the loss.
+        steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
+            epochs, if there is no budget). After `resume` steps and seconds count from the very first.
+        epochs: how often to go through a loader.
+        samples: how many to draw at first; by default 1.5 per parameter, at least 256 and at most 4096 (32768 on a
+            GPU). There are four times as many, up to 8 per parameter, after three steps in a row that the samples
+            limit: other samples promise less than half of what the batch promises, or lengths are 1/16 or less.
+        validation: (inputs, targets), with a loader also one of such batches; then the best parameters are those
+            with the lowest loss on them, in evaluation mode.
+        patience: with a loader and validation data: stop after so many epochs without a lower validation loss (by
+            default a quarter of all epochs, at least 5).
+        curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
+            `GaussNewton`. "auto" takes as many as keep a step within three SGD steps, by the shapes of the model
+            and, on the CPU, by what steps are seen to cost: then two runs may differ. A number makes them
+            repeatable.
+        record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
+        progress: show loss, length, samples and the time left on stderr.
+        seed: of the samples drawn; by default they follow torch.manual_seed.
+        callback: called with the `Fit` so far after every step; a true result stops. Its time does not count.
+        resume: the `state_dict()` of an earlier `Fit` of the same model, to go on from there.
+
+    Returns:
+        a `Fit`: loss, steps, seconds, samples, reason, history.
+    """
+    parameters = [own for own in model.parameters() if own.requires_grad]
+    settings: dict[str, Any] = {
+        "forward": forward,
+        "fallback": fallback,
+        "weight_decay": weight_decay,
+        "seed": seed,
+    }
+    run: Run
+    if is_batches(data):
+        _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
+        has_budget = not (steps is None and seconds is None and epochs is None)
+        limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
+        optimizer = training_optimizer(model, loss, curvature_samples=curvature_samples, **settings)
+        batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
+        run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record)
+    else:
+        source = source_of(data)
+        for name, value in (("epochs", epochs), ("patience", patience), ("record", record)):
+            _check_absent(name, value, "for the batches of a loader: use steps= or seconds=")
+        limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
+        wide = torch.float64 if parameters and parameters[0].dtype == torch.float32 else None
+        optimizer = GaussNewton(model, loss, search=CurvedSearch(), gram_dtype=wide, **settings)
+        run = PreciseRun(optimizer, source, limits, validation, seed, callback, samples)  # type: ignore[arg-type]
+    if resume is not None:
+        run.load(resume)
+    return run.go(Progress(limits) if progress else None)
+
+
+def _check_absent(name: str, value: Any, what_for: str) -> None:
+    if value is not None:
+        raise ValueError(f"fit: {name}= is {what_for}")

@@ -1,0 +1,157 @@
+"""Where the samples of a fit come from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from woodbury import _batch
+
+Data = tuple[Any, "Tensor | None"]
+Draw = Callable[[int], Any]
+
+
+class Source(ABC):
+    """Where the samples of a step come from, for steps with a search."""
+
+    @abstractmethod
+    def batches(self, count: int) -> tuple[Data, Data | None]:
+        """The batch of a step, and the samples held out to judge it, if others than the batch."""
+
+    @abstractmethod
+    def final(self, count: int) -> Data:
+        """Samples to measure the loss on at the end."""
+
+    grows: bool = False  # whether it can give more samples
+    exact: bool = False  # whether the loss of a batch is the loss itself
+
+
+@dataclass
+class FullBatch(Source):
+    """The same samples at every step, which judge it as well."""
+
+    data: Data
+    exact = True
+
+    def batches(self, count: int) -> tuple[Data, Data | None]:
+        return self.data, None
+
+    def final(self, count: int) -> Data:
+        return self.data
+
+
+@dataclass
+class Sampler(Source):
+    """Fresh samples at every step, and as many others to judge it."""
+
+    draw: Draw
+    grows = True
+
+    def batches(self, count: int) -> tuple[Data, Data | None]:
+        return self.final(count), self.final(count)
+
+    def final(self, count: int) -> Data:
+        drawn = self.draw(count)
+        return (drawn, None) if isinstance(drawn, Tensor) else as_pair(drawn, f"draw({count}) must return a pair")
+
+
+@dataclass
+class MiniBatches:
+    """The batches of a loader, epoch after epoch, on the device of the model."""
+
+    loader: Iterable[Any]
+    device: torch.device
+    epoch: int = 0  # epochs that are over
+    taken: int = 0  # batches of the epoch under way
+    length: int | None = None  # batches of an epoch, once that is known
+    _iterator: Iterator[Any] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loader, Iterator):
+            raise TypeError(
+                f"fit: {type(self.loader).__name__} can be gone through once only: pass something that can be "
+                "gone through again and again, as a DataLoader or a list of batches"
+            )
+        try:
+            self.length = len(self.loader)  # type: ignore[arg-type]
+        except TypeError:  # a stream: the first epoch tells
+            self.length = None
+        if self.length == 0:
+            raise ValueError("fit: the loader has no batches")
+
+    @property
+    def epochs(self) -> float:
+        """Epochs so far; of a first epoch whose length is not known only whole ones."""
+        return self.epoch + (self.taken / self.length if self.length else 0.0)
+
+    def next(self) -> tuple[Data, bool]:
+        """The next batch, and whether an epoch ended before it."""
+        ended = False
+        while True:
+            if self._iterator is None:
+                self._iterator, self.taken = iter(self.loader), 0
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                if not self.taken:
+                    raise ValueError("fit: the loader has no batches") from None
+                self._iterator, self.length, ended = None, self.taken, True
+                self.epoch, self.taken = self.epoch + 1, 0
+                continue
+            self.taken += 1
+            return to_device(as_pair(batch, "a loader must give pairs"), self.device), ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the batch just taken was the last of its epoch, as far as that is known."""
+        return self.length is not None and self.taken >= self.length
+
+    def end_epoch(self) -> None:
+        """Close the epoch under way; the next batch opens another."""
+        self._iterator, self.taken, self.epoch = None, 0, self.epoch + 1
+
+
+def as_pair(batch: Any, what: str) -> Data:
+    """(inputs, targets) of a batch."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(
+            f"fit: {what} (inputs, targets), targets None for zeros, got {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+        )
+    return batch[0], batch[1]
+
+
+def to_device(data: Data, device: torch.device) -> Data:
+    """The same batch where the model is."""
+    if device.type == "cpu":
+        return data
+    moved: Data = pytree.tree_map_only(Tensor, lambda own: own.to(device, non_blocking=True), data)
+    return moved
+
+
+def is_batches(data: Any) -> bool:
+    """Whether data is a loader, or a list of batches, rather than a pair of tensors or a function."""
+    if isinstance(data, Tensor) or (callable(data) and not isinstance(data, Iterable)):
+        return False
+    if isinstance(data, tuple | list):
+        return len(data) != 2 or all(isinstance(own, tuple | list) and len(own) == 2 for own in data)
+    return isinstance(data, Iterable)
+
+
+def source_of(data: Any) -> Source:
+    """All samples at every step, or a sampler, by what the data is."""
+    if isinstance(data, tuple | list) and len(data) == 2 and not callable(data):
+        _batch.check_batch(data[0], data[1])
+        return FullBatch((data[0], data[1]))
+    if callable(data):
+        return Sampler(data)
+    raise TypeError(
+        "fit: data must be a pair (inputs, targets), a function draw(count) or a loader of such pairs, got "
+        f"{type(data).__name__}"
+    )

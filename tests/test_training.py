@@ -1,0 +1,261 @@
+"""woodbury.fit with a loader: training in mini-batches, its budget, validation data, and going on."""
+
+import io
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import woodbury
+from woodbury.fit import training
+from woodbury.fit.limits import Limits
+from woodbury.fit.sources import MiniBatches
+from woodbury.optim.price import FEWEST_ROWS, FREE, affordable_rows
+
+
+def classes(count=120, seed=0):
+    """Three classes that a small network can tell apart."""
+    draws = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    centres = torch.tensor([[2.0, 0.0], [-1.0, 2.0], [-1.0, -2.0]])
+    return centres[labels] + 0.5 * torch.randn(count, 2, generator=draws), labels
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(data, size=20):
+    return list(zip(*(own.split(size) for own in data), strict=True))
+
+
+def values(model):
+    return torch.cat([own.detach().flatten() for own in model.parameters()])
+
+
+def fitted(model, loader, **settings):
+    return woodbury.fit(model, nn.CrossEntropyLoss(), loader, **{"progress": False, "seed": 0, **settings})
+
+
+def loss_of(model, data):
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model(data[0]), data[1]).item()
+
+
+def test_a_loader_is_trained_on_for_so_many_epochs():
+    data, model = classes(), network()
+    before = loss_of(model, data)
+    fit = fitted(model, DataLoader(TensorDataset(*data), 20, shuffle=True), epochs=8)
+    assert fit.reason == "epochs" and fit.steps == 48 and fit.samples == 20
+    assert [record["epoch"] for record in fit.history] == list(range(1, 9))
+    assert loss_of(model, data) < 0.1 * before
+    assert fit.loss == fit.history[-1]["loss"] < 0.1 * before
+
+
+def test_the_rate_falls_to_zero_over_the_budget_and_comes_back():
+    rates, data, model = [], classes(), network()
+    run = training.TrainingRun(
+        training.training_optimizer(model, nn.CrossEntropyLoss(), curvature_samples=4),
+        MiniBatches(batches(data), torch.device("cpu")),
+        Limits(epochs=2),
+        *(None, None, lambda fit: rates.append(run.optimizer.param_groups[0]["lr"]), None),
+    )
+    run.go(None)
+    expected = [training.RATE * (1 - step / 12) for step in range(12)]
+    assert rates == pytest.approx(expected)
+    assert run.optimizer.param_groups[0]["lr"] == training.RATE
+
+
+@pytest.mark.parametrize("budget", [{"steps": 7}, {"epochs": 7 / 6}, {"steps": 7, "epochs": 3}])
+def test_the_first_budget_that_is_used_up_ends_it(budget):
+    fit = fitted(network(), batches(classes()), **budget)
+    assert fit.steps == 7 and fit.reason in budget
+
+
+def test_without_a_budget_there_are_twenty_epochs():
+    fit = fitted(network(), batches(classes(40)))
+    assert fit.steps == 40 and fit.reason == "epochs"
+
+
+def test_a_tolerance_ends_it():
+    fit = fitted(network(), batches(classes()), epochs=50, tolerance=0.1)
+    assert fit.reason == "tolerance" and fit.history[-1]["loss"] <= 0.1 < fit.history[-2]["loss"]
+
+
+def test_validation_data_chooses_the_parameters():
+    data, model, seen = classes(), network(), []
+    wrong = classes(60, seed=1)
+    wrong = wrong[0], (wrong[1] + 1) % 3  # the better the fit, the worse here
+
+    def keep(fit):
+        if len(fit.history) > len(seen):
+            seen.append(values(model).clone())
+
+    fit = fitted(model, batches(data), epochs=30, validation=wrong, patience=3, callback=keep)
+    losses = [record["validation"] for record in fit.history]
+    best = losses.index(min(losses))
+    assert fit.reason == "validation" and len(losses) == best + 4
+    assert torch.equal(values(model), seen[best])
+    assert losses[best] == pytest.approx(loss_of(model, wrong), rel=1e-5)
+
+
+def test_validation_batches_give_the_loss_of_all_their_samples_in_evaluation_mode():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    other = classes(50, seed=1)
+    fit = fitted(model, batches(classes()), epochs=2, validation=batches(other, 20))  # the last one has 10
+    assert model.training
+    model.eval()
+    assert min(record["validation"] for record in fit.history) == pytest.approx(loss_of(model, other), rel=1e-5)
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_put_back():
+    model, modes = network().eval(), []
+    fitted(model, batches(classes()), steps=2, callback=lambda fit: modes.append(model.training))
+    assert modes == [True, True] and not model.training
+
+
+def test_ctrl_c_gives_back_what_was_reached():
+    def interrupt(fit):
+        if fit.steps == 4:
+            raise KeyboardInterrupt
+
+    fit = fitted(network(), batches(classes()), epochs=3, callback=interrupt)
+    assert fit.reason == "interrupted" and fit.steps == 4 and math.isfinite(fit.loss)
+
+
+def test_training_goes_on_from_its_state_bit_by_bit():
+    settings = {"epochs": 4, "curvature_samples": 5}
+    data = batches(classes())
+    whole, model = network(), network()
+    first = fitted(whole, data, **settings)
+    half = fitted(model, data, **settings, callback=lambda fit: fit.steps == 12)
+    assert half.reason == "callback" and half.steps == 12
+    stream = io.BytesIO()
+    torch.save(half.state_dict(), stream)
+    stream.seek(0)
+    again = network(seed=9)
+    second = fitted(again, data, **settings, resume=torch.load(stream))
+    assert second.steps == first.steps == 24
+    assert [r["loss"] for r in second.history] == [r["loss"] for r in first.history]
+    assert torch.equal(values(again), values(whole))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*classes(), strict=True)
+
+
+def test_a_stream_shows_its_length_in_the_first_epoch():
+    fit = fitted(network(), DataLoader(Stream(), 20), epochs=3)
+    assert fit.reason == "epochs" and fit.steps == 18
+    assert len(fit.history) == 3
+
+
+class Listener:
+    def __init__(self):
+        self.steps, self.epochs = [], []
+
+    def step(self, info):
+        self.steps.append(info.loss.item())
+
+    def epoch(self, *, train_loss, test_loss=None):
+        self.epochs.append((train_loss, test_loss))
+
+
+def test_a_record_hears_of_steps_and_epochs():
+    record = Listener()
+    fit = fitted(network(), batches(classes()), epochs=2, validation=classes(30, seed=1), record=record)
+    assert len(record.steps) == 12
+    assert record.epochs == [(entry["loss"], entry["validation"]) for entry in fit.history]
+    assert fit.history[0]["loss"] == pytest.approx(sum(record.steps[:6]) / 6)
+
+
+def test_the_best_epoch_comes_back_where_the_loss_rose():
+    data, model = classes(), network()
+
+    def spoil(fit):  # after the first epoch
+        if fit.steps == 7:
+            with torch.no_grad():
+                model[2].weight.mul_(-30)
+
+    fit = fitted(model, batches(data), steps=8, callback=spoil)
+    assert fit.loss == fit.history[0]["loss"]
+    assert loss_of(model, data) < fit.history[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "data, settings, error, message",
+    [
+        (iter([]), {}, TypeError, "once only"),
+        ([], {}, ValueError, "no batches"),
+        ([(1, 2, 3)] * 3, {}, TypeError, "must give pairs .* got tuple of 3"),
+        (DataLoader(TensorDataset(torch.zeros(4, 2)), 2), {}, TypeError, "must give pairs"),
+        (batches(classes()), {"samples": 3}, ValueError, "samples= is for"),
+        (batches(classes()), {"epochs": -1}, ValueError, "epochs must not be negative"),
+        (batches(classes()), {"patience": 0}, ValueError, "patience must be"),
+        (batches(classes()), {"curvature_samples": "few"}, ValueError, "'auto'"),
+        (batches(classes()), {"validation": (1, 2, 3)}, TypeError, "validation"),
+    ],
+)
+def test_bad_arguments_are_named(data, settings, error, message):
+    with pytest.raises(error, match=message):
+        fitted(network(), data, **settings)
+
+
+# -- the price of curvature -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("widths, samples", [((784, 500, 10), 60), ((4, 64, 64, 1), 32), ((3000, 400, 10), 1000)])
+def test_affordable_rows_are_the_most_within_the_budget(widths, samples):
+    parameters = [torch.empty(b, a) for a, b in pairwise(widths)]
+    size, width = sum(own.numel() for own in parameters), sum(sum(own.shape) for own in parameters)
+
+    def cost(rows):
+        return 4 * rows * size + 2 * rows**2 * width + rows**3 / 3
+
+    rows, budget = affordable_rows(samples, parameters), 12 * samples * size + FREE
+    assert rows >= FEWEST_ROWS and cost(rows) <= budget < cost(rows + 1)
+
+
+def test_auto_takes_rows_over_columns_of_the_batch():
+    model = nn.Sequential(nn.Linear(40, 100), nn.Tanh(), nn.Linear(100, 30))
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples="auto")
+    optimizer.step(torch.randn(64, 40), torch.arange(64) % 30)
+    assert optimizer.affordable_samples(64) == affordable_rows(64, list(model.parameters())) // 29
+    assert optimizer.affordable_samples(3) <= 3
+
+
+def test_the_number_of_curvature_samples_follows_what_steps_cost():
+    optimizer = training.training_optimizer(network(), nn.CrossEntropyLoss(), curvature_samples="auto")
+    data = classes(64)
+    optimizer.step(*data)
+
+    def after(price, count, seconds):
+        optimizer.state["curvature_samples"] = count
+        for _ in range(8):
+            price.note(seconds, data)
+        return optimizer.state["curvature_samples"]
+
+    price = training.Price(optimizer)
+    price.sgd = 1.0
+    assert after(price, 16, 5.0) == 8  # too dear: half of them
+    assert after(price, 8, 2.9) == 8  # and that helped
+    assert after(price, 8, 1.2) == 16  # cheap: twice as many
+    assert after(price, 16, 6.0) == 8
+    assert after(price, 8, 5.9) == 16  # in vain: back, for good
+    assert after(price, 16, 60.0) == 16
+
+
+def test_the_cost_of_an_sgd_step_is_measured_without_a_trace():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    optimizer, before, state = training.training_optimizer(model, nn.CrossEntropyLoss()), values(model), None
+    state = torch.get_rng_state()
+    assert training.sgd_seconds(optimizer, classes()) > 0
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(before, values(model))
+    assert all(own.grad is None for own in model.parameters())
