@@ -94,9 +94,12 @@ class Problem:
 
     @property
     def count(self):
-        """What the mean of the loss divides by."""
-        if isinstance(self.loss, nn.CrossEntropyLoss) and not self.targets.is_floating_point():
-            return int((self.targets != self.loss.ignore_index).sum())
+        """What the loss divides by."""
+        if getattr(self.loss, "reduction", "mean") == "sum":
+            return 1
+        if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss) and not self.targets.is_floating_point():
+            labels = self.targets[self.targets != self.loss.ignore_index]
+            return len(labels) if self.loss.weight is None else float(sum(self.loss.weight[i] for i in labels))
         if isinstance(self.loss, nn.CrossEntropyLoss) and self.targets.dim() > 2:
             return len(self.targets) * self.targets[0, 0].numel()
         return len(self.targets)
@@ -184,6 +187,82 @@ PROBLEMS = {
         torch.randint(6, (N, 4)),
         _some_ignored(torch.randint(3, (N, 4)), 1),
     ),
+    "softmax-weighted": lambda: Problem(
+        mlp(5, 6, 3),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 3.0]), label_smoothing=0.2, ignore_index=-1),
+        torch.randn(N, 5),
+        _some_ignored(_class_targets(N, 3), -1),
+    ),
+    "softmax-weighted-plain": lambda: Problem(
+        mlp(5, 6, 3),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 0.0, 3.0])),
+        torch.randn(N, 5),
+        torch.tensor([0, 1, 2, 0, 2, 1, 0]),
+    ),
+    "softmax-weighted-probabilities": lambda: Problem(
+        mlp(5, 6, 3),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 3.0]), label_smoothing=0.1),
+        torch.randn(N, 5),
+        _distributions(N, 3),
+    ),
+    "softmax-sum": lambda: Problem(
+        mlp(5, 6, 3),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 3.0]), reduction="sum"),
+        torch.randn(N, 5),
+        _class_targets(N, 3),
+    ),
+    "likelihood": lambda: Problem(
+        nn.Sequential(mlp(5, 6, 3), nn.LogSoftmax(1)), nn.NLLLoss(), torch.randn(N, 5), _class_targets(N, 3)
+    ),
+    "tokens-likelihood": lambda: Problem(
+        nn.Sequential(Tokens(classes=3), nn.LogSoftmax(1)),
+        nn.NLLLoss(weight=torch.tensor([0.5, 2.0, 3.0]), ignore_index=1),
+        torch.randint(6, (N, 4)),
+        _some_ignored(torch.randint(3, (N, 4)), 1),
+    ),
+    "tokens-sum": lambda: Problem(
+        Tokens(),
+        nn.CrossEntropyLoss(reduction="sum"),
+        torch.randint(6, (N, 3)),
+        _some_ignored(torch.randint(4, (N, 3))),
+    ),
+    "logistic-weighted": lambda: Problem(
+        mlp(4, 6, 3),
+        nn.BCEWithLogitsLoss(weight=torch.tensor([0.5, 2.0, 3.0])),
+        torch.randn(N, 4),
+        torch.rand(N, 3),
+    ),
+    "logistic-sum": lambda: Problem(
+        mlp(4, 6, 3),
+        nn.BCEWithLogitsLoss(
+            weight=torch.tensor([0.5, 2.0, 3.0]), pos_weight=torch.tensor([2.0, 0.5, 1.0]), reduction="sum"
+        ),
+        torch.randn(N, 4),
+        torch.rand(N, 3),
+    ),
+    "squared-sum": lambda: Problem(
+        mlp(3, 6, 2), nn.MSELoss(reduction="sum"), torch.randn(N, 3), torch.randn(N, 2)
+    ),
+    "huber": lambda: Problem(mlp(3, 6, 2), nn.HuberLoss(delta=0.7), torch.randn(N, 3), torch.randn(N, 2)),
+    "smooth-absolute": lambda: Problem(
+        mlp(3, 6, 2), nn.SmoothL1Loss(beta=0.6, reduction="sum"), torch.randn(N, 3), torch.randn(N, 2)
+    ),
+    "absolute": lambda: Problem(mlp(3, 6, 2), nn.L1Loss(), torch.randn(N, 3), torch.randn(N, 2)),
+    "counts": lambda: Problem(
+        mlp(3, 6, 2), nn.PoissonNLLLoss(full=True), torch.randn(N, 3), torch.randint(4, (N, 2))
+    ),
+    "counts-by-rate": lambda: Problem(
+        nn.Sequential(mlp(3, 6, 2), nn.Softplus()),
+        nn.PoissonNLLLoss(log_input=False, reduction="sum"),
+        torch.randn(N, 3),
+        torch.randint(3, (N, 2)),
+    ),
+    "gaussian": lambda: Problem(
+        mlp(3, 6, 2),
+        nn.GaussianNLLLoss(full=True, eps=0.2),
+        torch.randn(N, 3),
+        torch.stack([torch.randn(N, 2), torch.rand(N, 2)], dim=1),
+    ),
     "pixels": lambda: Problem(
         nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 3, 1)),
         nn.CrossEntropyLoss(label_smoothing=0.1),
@@ -192,7 +271,10 @@ PROBLEMS = {
     ),
 }
 # parameters shared over positions: not for KFAC
-SHARED = ["pictures", "sentences", "tokens", "tokens-ignored", "tokens-smoothed", "pixels"]
+SHARED = [
+    *("pictures", "sentences", "tokens", "tokens-ignored", "tokens-smoothed", "pixels"),
+    *("tokens-likelihood", "tokens-sum"),
+]
 
 
 def make(name, dtype=torch.float64, seed=0):
@@ -202,7 +284,8 @@ def make(name, dtype=torch.float64, seed=0):
     problem.loss.to(dtype)
     if problem.inputs.is_floating_point():
         problem.inputs = problem.inputs.to(dtype)
-    if problem.targets.is_floating_point() or isinstance(problem.loss, nn.BCEWithLogitsLoss | nn.MSELoss):
+    labels = isinstance(problem.loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if problem.targets.is_floating_point() or not labels:
         problem.targets = problem.targets.to(dtype)
     return problem
 

@@ -1,6 +1,9 @@
 """Dense references by plain autograd, one sample and one output at a time. No code of woodbury's."""
 
+from functools import partial
+
 import torch
+from torch import nn
 
 
 def parameters(model):
@@ -25,12 +28,44 @@ def chosen(inputs, subset):
     return inputs[subset]
 
 
+def value_of(loss, outputs, targets):
+    """The loss module's own value; GaussianNLLLoss finds its variances beside the targets."""
+    if isinstance(loss, nn.GaussianNLLLoss):
+        return loss(outputs, targets[:, 0], targets[:, 1])
+    return loss(outputs, targets)
+
+
+def is_sum(loss):
+    return getattr(loss, "reduction", "mean") == "sum"
+
+
+def curvature_at(loss, value, point, targets):
+    """The Hessian of value(y) at the outputs of one sample, or what stands for it where that is zero.
+
+    HuberLoss, SmoothL1Loss and L1Loss: the weights rho'(d) / d of iteratively reweighted least squares, d = y - t;
+    for L1Loss, 1 / |d| with |d| at least 1e-4 |t| + eps.
+    """
+    flat = point.reshape(-1)
+    if isinstance(loss, nn.HuberLoss | nn.SmoothL1Loss | nn.L1Loss):
+        difference = flat - targets.reshape(-1)
+        weights = torch.autograd.functional.jacobian(value, flat) / difference
+        if isinstance(loss, nn.L1Loss) or getattr(loss, "beta", 1) == 0:
+            floor = 1e-4 * targets.reshape(-1).abs() + torch.finfo(flat.dtype).eps
+            weights = weights * (difference.abs() / floor).clamp(max=1)
+        return torch.diag(weights)
+    return torch.autograd.functional.hessian(value, flat)
+
+
 def per_sample(model, loss, inputs, targets, forward=None):
     """For each sample: Jacobian (C, p), gradient (C,) and Hessian (C, C) of its loss in its outputs.
 
     A sample's loss is its share of the batch's, times the number of samples: the mean over them is the loss of
-    the batch, whatever that divides by.
+    the batch, whatever that divides by. Of a loss that is a sum it is the share itself.
     """
+    times = 1 if is_sum(loss) else len(targets)
+    curved = loss
+    if isinstance(loss, nn.NLLLoss):
+        curved = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
     params = list(parameters(model).values())
     run = forward or (lambda m, x: m(x))
     result = []
@@ -46,12 +81,12 @@ def per_sample(model, loss, inputs, targets, forward=None):
         )
         point = outputs.detach()
 
-        def value(y, i=i, point=point):
+        def value(y, of=loss, i=i, point=point):
             replaced = torch.cat([together[:i], y.reshape(point.shape), together[i + 1 :]])
-            return len(targets) * loss(replaced, targets)
+            return times * value_of(of, replaced, targets)
 
         slope = torch.autograd.functional.jacobian(value, point.reshape(-1))
-        hessian = torch.autograd.functional.hessian(value, point.reshape(-1))
+        hessian = curvature_at(loss, partial(value, of=curved), point, targets[i])
         result.append((jacobian, slope, hessian))
     return result
 
@@ -59,7 +94,7 @@ def per_sample(model, loss, inputs, targets, forward=None):
 def gradient(model, loss, inputs, targets, forward=None):
     run = forward or (lambda m, x: m(x))
     params = list(parameters(model).values())
-    return flat(torch.autograd.grad(loss(run(model, inputs), targets), params, materialize_grads=True))
+    return flat(torch.autograd.grad(value_of(loss, run(model, inputs), targets), params, materialize_grads=True))
 
 
 def curvature_matrix(samples, kind):
@@ -88,7 +123,7 @@ def dense_direction(
     damping may be a function of B.
     """
     samples = per_sample(model, loss, chosen(inputs, subset), targets[subset], forward)
-    B = curvature_matrix(samples, kind)
+    B = curvature_matrix(samples, kind) * (len(targets) if is_sum(loss) else 1)
     if blocks == "layer":
         B = B * block_mask(model).to(B)
     damping = damping(B) if callable(damping) else damping

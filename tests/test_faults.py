@@ -880,16 +880,20 @@ def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them
         ("softmax", {"label_smoothing": 0.3}),
         ("softmax", {"ignore_index": 0}),
         ("logistic-many", {"pos_weight": torch.tensor([3.0, 1.0, 0.5]).double()}),
+        ("logistic", {"weight": torch.tensor([3.0]).double()}),
+        ("softmax", {"weight": torch.tensor([3.0, 1.0, 0.5, 2.0]).double()}),
+        ("softmax", {"reduction": "sum"}),
+        ("huber", {"delta": 0.1}),
     ]
     for name, options in changes:
         changed, built = problems.make(name), problems.make(name)
-        optimizer = build(kind, changed, damping=0.1)
+        optimizer = build(kind, changed, TIGHT, damping=0.1)
         optimizer.step(changed.inputs, changed.targets)
         built.model.load_state_dict(changed.model.state_dict())
         for option, value in options.items():
             setattr(changed.loss, option, value)
         built.loss = type(built.loss)(**options)
-        fresh = build(kind, built, damping=0.1)
+        fresh = build(kind, built, TIGHT, damping=0.1)
         if method(kind).solves:
             assert optimizer.verify(changed.inputs, changed.targets) < 1e-7
         a = optimizer.step(changed.inputs, changed.targets)
@@ -900,14 +904,16 @@ def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them
 @every_second_order
 def test_options_that_are_not_supported_are_refused_at_the_next_step(kind):
     changes = [
-        ("softmax", "reduction", "sum"),
-        ("softmax", "weight", torch.ones(4).double()),
+        ("softmax", "reduction", "none"),
+        ("softmax", "weight", -torch.ones(4).double()),
+        ("softmax", "weight", torch.ones(3).double()),
         ("softmax", "label_smoothing", 1.5),
         ("softmax", "label_smoothing", "much"),
         ("softmax", "label_smoothing", NAN),
         ("softmax", "ignore_index", 0.5),
         ("squared", "reduction", "none"),
-        ("logistic", "weight", torch.ones(1).double()),
+        ("logistic", "weight", -torch.ones(1).double()),
+        ("logistic-many", "weight", torch.ones(4).double()),
         ("logistic", "pos_weight", -torch.ones(1).double()),
         ("logistic-many", "pos_weight", 2.0),
     ]

@@ -98,7 +98,14 @@ def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
         assert all(torch.isfinite(factor).all() for factor in factors.values())
 
 
-@pytest.mark.parametrize("kind, settings", [*((kind, {"capture": False}) for kind in SMW), ("kfac", {})])
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        *((kind, {"capture": False}) for kind in SMW),
+        ("kfac", {}),
+        *(("smw-gn", {"columns": count}) for count in (1, 3)),
+    ],
+)
 def test_a_step_does_not_wait_for_the_device(kind, settings):
     model = problems.mlp(20, 30, 30, 5).cuda()
     inputs, targets = torch.randn(40, 20, device="cuda"), torch.randint(5, (40,), device="cuda")
@@ -112,6 +119,43 @@ def test_a_step_does_not_wait_for_the_device(kind, settings):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert info.accepted
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@problems.every_problem
+def test_steps_with_sampled_columns_verify(name, columns):
+    _, (problem, optimizer) = pair(name, "smw-gn", columns=columns, curvature_samples=4)
+    for _ in range(3):
+        assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
+        optimizer.step(problem.inputs, problem.targets)
+
+
+LOSSES = [
+    *("softmax-weighted-plain", "softmax-weighted-probabilities", "softmax-sum", "likelihood", "logistic-sum"),
+    *("squared-sum", "huber", "smooth-absolute", "absolute", "counts", "counts-by-rate", "gaussian"),
+]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_with_any_loss_does_not_wait_for_the_device(name):
+    _, (problem, optimizer) = pair(name, "smw-gn", capture=False, curvature_samples=4)
+    for _ in range(3):
+        optimizer.step(problem.inputs, problem.targets)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(problem.inputs, problem.targets)  # raises where it would wait
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_logits_in_place_of_log_probabilities_are_rejected():
+    _, (problem, _) = pair("softmax", "smw-gn")
+    optimizer = OPTIMIZERS["smw-gn"](problem.model, nn.NLLLoss())
+    before = [p.detach().clone() for p in problem.model.parameters()]
+    assert not optimizer.step(problem.inputs, problem.targets).accepted
+    for p, q in zip(problem.model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
 
 
 @every_optimizer

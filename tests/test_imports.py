@@ -22,7 +22,7 @@ ROOMS = [
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "softmax"]],
+    "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
     "layers": [
         ["forms"],
         ["registry", "shared"],

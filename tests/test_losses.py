@@ -1,13 +1,19 @@
 """The loss rules against autograd on the loss modules themselves."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import problems
+import reference
 import woodbury
 from woodbury.curvature import CURVATURES
 from woodbury.losses.rules import loss_rule
+from woodbury.optim import OPTIMIZERS
+
+SECOND_ORDER = {name: kind for name, kind in OPTIMIZERS.items() if name not in ("sgd", "adam")}
 
 
 def outputs_of(name, dtype=torch.float64):
@@ -18,16 +24,21 @@ def outputs_of(name, dtype=torch.float64):
 
 
 def per_sample_derivatives(problem, outputs):
-    """Of the terms of the loss that each sample has: the loss of the batch times what its mean divides by."""
-    slopes, hessians = [], []
+    """Of the terms of the loss that each sample has: the loss of the batch times what it divides by.
+
+    Where the outputs are log-probabilities, those of the cross entropy: see `woodbury.losses.softmax`.
+    """
+    slopes, hessians, loss = [], [], problem.loss
+    if isinstance(loss, nn.NLLLoss):
+        loss = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index)
     for i in range(len(outputs)):
 
         def value(y, i=i):
             replaced = torch.cat([outputs[:i], y.reshape(outputs[:1].shape), outputs[i + 1 :]])
-            return problem.count * problem.loss(replaced, problem.targets)
+            return problem.count * reference.value_of(loss, replaced, problem.targets)
 
         slopes.append(torch.autograd.functional.jacobian(value, outputs[i].flatten()))
-        hessians.append(torch.autograd.functional.hessian(value, outputs[i].flatten()))
+        hessians.append(reference.curvature_at(loss, value, outputs[i], problem.targets[i]))
     return torch.stack(slopes), torch.stack(hessians)
 
 
@@ -39,8 +50,10 @@ def test_values_residual_and_factor_match_the_loss_module(name):
     slopes, hessians = per_sample_derivatives(problem, outputs)
     flat = outputs.flatten(1)
     values = rule.values(problem.loss, flat, prepared)
-    assert rule.count(problem.loss, prepared) == problem.count
-    torch.testing.assert_close(values.sum() / problem.count, problem.loss(outputs, problem.targets))
+    if not rule.is_sum(problem.loss):
+        assert rule.count(problem.loss, prepared) == pytest.approx(problem.count, rel=1e-15)
+    value = reference.value_of(problem.loss, outputs, problem.targets)
+    torch.testing.assert_close(values.sum() / problem.count, value)
     torch.testing.assert_close(rule.total(problem.loss, flat, prepared), values.sum())
     short = rule.prepare(problem.loss, outputs.float(), problem.targets)  # as it is for float32 parameters
     torch.testing.assert_close(rule.total(problem.loss, flat, short), values.sum(), rtol=1e-6, atol=0)
@@ -48,7 +61,10 @@ def test_values_residual_and_factor_match_the_loss_module(name):
     columns, e = rule.factor(problem.loss, flat, prepared)
     assert columns.shape == (len(outputs), rule.column_count(outputs.shape), flat.shape[1])
     torch.testing.assert_close(columns.mT @ columns, hessians)  # S S^T = H
-    torch.testing.assert_close((columns.mT @ e.unsqueeze(2)).squeeze(2), slopes)  # S e = r
+    rest = rule.compact_factor(problem.loss, flat, prepared).rest
+    image = (columns.mT @ e.unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(image if rest is None else image + rest, slopes)  # S e = r
+    assert (rest is not None) == (name == "counts-by-rate")  # where a count is 0, r is not in the range of S
 
 
 @problems.every_problem
@@ -126,12 +142,15 @@ def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
 @pytest.mark.parametrize(
     "loss, option",
     [
-        (nn.CrossEntropyLoss(weight=torch.ones(3)), "weight"),
-        (nn.CrossEntropyLoss(reduction="sum"), "reduction"),
-        (nn.MSELoss(reduction="sum"), "reduction"),
-        (nn.MSELoss(reduction="none"), "reduction"),
-        (nn.BCEWithLogitsLoss(weight=torch.ones(3)), "weight"),
-        (nn.BCEWithLogitsLoss(reduction="none"), "reduction"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, -1.0, 1.0])), "weight"),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, float("nan"), 1.0])), "weight"),
+        (nn.NLLLoss(weight=torch.tensor([1.0, float("inf"), 1.0])), "weight"),
+        (nn.BCEWithLogitsLoss(weight=torch.tensor([1.0, -1.0, 1.0])), "weight"),
+        *((kind(reduction="none"), "reduction.*'mean' or 'sum'") for kind in (nn.MSELoss, nn.CrossEntropyLoss)),
+        *((kind(reduction="none"), "reduction.*'mean' or 'sum'") for kind in (nn.L1Loss, nn.BCEWithLogitsLoss)),
+        (nn.HuberLoss(delta=0.0), "delta"),
+        (nn.SmoothL1Loss(beta=-1.0), "beta"),
+        (nn.SmoothL1Loss(beta=float("nan")), "beta"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(loss, option):
@@ -165,6 +184,16 @@ def test_unknown_loss_is_refused_with_the_way_out():
         (nn.MSELoss(), (4, 1), torch.ones(4), "do not fit"),
         (nn.MSELoss(), (4, 2, 3), torch.ones(4, 3, 2), "do not fit"),
         (nn.BCEWithLogitsLoss(), (4, 1), 2 * torch.ones(4, 1), "between 0 and 1"),
+        (nn.CrossEntropyLoss(weight=torch.ones(4)), (4, 3), torch.zeros(4).long(), r"weight.*\(4,\).*3 classes"),
+        (nn.NLLLoss(), (4, 3), torch.zeros(4).long(), "logsumexp.*LogSoftmax.*CrossEntropyLoss"),
+        (nn.NLLLoss(), (4, 3), torch.full((4, 3), 0.5), "class indices"),
+        (nn.NLLLoss(), (4, 3), None, "needs targets"),
+        (nn.NLLLoss(), (4, 5, 3), torch.zeros(4, 5).long(), r"NLLLoss takes outputs.*\.transpose\(1, 2\)"),
+        (nn.PoissonNLLLoss(), (4, 1), -torch.ones(4, 1), "counts"),
+        (nn.GaussianNLLLoss(), (4, 1), torch.ones(4, 1), r"torch.stack\(\[target, var\], dim=1\).*\(4, 2, 1\)"),
+        (nn.GaussianNLLLoss(), (4, 1), None, "torch.stack"),
+        (nn.GaussianNLLLoss(), (4, 1), -torch.ones(4, 2, 1), "must not be negative"),
+        (nn.HuberLoss(), (4, 1), torch.ones(4), "do not fit"),
     ],
 )
 def test_wrong_targets_are_refused(loss, outputs, targets, message):
@@ -202,6 +231,119 @@ def test_pos_weight_of_another_shape_is_refused_by_name():
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
     with pytest.raises(ValueError, match="pos_weight"):
         loss_rule(loss).values(loss, torch.zeros(4, 6), torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd"])
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("options", [{}, {"weight": [0.5, 2.0, 3.0], "ignore_index": 1}, {"reduction": "sum"}])
+def test_a_step_of_log_softmax_and_nll_is_that_of_logits_and_cross_entropy(kind, tokens, options):
+    """J_y^T H J_y = J_z^T H J_z and J_y^T r = J_z^T r for y = log_softmax(z)."""
+    options = {**options, "weight": torch.tensor(options["weight"]).double()} if "weight" in options else options
+    name = "tokens-smoothed" if tokens else "softmax-smoothed"
+    problem = problems.make(name)
+    p, verified = [], []
+    for model, loss in (
+        (problem.model, nn.CrossEntropyLoss(**options)),
+        (nn.Sequential(problem.model, nn.LogSoftmax(1)), nn.NLLLoss(**options)),
+    ):
+        optimizer = OPTIMIZERS[kind](model, loss, damping=0.01, curvature_samples=0.7, seed=0)
+        p.append(
+            torch.cat([own.flatten() for own in optimizer.direction(problem.inputs, problem.targets).values()])
+        )
+        verified.append(float(optimizer.verify(problem.inputs, problem.targets)))
+    assert reference.relative_error(p[1], p[0]) < 1e-10
+    assert max(verified) < 1e-10
+
+
+def test_log_probabilities_are_checked_at_every_step():
+    problem = problems.make("softmax")
+    optimizer = woodbury.GaussNewton(problem.model, nn.NLLLoss())
+    for call in (optimizer.step, optimizer.direction, optimizer.verify):
+        with pytest.raises(ValueError, match=r"LogSoftmax\(dim=1\), or use CrossEntropyLoss"):
+            call(problem.inputs, problem.targets)
+
+
+ROBUST = [nn.HuberLoss(delta=0.7), nn.SmoothL1Loss(beta=0.4), nn.SmoothL1Loss(beta=0.0), nn.L1Loss()]
+
+
+@pytest.mark.parametrize("loss", ROBUST)
+def test_the_curvature_of_a_robust_loss_is_a_parabola_that_touches_it_and_lies_nowhere_below(loss):
+    """q(x) = rho(d) + w (x^2 - d^2) / 2."""
+    rule, t = loss_rule(loss), torch.zeros(1, 1).double()
+    x = torch.linspace(-4, 4, 801, dtype=torch.float64).unsqueeze(1)
+
+    def rho(y):
+        return rule.values(loss, y, t.expand_as(y))
+
+    for d in (-2.5, -0.5, 1e-6, 0.3, 0.7, 3.0):
+        y = torch.full((1, 1), d, dtype=torch.float64)
+        w = rule.compact_factor(loss, y, t).columns().square().squeeze()
+        torch.testing.assert_close(w, rule.residual(loss, y, t).squeeze() / d)
+        parabola = rho(y) + 0.5 * w * (x.square() - d**2).squeeze(1)
+        rounding = 8 * torch.finfo(w.dtype).eps * (rho(y) + 0.5 * w * (x.square() + d**2).squeeze(1))
+        assert (rho(x) <= parabola + rounding).all()
+        slope = torch.autograd.functional.jacobian(lambda y: rho(y).sum(), y)
+        torch.testing.assert_close(rule.residual(loss, y, t), slope)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", ROBUST)
+def test_an_output_that_meets_its_target_has_a_finite_curvature_and_no_residual(loss, dtype):
+    t = torch.tensor([[0.0, 2.0]], dtype=dtype)
+    factor = loss_rule(loss).compact_factor(loss, t.clone(), t)
+    assert torch.isfinite(factor.columns()).all() and factor.e.abs().max() == 0
+    if getattr(loss, "beta", 0.0) == 0.0 and not isinstance(loss, nn.HuberLoss):
+        floor = 1e-4 * t + torch.finfo(dtype).eps
+        torch.testing.assert_close(factor.columns().square().sum(1), 0.5 / floor)
+
+
+@pytest.mark.parametrize("kind", list(SECOND_ORDER))
+@pytest.mark.parametrize(
+    "name", ["squared", "logistic-many", "softmax", "huber", "counts", "gaussian", "likelihood"]
+)
+def test_a_sum_is_the_mean_times_what_that_divides_by(kind, name):
+    """f_sum = N C f and g_sum = N C g; B_sum = N C B, or N C^2 B for the empirical Fisher."""
+    problem = problems.make(name)
+    mean, total = problem.loss, copy.deepcopy(problem.loss)
+    total.reduction = "sum"
+    classes = isinstance(mean, nn.CrossEntropyLoss | nn.NLLLoss)
+    C = 1 if classes else problem.model(problem.inputs).shape[1]
+    power, steps = 2 if kind.startswith("smw-ng") else 1, []
+    for loss, damping in ((mean, 0.03), (total, 0.03 * problems.N * C**power)):
+        tight = {"progress": 1e-14, "max_iterations": 1000} if kind == "hf" else {}
+        optimizer = SECOND_ORDER[kind](
+            problem.model, loss, damping=damping, curvature_samples=0.6, seed=0, **tight
+        )
+        p = optimizer.direction(problem.inputs, problem.targets)
+        steps.append(torch.cat([own.flatten() for own in p.values()]))
+    assert reference.relative_error(C ** (power - 1) * steps[1], steps[0]) < (1e-5 if kind == "hf" else 1e-10)
+
+
+def test_a_sum_of_ignored_targets_is_zero_and_moves_nothing():
+    problem = problems.make("softmax")
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    p = woodbury.GaussNewton(problem.model, loss).direction(problem.inputs, torch.full((problems.N,), -100))
+    assert max(float(own.abs().max()) for own in p.values()) == 0
+
+
+def test_a_mean_over_classes_of_weight_zero_is_refused():
+    problem = problems.make("softmax")
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0, 1.0, 1.0]).double())
+    optimizer = woodbury.GaussNewton(problem.model, loss)
+    with pytest.raises(ValueError, match="a class of weight 0"):
+        optimizer.step(problem.inputs, torch.zeros(problems.N).long())
+
+
+def test_variances_beside_the_targets_reach_every_door():
+    problem = problems.make("gaussian")
+    target, variance = problem.targets.unbind(1)
+    before = problem.loss(problem.model(problem.inputs), target, variance).detach()
+    for kind in OPTIMIZERS.values():
+        info = kind(copy.deepcopy(problem.model), problem.loss).step(problem.inputs, problem.targets)
+        torch.testing.assert_close(info.loss, before)
+    fit = woodbury.fit(problem.model, problem.loss, (problem.inputs, problem.targets), steps=5, progress=False)
+    after = problem.loss(problem.model(problem.inputs), target, variance).item()
+    assert fit.loss == pytest.approx(after, rel=1e-10) and after < before
 
 
 @pytest.mark.parametrize("index", [-100, 1])

@@ -113,7 +113,8 @@ def loss_at(problem, theta, decay=0.0):
     """The loss of the batch with its parameters at theta, and decay |theta|^2 / 2."""
     twin = copy.deepcopy(problem.model)
     nn.utils.vector_to_parameters(theta, reference.parameters(twin).values())
-    return problem.loss(twin(problem.inputs), problem.targets).detach() + 0.5 * (decay * theta) @ theta
+    value = reference.value_of(problem.loss, twin(problem.inputs), problem.targets).detach()
+    return value + 0.5 * (decay * theta) @ theta
 
 
 def state_of(model):
@@ -754,8 +755,9 @@ def test_learns_from_a_data_loader_with_a_smaller_last_batch(kind):
 
 
 @every_second_order
-def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from_the_batch(kind):
-    problem = problems.make("squared")
+@pytest.mark.parametrize("name", ["squared", "squared-sum", "softmax-weighted-plain"])
+def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from_the_batch(kind, name):
+    problem = problems.make(name)
     x, t = problem.inputs, problem.targets
     loader = [(x[:4], t[:4]), (x[4:], t[4:])]
     optimizer = build(kind, problem, TIGHT, damping=0.1)

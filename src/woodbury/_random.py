@@ -30,6 +30,13 @@ def new_state(seed: int | None) -> Tensor:
     return generator.get_state()
 
 
+def draw_seed(state: Tensor) -> tuple[int, Tensor]:
+    """A seed for another generator, and the state after it."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    return int(torch.randint(2**62, (), generator=generator)), generator.get_state()
+
+
 class Orders:
     """Random permutations of the samples, on a device.
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from woodbury.device.scalars import Scalar
-from woodbury.losses.factors import DenseFactor, Factor, dense_factor
-from woodbury.losses.rules import LossRule
+from woodbury.losses.factors import DenseFactor, Factor, dense_factor, sampled_factor
+from woodbury.losses.rules import LossRule, loss_rule
 from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outputs
 
 
@@ -52,6 +52,10 @@ class Curvature(ABC):
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         """D for n curvature samples whose mean loss divides by M = term_count."""
 
+    def divisor_of_sum(self, samples: int, of: int) -> Scalar:
+        """D = N2/N1 where f is a sum over N1 samples: B is the Hessian, or the Fisher matrix, of such a sum."""
+        return samples / of
+
     @abstractmethod
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         """k, the number of rows per sample, or a bound on it, for outputs of this shape (n, ...)."""
@@ -80,7 +84,7 @@ class GaussNewtonMatrix(Curvature):
 
     @property
     def at_outputs(self) -> OutputProduct:
-        return hessian_at_outputs
+        return _curvature_at_outputs
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return term_count
@@ -89,10 +93,58 @@ class GaussNewtonMatrix(Curvature):
         return rule.column_count(shape)
 
 
+class SampledGaussNewtonMatrix(GaussNewtonMatrix):
+    """The Gauss-Newton matrix with at most so many columns per sample: E[S~ S~^T] = H, and r as exact as before.
+
+    See `sampled_factor`. The columns belong to one step: a factor of as many samples drawn again is the same.
+    """
+
+    def __init__(self, columns: int, seed: int) -> None:
+        self.columns = columns
+        self.seed = seed
+        self._drawn: Factor | None = None  # the last one that was sampled
+
+    def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        factor = super().factor(rule, loss, outputs, targets)
+        self._drawn = None
+        if factor.width > self.columns:
+            assert factor.e is not None
+            generator = torch.Generator(outputs.device).manual_seed(self.seed)
+            bits = torch.randint(2, factor.e.shape, generator=generator, device=outputs.device)
+            factor = self._drawn = sampled_factor(factor, self.columns, (2 * bits - 1).to(factor.e.dtype))
+        return factor
+
+    @property
+    def at_outputs(self) -> OutputProduct:
+        """S~ S~^T with the columns that were drawn: the sampled system is what can be verified."""
+        return super().at_outputs if self._drawn is None else self._sampled_at_outputs
+
+    def _sampled_at_outputs(
+        self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor
+    ) -> Tensor:
+        rule, drawn = loss_rule(loss), self._drawn
+        assert drawn is not None
+        term_count = 1.0 if rule.is_sum(loss) else rule.count(loss, rule.prepare(loss, outputs, targets))
+        weights = drawn.matvec(drawn.rmatvec(image.reshape(len(image), -1)))
+        return (weights / term_count).reshape(image.shape)
+
+    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
+        return min(self.columns, super().column_count(rule, shape))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_drawn": None}
+
+
+def _curvature_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+    """H of the loss, or of the function that its rule takes the curvature from, by autograd."""
+    return hessian_at_outputs(loss_rule(loss).curved_loss(loss), outputs, targets, image)
+
+
 class EmpiricalFisher(Curvature):
     """B = (1/n) sum g_i g_i^T with g_i = (n/M) J_i^T r_i, whose mean is g: S_i = r_i, e_i = 1, D = M^2 / n.
 
-    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D = n where M = n.
+    The empirical Fisher matrix of the paper. Every factor row is a gradient row; D = n where M = n. Of a loss that
+    is a sum, B = (N1/N2) sum_{S2} g_i g_i^T with g_i = J_i^T r_i, the Fisher matrix of a sum.
     """
 
     name = "empirical"
@@ -147,6 +199,9 @@ class OwnScale(Curvature):
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return self._curvature.divisor(term_count, samples) / self._scale**2
+
+    def divisor_of_sum(self, samples: int, of: int) -> Scalar:
+        return self._curvature.divisor_of_sum(samples, of) / self._scale**2
 
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         return self._curvature.column_count(rule, shape)

@@ -81,18 +81,28 @@ class FactorProducts:
         return result
 
 
-def loss_of(loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
-    """The loss module's own value; targets None means zeros."""
-    value: Tensor = loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+def loss_of(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None) -> Tensor:
+    """The loss module's own value; targets None means zeros, and those of GaussianNLLLoss hold its variances."""
+    if isinstance(loss, nn.GaussianNLLLoss) and targets is not None:
+        value: Tensor = loss(outputs, *targets.unbind(1))
+    else:
+        value = loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
     return value
+
+
+def is_sum(loss: nn.Module) -> bool:
+    """Whether a loss is a sum over samples instead of a mean."""
+    return getattr(loss, "reduction", "mean") == "sum"
 
 
 # (loss, outputs (n, ...), targets, J v of the shape of the outputs) -> what J^T turns into B v
 OutputProduct = Callable[[nn.Module, Tensor, "Tensor | None", Tensor], Tensor]
 
 
-def hessian_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-    """H_i (J v)_i / n: with it B = (1/n) sum J_i^T H_i J_i."""
+def hessian_at_outputs(
+    loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor | None, image: Tensor
+) -> Tensor:
+    """H_i (J v)_i / n: with it B = (1/n) sum J_i^T H_i J_i; without 1/n for a loss that is a sum."""
     with torch.enable_grad():
         point = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point, create_graph=True)  # r_i / n
@@ -103,12 +113,12 @@ def hessian_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None,
 
 
 def fisher_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-    """r_i (r_i . (J v)_i) / n: with it B = (1/n) sum g_i g_i^T, g_i = J_i^T r_i."""
+    """r_i (r_i . (J v)_i) / n: with it B = (1/n) sum g_i g_i^T, g_i = J_i^T r_i; without 1/n for a sum."""
     with torch.enable_grad():
         point = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(loss_of(loss, point, targets), point)  # r_i / n
     inner = (slope * image).flatten(1).sum(1) if slope.dim() > 1 else slope * image
-    return len(outputs) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
+    return (1 if is_sum(loss) else len(outputs)) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
 
 
 def curvature_product(
@@ -142,11 +152,13 @@ def relative_residual(
 
     outputs are those of the whole batch, attached to the graph; W is the weight decay, q = mu p_prev. Where
     both are zero this is |(B + lambda I) p + g| / |g|, or |(B + lambda I) p| where g is zero. B is block-diagonal
-    with these blocks of parameters.
+    with these blocks of parameters. Of a loss that is a sum, it is N1/N2 times that of the curvature samples.
     """
     targets = batch.targets
-    if targets is not None and not targets.is_floating_point():  # torch's losses accept one type only
-        targets = targets.to(outputs.dtype) if targets.shape == outputs.shape else targets.long()
+    scale = batch.samples / batch.curvature if is_sum(loss) else 1.0
+    if targets is not None:  # torch's losses accept one type only
+        numbers = targets.is_floating_point() or targets.shape == outputs.shape
+        targets = targets.to(outputs.dtype) if numbers else targets.long()
     with torch.enable_grad():
         value = loss_of(loss, outputs, targets)
         grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
@@ -158,7 +170,7 @@ def relative_residual(
         with torch.enable_grad():
             curvature_outputs = outputs[: batch.curvature]
         product = curvature_product(curvature_outputs, loss, parameters, targets, part, at_outputs)
-        image |= {name: product[name] for name in block}
+        image |= {name: product[name] if scale == 1.0 else scale * product[name] for name in block}
     rhs: Vector = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
         image[name] = image[name] + (decay[name] + damping) * vector[name]

@@ -260,11 +260,11 @@ def rows(
 
     Args:
         model: a module; only parameters with requires_grad count.
-        loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss or a registered loss, with mean reduction.
+        loss: one that `GaussNewton` takes.
         inputs, targets: a batch of n samples.
         curvature: "gauss-newton" (k rows per sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row per
-            sample, U^T U = (1/n) sum of outer products of per-sample gradients). Where the loss is a mean over
-            tokens, see `woodbury.curvature`.
+            sample, U^T U = (1/n) sum of outer products of per-sample gradients), without 1/n for a loss that is a
+            sum. Where the loss is a mean over tokens, see `woodbury.curvature`.
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd.
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
@@ -281,7 +281,10 @@ def rows(
         prepared = prepare(rule, loss, captured.raw, targets)
         columns = kind.factor(rule, loss, outputs, prepared).columns()
         n, k, _ = columns.shape
-        divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
+        if rule.is_sum(loss):
+            divisor = kind.divisor_of_sum(n, n)
+        else:
+            divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
         return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)
     finally:
         buffers.put_back()

@@ -288,7 +288,7 @@ class Trial:
             torch.set_rng_state(self.random)
         self.B = []
         for own in self.subsets:
-            B = dense.curvature(options.kind, own)
+            B = dense.curvature(options.kind, own, sum(map(len, self.parts)))
             self.B.append(B if mask is None else B * mask)
 
     @property
@@ -505,7 +505,7 @@ class Trial:
         n = dense.n
         if rows.shape != tuple(U.shape) or U.shape[0] % n or U.shape[1] != len(dense.theta):
             raise WrongError(f"rows of shape {tuple(U.shape)}, {rows.shape}")
-        B = dense.curvature(options.kind, list(range(n)))
+        B = dense.curvature(options.kind, list(range(n)), n)
         eps = self.eps
         scale = float(dense.J.square().sum()) * (1 + float(dense.slope(dense.outputs, dense.targets).norm()) ** 2)
 
@@ -522,7 +522,8 @@ class Trial:
         near(dense.flatten(rows.rmatvec(c.to(case.dtype))), U.T @ c, "rmatvec")
         if options.kind == "empirical":
             slope = dense.slope(dense.outputs, dense.targets).reshape(n, -1)
-            G = n**0.5 * torch.einsum("nc,ncp->np", slope, dense.J)
+            times = 1 if getattr(dense.loss, "reduction", "mean") == "sum" else n**0.5
+            G = times * torch.einsum("nc,ncp->np", slope, dense.J)
             near(U, G, "the rows of each sample")
 
     def check_step(self, p, which, references, damping, center, comparable, tolerance, slack_p):

@@ -318,16 +318,30 @@ def _loss(rng, builder, kind):
             features.add("no-targets")
             return nn.MSELoss(), None, None
         if rng.random() < 0.03:
-            return nn.MSELoss(reduction="sum"), targets, "reduction"
-        return nn.MSELoss(), targets, None
+            return nn.MSELoss(reduction="none"), targets, "reduction"
+        if rng.random() < 0.2:
+            features.add("counts")
+            return nn.PoissonNLLLoss(full=rng.random() < 0.5, **_sum(rng, features)), targets.abs().round(), None
+        return nn.MSELoss(**_sum(rng, features)), targets, None
     loss = rng.choice([LogCosh, LogCosh, Scaled, Scaled, PerOutput])()
     return loss, targets, "values (n, C)" if isinstance(loss, PerOutput) else None
+
+
+def _sum(rng, features):
+    """The option of a loss that is a sum, now and then."""
+    if rng.random() < 0.85:
+        return {}
+    features.add("sum")
+    return {"reduction": "sum"}
 
 
 def _softmax(rng, h, features):
     classes = h.shape[1]
     shape = (len(h), *h.shape[2:])
-    options = {}
+    options = _sum(rng, features)
+    if rng.random() < 0.15:
+        features.add("class-weights")
+        options["weight"] = 0.1 + torch.rand(classes)
     if rng.random() < 0.3:
         options["label_smoothing"] = rng.choice([0.1, 0.5])
         features.add("label_smoothing")
@@ -345,8 +359,9 @@ def _softmax(rng, h, features):
         targets[torch.rand(shape) < 0.3] = index
         targets[0] = classes - 1 if index != classes - 1 else 0  # one sample at least has a target
         targets[1:3] = targets[0]
-    if rng.random() < 0.05:
-        return nn.CrossEntropyLoss(weight=torch.rand(classes), **options), targets, "class weights"
+    if rng.random() < 0.03:
+        options["weight"] = torch.rand(classes + 1)
+        return nn.CrossEntropyLoss(**options), targets, "class weights"
     return nn.CrossEntropyLoss(**options), targets, None
 
 
@@ -365,6 +380,10 @@ def _logistic(rng, h, features):
         weight = 0.5 + 2 * torch.rand(shape)
         wrong = h.dim() == 2 and len(shape) == 2 and shape[0] > 1
         return nn.BCEWithLogitsLoss(pos_weight=weight), targets, "pos_weight (C, 1)" if wrong else None
-    if rng.random() < 0.03:
-        return nn.BCEWithLogitsLoss(weight=torch.rand(h.shape[-1:])), targets, "weight"
-    return nn.BCEWithLogitsLoss(), targets, None
+    options = _sum(rng, features)
+    if rng.random() < 0.15 and h.dim() > 1:
+        features.add("output-weights")
+        options["weight"] = 0.1 + torch.rand(rng.choice([h.shape[-1:], h.shape[1:]]))
+    elif rng.random() < 0.03:
+        return nn.BCEWithLogitsLoss(weight=-torch.rand(h.shape[-1:])), targets, "weight"
+    return nn.BCEWithLogitsLoss(**options), targets, None

@@ -65,14 +65,16 @@ class Dense:
         point = outputs.detach().requires_grad_()
         return torch.autograd.grad(self.value(point, targets), point)[0]
 
-    def curvature(self, kind, subset):
-        """B of these samples."""
+    def curvature(self, kind, subset, of):
+        """B of these samples; of a sum over `of` samples, if that is what the loss is."""
+        is_sum = getattr(self.loss, "reduction", "mean") == "sum"
+        times = of / len(subset) if is_sum else 1
         outputs = self.outputs.detach()[subset]
         targets = None if self.targets is None else self.targets[subset]
         J = self.J[subset]
         if kind == "empirical":
-            G = len(subset) * torch.einsum("nc,ncp->np", self.slope(outputs, targets).reshape(len(subset), -1), J)
-            return G.T @ G / len(subset)
+            G = torch.einsum("nc,ncp->np", self.slope(outputs, targets).reshape(len(subset), -1), J)
+            return G.T @ G * (times if is_sum else len(subset))
         size = outputs.numel()
         shape = outputs.shape
         point = outputs.reshape(-1).requires_grad_()
@@ -82,7 +84,7 @@ class Dense:
             for i in range(size):
                 H[i] = torch.autograd.grad(slope[i], point, retain_graph=True)[0]
         J = J.reshape(size, -1)
-        return J.T @ H @ J
+        return times * (J.T @ H @ J)
 
     def mean_loss(self):
         return float(self.value(self.outputs.detach(), self.targets))

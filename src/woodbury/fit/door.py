@@ -63,7 +63,7 @@ def fit(
 
     Args:
         model: any module; it is trained in place and ends with the best parameters.
-        loss: CrossEntropyLoss, BCEWithLogitsLoss, MSELoss or one added by `register_loss`.
+        loss: one that `GaussNewton` takes, or one added by `register_loss`.
         data: (inputs, targets), used whole at every step; a function draw(count) that returns as many fresh
             samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
             a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.

@@ -15,6 +15,7 @@ from woodbury.fit.result import Fit
 from woodbury.fit.sources import Data
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
+from woodbury.products import loss_of
 
 Callback = Callable[[Fit], Any]
 
@@ -87,7 +88,7 @@ class Run(ABC):
         inputs, targets = data
         with torch.set_grad_enabled(optimizer.forward is not call_model):
             outputs = optimizer.forward(self.model, inputs)
-            value: Tensor = optimizer.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+            value = loss_of(optimizer.loss, outputs, targets)
         return value.detach()
 
     def state(self) -> dict[str, Any]:

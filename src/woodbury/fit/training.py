@@ -26,6 +26,7 @@ from woodbury.fit.result import Fit
 from woodbury.fit.run import Callback, Run
 from woodbury.fit.sources import Data, MiniBatches, as_pair, is_batches, to_device
 from woodbury.optim import GaussNewton, StepInfo
+from woodbury.products import loss_of
 
 RATE, MOMENTUM = 0.6, 0.9
 DAMPING = LevenbergMarquardt(initial=0.03, floor=1e-3, relative=True)
@@ -243,7 +244,7 @@ def sgd_seconds(optimizer: GaussNewton, batch: Data) -> float:
         started = time.perf_counter()
         with torch.enable_grad():
             outputs = optimizer.forward(model, inputs)
-            loss = optimizer.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+            loss = loss_of(optimizer.loss, outputs, targets)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         moved = [torch.add(a, b, alpha=-0.1) for a, b in zip(parameters, gradients, strict=True) if b is not None]
         times.append(time.perf_counter() - started)

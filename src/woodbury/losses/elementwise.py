@@ -1,4 +1,4 @@
-"""Losses that are sums over single outputs: squared error and logistic."""
+"""Losses that are sums over single outputs: squared error, logistic, Poisson and Gaussian likelihood."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.losses.factors import DiagonalFactor, Factor
-from woodbury.losses.rules import StructuredRule, refuse, register_loss, smallest_probability
+from woodbury.losses.rules import (
+    StructuredRule,
+    check_weights,
+    register_loss,
+    share_of_output,
+    smallest_probability,
+)
 
 
 @register_loss(nn.MSELoss)
@@ -18,43 +24,39 @@ class SquaredError(StructuredRule):
     """l = |y - t|^2 / C, so H = (2/C) I: torch's MSELoss averages over outputs and has no 1/2."""
 
     by_hand = True
+    takes_sum = True
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets).square().mean(1)
+        squares = (outputs - targets).square()
+        return squares.sum(1) if self.is_sum(loss) else squares.mean(1)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs, targets, reduction="sum") / outputs.shape[1]
+        total = F.mse_loss(outputs, targets, reduction="sum")
+        return total if self.is_sum(loss) else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs - targets) * (2 / outputs.shape[1])
+        return (outputs - targets) * (2 * share_of_output(loss, outputs))
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        root = math.sqrt(2 / outputs.shape[1])
+        root = math.sqrt(2 * share_of_output(loss, outputs))
         return DiagonalFactor((outputs - targets) * root, outputs.new_full((), root).expand_as(outputs))
 
 
 @register_loss(nn.BCEWithLogitsLoss)
 class Logistic(StructuredRule):
-    """l = -(1/C) sum_c [w t log s + (1 - t) log(1 - s)], s = sigmoid(y), w = pos_weight.
+    """l = -(1/C) sum_c v [w t log s + (1 - t) log(1 - s)], s = sigmoid(y), v = weight, w = pos_weight.
 
-    r = (a s - w t)/C and H = diag(a s (1 - s))/C with a = 1 + (w - 1) t: exact for targets in [0, 1].
+    r = v (a s - w t)/C and H = diag(v a s (1 - s))/C with a = 1 + (w - 1) t: exact for targets in [0, 1]. Both
+    weights are those of outputs, the same for all samples.
     """
 
     by_hand = True
+    takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
-        if loss.weight is not None:
-            refuse(loss, "weight", "weight the samples in the data, or use pos_weight")
-        weight: Any = loss.pos_weight
-        if weight is None:
-            return
-        if (
-            not isinstance(weight, Tensor)
-            or weight.is_complex()
-            or not bool(((weight >= 0) & (weight < math.inf)).all())
-        ):
-            refuse(loss, "pos_weight", "it must be a tensor of finite numbers that are not negative")
+        for name in ("weight", "pos_weight"):
+            check_weights(loss, name)
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         prepared = super().prepare(loss, outputs, targets)
@@ -62,54 +64,177 @@ class Logistic(StructuredRule):
             lowest, highest = torch.aminmax(prepared)
             if lowest.item() < 0 or highest.item() > 1:
                 raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
-        if outputs.dim() != 2 and loss.pos_weight is not None:
-            return prepared.reshape(outputs.shape)  # the shape that pos_weight is broadcast against
+        if outputs.dim() != 2 and _is_weighted(loss):
+            return prepared.reshape(outputs.shape)  # the shape that the weights are broadcast against
         return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = self._pos_weight(loss, outputs, targets)
-        if weight is None:
-            return (F.softplus(outputs) - targets * outputs).mean(1)
-        targets = targets.reshape(outputs.shape).to(outputs.dtype)
-        return F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none").mean(1)
+        if _is_weighted(loss):
+            weight, pos_weight = _weights(loss, outputs, targets)
+            targets = targets.reshape(outputs.shape).to(outputs.dtype)
+            each = F.binary_cross_entropy_with_logits(
+                outputs, targets, weight, pos_weight=pos_weight, reduction="none"
+            )
+        else:
+            each = F.softplus(outputs) - targets * outputs
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if getattr(loss, "pos_weight") is not None:  # noqa: B009  (typed as any module attribute)
+        if _is_weighted(loss):
             return super().total(loss, outputs, targets)
         total = torch.addcmul(F.softplus(outputs), targets, outputs, value=-1).sum()
-        return total if outputs.shape[1] == 1 else total / outputs.shape[1]
+        return total if outputs.shape[1] == 1 or self.is_sum(loss) else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight = self._pos_weight(loss, outputs, targets)
-        if weight is None:
-            return (outputs.sigmoid() - targets) / outputs.shape[1]
+        share = share_of_output(loss, outputs)
+        if not _is_weighted(loss):
+            return (outputs.sigmoid() - targets) * share
+        weight, pos_weight = _weights(loss, outputs, targets)
         targets = targets.reshape(outputs.shape)
-        return ((1 + (weight - 1) * targets) * outputs.sigmoid() - weight * targets) / outputs.shape[1]
+        if pos_weight is None:
+            residual = outputs.sigmoid() - targets
+        else:
+            residual = (1 + (pos_weight - 1) * targets) * outputs.sigmoid() - pos_weight * targets
+        return residual * share if weight is None else residual * (weight * share)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
-        variance = outputs.sigmoid() * outputs.neg().sigmoid() / outputs.shape[1]
-        weight = self._pos_weight(loss, outputs, targets)
-        if weight is not None:
-            variance = variance * (1 + (weight - 1) * targets.reshape(outputs.shape))
+        variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
+        if _is_weighted(loss):
+            weight, pos_weight = _weights(loss, outputs, targets)
+            if pos_weight is not None:
+                variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
+            if weight is not None:
+                variance = variance * weight
         root = variance.clamp_min(smallest_probability(outputs.dtype)).sqrt()
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
-    @staticmethod
-    def _pos_weight(loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """w for each output of a sample, (C,), broadcast as torch does: prepared targets have the shape."""
-        weight: Tensor | None = getattr(loss, "pos_weight")  # noqa: B009  (typed as any module attribute)
-        if weight is None:
-            return None
-        own, shape = tuple(weight.shape), tuple(targets.shape)
-        if len(own) == len(shape) and own[0] == 1:
-            own = own[1:]  # the sample axis
-        # torch lines the axes up from the last one
-        if len(own) >= len(shape) or any(
-            a not in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False)
-        ):
+
+def _is_weighted(loss: Any) -> bool:
+    return loss.pos_weight is not None or loss.weight is not None
+
+
+def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """weight and pos_weight of each output of a sample, (C,), or None; prepared targets have the shape."""
+    return tuple(  # type: ignore[return-value]
+        None if own is None else _over_outputs(own, name, tuple(targets.shape)).to(outputs.dtype)
+        for name, own in (("weight", loss.weight), ("pos_weight", loss.pos_weight))
+    )
+
+
+def _over_outputs(weight: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A weight of BCEWithLogitsLoss for each output of a sample, (C,), broadcast as torch does."""
+    own = tuple(weight.shape)
+    if len(own) == len(shape) and own[0] == 1:
+        own = own[1:]  # the sample axis
+    # torch lines the axes up from the last one
+    if len(own) >= len(shape) or any(
+        a not in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False)
+    ):
+        raise ValueError(
+            f"BCEWithLogitsLoss({name}=...) of shape {tuple(weight.shape)} does not fit outputs of shape "
+            f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
+        )
+    return weight.reshape(own).expand(shape[1:]).reshape(-1)
+
+
+@register_loss(nn.PoissonNLLLoss)
+class Poisson(StructuredRule):
+    """l = (1/C) sum_c exp(y) - t y, or with log_input=False (1/C) sum_c y - t log(y + eps), for counts t >= 0.
+
+    `full` adds what depends on the counts alone. With mu = exp(y): r = (mu - t)/C and H = diag(mu)/C; with
+    log_input=False and mu = y + eps: r = (1 - t/mu)/C and H = diag(t/mu^2)/C, where a count of 0 has a residual
+    but no curvature: there r is not in the range of S.
+    """
+
+    by_hand = True
+    takes_sum = True
+
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        prepared = super().prepare(loss, outputs, targets)
+        if not prepared.is_cuda and prepared.min().item() < 0:
+            raise ValueError("PoissonNLLLoss: targets are counts, and must not be negative")
+        return prepared
+
+    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        options: Any = loss
+        each = F.poisson_nll_loss(
+            outputs,
+            targets.to(outputs.dtype),
+            log_input=options.log_input,
+            full=options.full,
+            eps=options.eps,
+            reduction="none",
+        )
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+
+    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        options: Any = loss
+        slope = outputs.exp() - targets if options.log_input else 1 - targets / (outputs + options.eps)
+        return slope * share_of_output(loss, outputs)
+
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        options: Any = loss
+        share, least = share_of_output(loss, outputs), smallest_probability(outputs.dtype)
+        residual = self.residual(loss, outputs, targets)
+        if options.log_input:
+            root = (outputs.exp() * share).clamp_min(least).sqrt()
+            return DiagonalFactor(residual / root, root)
+        variance = targets / (outputs + options.eps).square() * share
+        curved = variance > least
+        root = torch.where(curved, variance, 0.0).sqrt()
+        e = torch.where(curved, residual / torch.where(curved, root, 1.0), 0.0)
+        if not outputs.is_cuda and bool(curved.all()):
+            return DiagonalFactor(e, root)
+        return DiagonalFactor(e, root, rest=torch.where(curved, 0.0, residual))
+
+
+@register_loss(nn.GaussianNLLLoss)
+class Gaussian(StructuredRule):
+    """l = (1/2C) sum_c log v + (y - t)^2 / v, v = max(var, eps), with a variance that is given, not learned.
+
+    r = (y - t)/(v C) and H = diag(1/v)/C. The variances come with the targets, as one tensor (n, 2, ...):
+    torch.stack([target, var], dim=1), each of the shape of the outputs.
+    """
+
+    by_hand = True
+    takes_sum = True
+
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        wanted = (len(outputs), 2, *outputs.shape[1:])
+        if targets is None or targets.shape != wanted:
+            given = "None" if targets is None else f"the shape {tuple(targets.shape)}"
             raise ValueError(
-                f"BCEWithLogitsLoss(pos_weight=...) of shape {tuple(weight.shape)} does not fit outputs of shape "
-                f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
+                "GaussianNLLLoss takes its variances with the targets: pass torch.stack([target, var], dim=1), of "
+                f"shape {wanted}, got {given}. For a variance that the model gives, write a loss of your own "
+                "(woodbury.register_loss)"
             )
-        return weight.reshape(own).to(outputs.dtype).expand(shape[1:]).reshape(-1)
+        prepared = targets.reshape(len(outputs), 2, -1).to(outputs.dtype)
+        if not prepared.is_cuda and prepared[:, 1].min().item() < 0:
+            raise ValueError("GaussianNLLLoss: variances, targets[:, 1], must not be negative")
+        return prepared
+
+    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        options: Any = loss
+        target, variance = targets.unbind(1)
+        variance = variance.to(outputs.dtype).clamp_min(options.eps)  # torch's function would wait for a device
+        each = 0.5 * (variance.log() + (outputs - target).square() / variance)
+        if options.full:
+            each = each + 0.5 * math.log(2 * math.pi)
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+
+    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        precision, target = self._precision(loss, outputs, targets)
+        return (outputs - target) * precision
+
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        precision, target = self._precision(loss, outputs, targets)
+        root = precision.sqrt()
+        return DiagonalFactor((outputs - target) * root, root)
+
+    @staticmethod
+    def _precision(loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """1/(v C), 1/v for a sum, and the targets, (n, C) each."""
+        options: Any = loss
+        target, variance = targets.unbind(1)
+        return share_of_output(loss, outputs) / variance.clamp_min(options.eps), target

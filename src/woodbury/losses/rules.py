@@ -5,6 +5,9 @@ S_i S_i^T. A rule gives the values l, the residuals r, the factor S and M, what 
 samples, or of tokens where l is a sum over the tokens of a sample. It also gives e with S e = r, which keeps small
 damping accurate (see `woodbury.optim.sample_space`), and what of r is not in the range of S.
 
+A loss with reduction="sum" is f = sum_i l(y_i, t_i): what f divides by is 1, and l has no mean over the outputs of
+a sample either. Its curvature is a sum over the batch as well, N1/N2 times that of the N2 curvature samples.
+
 Outputs and targets reach a rule with one row per sample: outputs (n, C), C numbers per sample.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,22 +36,30 @@ class LossRule(ABC):
     float64): write one by hand where C is large. Negative eigenvalues count as zero.
 
     `by_hand` says that a rule draws no random numbers, needs no autograd, and always gives e with its factor: a
-    step along a plain chain of layers then runs without a graph.
+    step along a plain chain of layers then runs without a graph. `takes_sum` says that `values` looks at the
+    reduction of the loss: with "sum" they are the terms of a sum. Without it such a loss raises an error.
     """
 
     by_hand: ClassVar[bool] = False
+    takes_sum: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         cls.by_hand = bool(vars(cls).get("by_hand", False))  # not inherited: a subclass must set it again
+        cls.takes_sum = bool(vars(cls).get("takes_sum", False))
 
     def check(self, loss: nn.Module) -> None:
         """Raise an error that names the option if an option of this loss is not supported."""
         reduction = getattr(loss, "reduction", "mean")
-        if reduction != "mean":
+        if reduction != "mean" and not (reduction == "sum" and self.takes_sum):
+            ways = "'mean' or 'sum'" if self.takes_sum else "'mean'"
             raise ValueError(
-                f"{type(loss).__name__}(reduction={reduction!r}) is not supported: the step is defined for a "
-                "mean over samples; use reduction='mean'"
+                f"{type(loss).__name__}(reduction={reduction!r}) is not supported: a step needs one number for "
+                f"the batch; use reduction={ways}"
             )
+
+    def is_sum(self, loss: nn.Module) -> bool:
+        """Whether f is the sum of all l(y_i, t_i) instead of their mean."""
+        return self.takes_sum and getattr(loss, "reduction", "mean") == "sum"
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         """Targets checked against the outputs and brought to the form the other methods take.
@@ -114,6 +125,14 @@ class LossRule(ABC):
         columns, e = self.factor(loss, outputs, targets)
         return DenseFactor(e, columns)
 
+    def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function of (outputs, targets), reduced as the loss is, whose Hessian in the outputs is H = S S^T.
+
+        The loss itself, unless the rule takes a curvature that is not the Hessian of the loss. For `verify`, which
+        differentiates this function by autograd.
+        """
+        return loss
+
     def column_count(self, shape: Sequence[int]) -> int:
         """k, or a bound on it, for outputs of the model's own shape (n, ...): known before `factor` is called."""
         return math.prod(shape[1:])
@@ -133,10 +152,10 @@ class StructuredRule(LossRule):
 def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
     """Class decorator that makes a `LossRule` the rule for losses of class `kind`.
 
-    >>> @woodbury.register_loss(torch.nn.PoissonNLLLoss)
-    ... class Poisson(woodbury.LossRule):
+    >>> @woodbury.register_loss(torch.nn.SoftMarginLoss)
+    ... class SoftMargin(woodbury.LossRule):
     ...     def values(self, loss, outputs, targets):
-    ...         return (outputs.exp() - targets * outputs).mean(1)
+    ...         return torch.nn.functional.softplus(-targets * outputs).mean(1)
     """
 
     def register(rule: RuleType) -> RuleType:
@@ -173,15 +192,31 @@ def check_term_count(term_count: Scalar, what: str = "the batch") -> Scalar:
     """M of a mean loss; raises if it is known to be zero."""
     if is_known(term_count) and term_count == 0:
         raise ValueError(
-            f"every target of {what} is ignored (ignore_index of the loss), and a mean over none is not a number: "
-            "leave out samples without a target"
+            f"every target of {what} is ignored (ignore_index of the loss, or a class of weight 0), and a mean "
+            "over none is not a number: leave out samples without a target"
         )
     return term_count
 
 
-def refuse(loss: nn.Module, option: str, advice: str) -> None:
-    """Raise an error that names an option of a loss and what to do instead."""
-    raise ValueError(f"{type(loss).__name__}({option}=...) is not supported: {advice}")
+def check_weights(loss: nn.Module, name: str) -> None:
+    """Raise an error that names a weight of the loss if it makes no sense; None does."""
+    weight: Any = getattr(loss, name)
+    if weight is None:
+        return
+    if (
+        not isinstance(weight, Tensor)
+        or weight.is_complex()
+        or not bool(((weight >= 0) & (weight < math.inf)).all())
+    ):
+        raise ValueError(
+            f"{type(loss).__name__}({name}=...) is not supported: it must be a tensor of finite numbers that are "
+            "not negative"
+        )
+
+
+def share_of_output(loss: Any, outputs: Tensor) -> float:
+    """What the loss of a sample multiplies that of one output by: 1/C for a mean, 1 for a sum."""
+    return 1.0 if loss.reduction == "sum" else 1 / outputs.shape[1]
 
 
 def smallest_probability(dtype: torch.dtype) -> float:

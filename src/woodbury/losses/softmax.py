@@ -1,9 +1,10 @@
-"""Cross entropy of a softmax, per sample or per token."""
+"""Cross entropy of a softmax, per sample or per token, from logits or from log-probabilities."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +14,21 @@ from torch.nn import functional as F
 from woodbury.device.constants import indices
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.losses.factors import Factor, SoftmaxFactor, by_position, by_sample
-from woodbury.losses.rules import StructuredRule, refuse, register_loss, smallest_probability
+from woodbury.losses.rules import StructuredRule, check_weights, register_loss, smallest_probability
 
 
 @register_loss(nn.CrossEntropyLoss)
 class Softmax(StructuredRule):
-    """l = -sum_c t_c log p_c, p = softmax(y), summed over the positions of a sample.
+    """l = -sum_c w_c t_c log p_c, p = softmax(y), summed over the positions of a sample; w are class weights.
 
     Outputs (n, C) or (n, C, d1, ...), one distribution for each of T = d1 d2 ... positions; targets are class
     indices (n, d1, ...) or probabilities of the outputs' shape. f is the mean over all positions whose target is
-    not `ignore_index`, as in torch: an ignored one has neither residual nor curvature.
+    not `ignore_index`, as in torch: an ignored one has neither residual nor curvature. With class weights the mean
+    over class indices divides by the sum of the weights of the targets; that over probabilities does not.
 
-    r = p - t and H = diag(p) - p p^T where t sums to 1; otherwise p and H are multiplied by sum(t), as torch
-    does. H = S S^T with S = diag(sqrt p) - p sqrt(p)^T. As S sqrt(p) = 0, the Householder reflection mapping
-    sqrt(p) to -e_j leaves C - 1 columns: with j the most likely class,
+    r = p - t and H = diag(p) - p p^T where w = 1 and t sums to 1; otherwise t stands for w t, and p and H are
+    multiplied by sum(t), as torch does. H = S S^T with S = diag(sqrt p) - p sqrt(p)^T. As S sqrt(p) = 0, the
+    Householder reflection mapping sqrt(p) to -e_j leaves C - 1 columns: with j the most likely class,
 
         column i != j:  sqrt(p_i) (e_i - t e_j - (1 - t) p),      t = sqrt(p_j) / (1 + sqrt(p_j))
         e_i = r_i / sqrt(p_i) - sqrt(p_i) r_j / (sqrt(p_j) (1 + sqrt(p_j)))
@@ -34,43 +36,47 @@ class Softmax(StructuredRule):
     This j keeps sqrt(p_j) away from zero, and so e accurate.
 
     Prepared targets are class indices, (n,) if none is ignored, else (n, T) with -1 for the ignored; or
-    probabilities (n, C) or (n, C, T). On a GPU a search for ignored targets (n,) would make a step wait: there
-    targets (n,) can be ignored only if `ignore_index` is not torch's default -100.
+    probabilities times class weights, (n, C) or (n, C, T). On a GPU a search for ignored targets (n,) would make a
+    step wait: there targets (n,) can be ignored only if `ignore_index` is not torch's default -100.
     """
 
     by_hand = True
+    takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
-        if loss.weight is not None:
-            refuse(loss, "weight", "class weights change the normaliser with the batch; resample the classes")
-        smoothing: Any = loss.label_smoothing
+        check_weights(loss, "weight")
+        smoothing: Any = _smoothing(loss)
         index: Any = loss.ignore_index
         if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-            raise ValueError(f"CrossEntropyLoss: label_smoothing must lie in [0, 1], got {smoothing!r}")
+            raise ValueError(f"{type(loss).__name__}: label_smoothing must lie in [0, 1], got {smoothing!r}")
         if isinstance(index, bool) or not isinstance(index, int):
-            raise ValueError(f"CrossEntropyLoss: ignore_index must be a whole number, got {index!r}")
+            raise ValueError(f"{type(loss).__name__}: ignore_index must be a whole number, got {index!r}")
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        name = type(loss).__name__
         if outputs.dim() < 2:
             raise ValueError(
-                f"CrossEntropyLoss needs outputs (n, C) or (n, C, d1, ...), got the shape {tuple(outputs.shape)}"
+                f"{name} needs outputs (n, C) or (n, C, d1, ...), got the shape {tuple(outputs.shape)}"
             )
         if targets is None:
-            raise ValueError(
-                "CrossEntropyLoss needs targets: class indices (n,) or (n, d1, ...), or probabilities of the "
-                "outputs' shape"
-            )
+            probabilities = "" if isinstance(loss, nn.NLLLoss) else ", or probabilities of the outputs' shape"
+            raise ValueError(f"{name} needs targets: class indices (n,) or (n, d1, ...){probabilities}")
         if targets.shape == outputs.shape[:-1] != (len(outputs), *outputs.shape[2:]):
             raise ValueError(
-                f"CrossEntropyLoss takes outputs (n, C, T), the classes second, and targets (n, T); got outputs "
+                f"{name} takes outputs (n, C, T), the classes second, and targets (n, T); got outputs "
                 f"{tuple(outputs.shape)} and targets {tuple(targets.shape)}, which look like (n, T, C): return "
                 f"{'.transpose(1, 2)' if outputs.dim() == 3 else '.movedim(-1, 1)'} of them"
             )
         if outputs.shape[1] < 2:
             raise ValueError(
-                "CrossEntropyLoss needs outputs (n, C) with C >= 2 classes, got C = 1; "
-                "for one logit use BCEWithLogitsLoss"
+                f"{name} needs outputs (n, C) with C >= 2 classes, got C = 1; for one logit use BCEWithLogitsLoss"
+            )
+        weight = _class_weight(loss)
+        if weight is not None and weight.shape != outputs.shape[1:2]:
+            raise ValueError(
+                f"{name}(weight=...) of shape {tuple(weight.shape)} does not fit {outputs.shape[1]} classes: it "
+                f"must have the shape ({outputs.shape[1]},)"
             )
         if targets.is_floating_point():
             return self._prepare_probabilities(loss, outputs, targets)
@@ -85,16 +91,18 @@ class Softmax(StructuredRule):
         targets = targets.to(outputs.dtype)
         if not targets.is_cuda and targets.min().item() < 0:
             raise ValueError("CrossEntropyLoss: probability targets must not be negative")
-        smoothing = _smoothing(loss)
+        smoothing, weight = _smoothing(loss), _class_weight(loss)
         if smoothing:
             targets = (1 - smoothing) * targets + smoothing / outputs.shape[1]
+        if weight is not None:
+            targets = targets * weight.to(targets.dtype).view(-1, *[1] * (targets.dim() - 2))
         return targets if targets.dim() == 2 else targets.flatten(2)
 
     def _prepare_indices(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         n, classes = outputs.shape[:2]
         if targets.shape != (n, *outputs.shape[2:]):
             raise ValueError(
-                f"CrossEntropyLoss: class indices must have shape {(n, *outputs.shape[2:])}, "
+                f"{type(loss).__name__}: class indices must have shape {(n, *outputs.shape[2:])}, "
                 f"got {tuple(targets.shape)}"
             )
         ignored: int = getattr(loss, "ignore_index")  # noqa: B009  (typed as any module attribute)
@@ -113,46 +121,67 @@ class Softmax(StructuredRule):
             wrong = labels[(labels < 0) | (labels >= classes)]
             if len(wrong):
                 raise ValueError(
-                    f"CrossEntropyLoss: class indices must lie in 0..{classes - 1}, got {int(wrong[0])}"
+                    f"{type(loss).__name__}: class indices must lie in 0..{classes - 1}, got {int(wrong[0])}"
                 )
             if len(labels) == targets.numel():
                 return targets
         return targets.masked_fill(targets == ignored, -1).reshape(n, -1)
 
     def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
-        if targets.dim() == 1:
-            return len(targets)
         if targets.is_floating_point():
             return len(targets) * _positions(targets)
+        weight = _class_weight(loss)
+        if weight is not None:
+            labels, ignored = _labels(targets)
+            own = weight.double()[labels]
+            return scalar((own if ignored is None else own.masked_fill(ignored, 0.0)).sum())
+        if targets.dim() == 1:
+            return len(targets)
         return scalar((targets >= 0).sum(dtype=torch.float64))
 
     def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
-        return samples if targets.dim() == 1 else self.count(loss, targets[:samples])
+        is_plain = targets.dim() == 1 and _class_weight(loss) is None
+        return samples if is_plain else self.count(loss, targets[:samples])
 
     def column_count(self, shape: Sequence[int]) -> int:
         return (shape[1] - 1) * math.prod(shape[2:])
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        positions = _positions(targets)
-        if targets.dim() == 1 and not _smoothing(loss):  # none is ignored
-            return F.cross_entropy(outputs, targets, reduction="none", ignore_index=_UNUSED)
-        logarithms = by_position(outputs, positions).log_softmax(1)
+        positions, smoothing = _positions(targets), _smoothing(loss)
+        if targets.dim() == 1 and not smoothing:  # none is ignored
+            return self._plain(loss, outputs, targets, "none")
+        logarithms = self._logarithms(by_position(outputs, positions))
         if targets.is_floating_point():
             values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
         else:
             labels, ignored = _labels(targets)
-            values = -logarithms.gather(1, labels).squeeze(1)
-            smoothing = _smoothing(loss)
+            weight = _class_weight(loss)
+            values = -logarithms.gather(1, labels)
+            if weight is not None:
+                weight = weight.to(outputs.dtype)
+                values = values * weight[labels]
+                logarithms = logarithms * weight if smoothing else logarithms
             if smoothing:
-                values = (1 - smoothing) * values - smoothing * logarithms.mean(1)
+                values = (1 - smoothing) * values - smoothing * logarithms.mean(1, keepdim=True)
             if ignored is not None:
-                values = values.masked_fill(ignored.squeeze(1), 0.0)
+                values = values.masked_fill(ignored, 0.0)
+            values = values.squeeze(1)
         return values if positions == 1 else values.view(-1, positions).sum(1)
 
     def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         if targets.dim() == 1 and not _smoothing(loss):
-            return F.cross_entropy(outputs, targets, reduction="sum", ignore_index=_UNUSED)
+            return self._plain(loss, outputs, targets, "sum")
         return super().total(loss, outputs, targets)
+
+    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """torch's own values for class indices (n,), none of them ignored."""
+        weight = _class_weight(loss)
+        weight = weight if weight is None else weight.to(outputs.dtype)
+        return F.cross_entropy(outputs, targets, weight, reduction=reduction, ignore_index=_UNUSED)
+
+    def _logarithms(self, outputs: Tensor) -> Tensor:
+        """log p for outputs (n T, C)."""
+        return outputs.log_softmax(1)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions = _positions(targets)
@@ -165,10 +194,17 @@ class Softmax(StructuredRule):
             targets = by_position(targets.flatten(1), _positions(targets))
             return probabilities * targets.sum(1, keepdim=True) - targets
         labels, ignored = _labels(targets)
-        smoothing = _smoothing(loss)
-        residual = probabilities.scatter_(1, labels, smoothing - 1.0, reduce="add")
-        if smoothing:
-            residual -= smoothing / outputs.shape[1]
+        smoothing, weight = _smoothing(loss), _class_weight(loss)
+        if weight is None:
+            residual = probabilities.scatter_(1, labels, smoothing - 1.0, reduce="add")
+            if smoothing:
+                residual -= smoothing / outputs.shape[1]
+        else:
+            weight = weight.to(outputs.dtype)
+            own = weight[labels] * (1 - smoothing)
+            residual = (probabilities * _mass(loss, labels, outputs.dtype)).scatter_add_(1, labels, -own)
+            if smoothing:
+                residual -= weight * (smoothing / outputs.shape[1])
         return residual if ignored is None else residual.masked_fill(ignored, 0.0)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
@@ -185,23 +221,98 @@ class Softmax(StructuredRule):
         common = (p * t_minus_1).scatter_add_(1, top, top_root * t_minus_1)  # -(1 - t) p - t e_j
         shift = residual.gather(1, top) * t_minus_1 / top_root
         e = torch.addcmul(residual.gather(1, others) / root, root, shift)
-        if targets.is_floating_point():  # H = sum(t) (diag(p) - p p^T)
-            mass = by_position(targets.flatten(1), positions).sum(1, keepdim=True).sqrt()
+        labels, ignored = (None, None) if targets.is_floating_point() else _labels(targets)
+        mass = None  # H = mass (diag(p) - p p^T)
+        if labels is None:
+            mass = by_position(targets.flatten(1), positions).sum(1, keepdim=True)
+        elif _class_weight(loss) is not None:
+            mass = _mass(loss, labels, outputs.dtype)
+        if mass is not None:
+            mass = mass.sqrt()
             root = root * mass
             e = e / mass.clamp_min(torch.finfo(mass.dtype).tiny)  # a target of zero mass has no residual either
-        else:
-            _, ignored = _labels(targets)
-            if ignored is not None:
-                root = root.masked_fill(ignored, 0.0)
+        if ignored is not None:
+            root = root.masked_fill(ignored, 0.0)
         return SoftmaxFactor(e if positions == 1 else e.view(samples, -1), root, others, common, positions)
+
+
+@register_loss(nn.NLLLoss)
+class LogLikelihood(Softmax):
+    """l = -w_t y_t for log-probabilities y, the outputs of a model that ends in LogSoftmax.
+
+    l is linear in y, so that its Hessian there is 0. The curvature is that of the cross entropy at y instead, with
+    y as logits: y = log_softmax(z) and z differ by a number per position, so that softmax(y) = softmax(z) = p, and
+    the values are the same. As J_y = (I - 1 p^T) J_z and H 1 = 0,
+
+        J_y^T H J_y = J_z^T H J_z      J_y^T p = 0, so that   J_y^T r = J_z^T r   with   r = w_t (p - t)
+
+    and every step is that of the model without its LogSoftmax under CrossEntropyLoss. It needs outputs that are
+    log-probabilities, logsumexp(y) = 0: others raise an error, and on a CUDA device have no finite loss, so that
+    the step is rejected.
+    """
+
+    by_hand = True
+    takes_sum = True
+
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        if targets is not None and targets.is_floating_point():
+            raise ValueError(
+                "NLLLoss takes class indices, got targets of floating-point numbers: CrossEntropyLoss on logits "
+                "takes probabilities"
+            )
+        prepared = super().prepare(loss, outputs, targets)
+        if not outputs.is_cuda:
+            off = outputs.detach().logsumexp(1).abs().max().item()
+            if off > torch.finfo(outputs.dtype).eps ** 0.5:  # what is not finite is named elsewhere
+                raise ValueError(
+                    "NLLLoss needs log-probabilities, and the outputs of the model are none: logsumexp over the "
+                    f"classes is {off:.2g} away from 0. End the model in LogSoftmax(dim=1), or use "
+                    "CrossEntropyLoss"
+                )
+        return prepared
+
+    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        weight = _class_weight(loss)
+        weight = weight if weight is None else weight.to(outputs.dtype)
+        logarithms = self._logarithms(outputs)
+        return F.nll_loss(logarithms, targets, weight, reduction=reduction, ignore_index=_UNUSED)
+
+    def _logarithms(self, outputs: Tensor) -> Tensor:
+        if not outputs.is_cuda:
+            return outputs
+        off = outputs.logsumexp(1, keepdim=True).abs() > 0.1  # beyond the rounding of any type
+        return outputs.masked_fill(off, math.nan)
+
+    def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        options: Any = loss
+        return partial(
+            F.cross_entropy,
+            weight=options.weight,
+            ignore_index=options.ignore_index,
+            reduction=options.reduction,
+        )
 
 
 _UNUSED = -100  # the default ignore_index of CrossEntropyLoss
 
 
 def _smoothing(loss: nn.Module) -> float:
-    smoothing: float = getattr(loss, "label_smoothing")  # noqa: B009  (typed as any module attribute)
+    smoothing: float = getattr(loss, "label_smoothing", 0.0)
     return smoothing
+
+
+def _class_weight(loss: nn.Module) -> Tensor | None:
+    weight: Tensor | None = getattr(loss, "weight")  # noqa: B009  (typed as any module attribute)
+    return weight
+
+
+def _mass(loss: nn.Module, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the classes of w t, (n T, 1), for class indices (n T, 1): smoothing gives all classes a part."""
+    weight, smoothing = _class_weight(loss), _smoothing(loss)
+    assert weight is not None
+    weight = weight.to(dtype)
+    own = weight[labels]
+    return (1 - smoothing) * own + smoothing * weight.mean() if smoothing else own
 
 
 def _positions(targets: Tensor) -> int:

@@ -15,6 +15,7 @@ from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
 from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
 from woodbury.optim.step import Numbers, StepInfo
+from woodbury.products import loss_of
 
 
 class FirstOrder(torch.optim.Optimizer):
@@ -68,7 +69,7 @@ class FirstOrder(torch.optim.Optimizer):
             raise
         self.optimizer.zero_grad()
         outputs = self.forward(self.model, inputs)
-        value = self.loss(outputs, torch.zeros_like(outputs) if targets is None else targets)
+        value = loss_of(self.loss, outputs, targets)
         check_loss(scalar(value.detach()))
         value.backward()
         self.optimizer.step()

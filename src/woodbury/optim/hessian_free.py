@@ -16,9 +16,8 @@ from woodbury import _vector
 from woodbury.curvature import CURVATURES
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
-from woodbury.losses.rules import check_term_count
 from woodbury.optim.base import SecondOrder
-from woodbury.optim.passes import Piece
+from woodbury.optim.passes import Objective
 from woodbury.optim.settings import Common, check_number, check_whole_number
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
@@ -76,7 +75,7 @@ class HessianFree(SecondOrder):
         linear = _vector.flatten(
             {name: gradient[name] + decays[name] * parameter.detach() for name, parameter in parameters.items()}
         )
-        curvature = self._curvature_product(problem, objective.pieces[0], objective.outputs)
+        curvature = self._curvature_product(problem, objective)
         start = torch.zeros_like(linear) if problem.previous is None else _vector.flatten(problem.previous)
         minimum = minimize_quadratic(
             lambda x: _add_scaled(curvature(x), x, damping, decays, parameters),
@@ -99,15 +98,16 @@ class HessianFree(SecondOrder):
             memory={"iterations": minimum.iterations},
         )
 
-    def _curvature_product(self, problem: Problem, piece: Piece, outputs: Tensor) -> Callable[[Tensor], Tensor]:
+    def _curvature_product(self, problem: Problem, objective: Objective) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
-        parameters = problem.plan.parameters
-        factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
-        term_count = check_term_count(piece.term_count, "the curvature samples")
+        parameters, piece = problem.plan.parameters, objective.pieces[0]
+        factor = self.curvature.factor(self._rule, self.loss, objective.outputs, piece.targets)
+        samples = problem.batch.curvature
+        divisor = problem.passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
         rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 
         def product(x: Tensor) -> Tensor:
-            image = rows.matvec(_vector.unflatten(x, parameters)) / term_count  # S^T J x / M2
+            image = rows.matvec(_vector.unflatten(x, parameters)) / divisor  # S^T J x / D
             return _vector.flatten(rows.rmatvec(image))
 
         return product

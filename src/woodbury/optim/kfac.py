@@ -27,7 +27,6 @@ from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
-from woodbury.losses.rules import check_term_count
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number
 from woodbury.optim.step import Problem, Proposal
@@ -85,9 +84,10 @@ class KFAC(SecondOrder):
         piece, outputs = objective.pieces[0], objective.outputs
         factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
         forms = piece.capture.rows([factor.columns()])
-        term_count = check_term_count(piece.term_count, "the curvature samples")
+        samples = problem.batch.curvature
+        divisor = problem.passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
         with full_precision():
-            fresh = {name: kronecker_factors(self._outer(name, form), term_count) for name, form in forms.items()}
+            fresh = {name: kronecker_factors(self._outer(name, form), divisor) for name, form in forms.items()}
             memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
         return Proposal(
@@ -192,16 +192,16 @@ def _place(form: RowForm) -> str:
     return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
-def kronecker_factors(form: OuterRows, term_count: Scalar) -> Factors:
-    """A = (1/n) sum a_i a_i^T and G = (1/M) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
+def kronecker_factors(form: OuterRows, divisor: Scalar) -> Factors:
+    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
 
-    M is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
+    D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
     samples = form.layout.samples
     sides = [] if form.weight is None else [form.inputs]
     sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
     inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / term_count)
+    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / divisor)
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:

@@ -13,8 +13,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
-from woodbury.losses.rules import check_term_count
-from woodbury.optim.passes import Piece, check_loss, mean_of, total_term_count
+from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
 from woodbury.row_matrix import Rows
@@ -73,10 +72,10 @@ def _at_once(
     passes, batch, m = problem.passes, problem.batch, problem.batch.curvature
     piece, outputs = passes.evaluate(batch.inputs, batch.targets, batch.samples)
     targets, gradient = piece.targets, None
-    term_count = curvature_terms = total_term_count([piece])
+    term_count = curvature_terms = passes.term_count([piece])
     loss = check_loss(mean_of([piece.losses], term_count))
     check_memory(piece.capture.raw)
-    if m < batch.samples:
+    if m < batch.samples and not passes.is_sum:
         curvature_terms = passes.rule.count_of_first(passes.loss, targets, m)
     columns, e, rest = curvature.seeds(passes.rule, passes.loss, outputs, targets, m)
     shapes = [own.shape for own in columns]
@@ -86,7 +85,7 @@ def _at_once(
         weights = torch.cat([rest, outputs.new_zeros(batch.samples - m, rest.shape[1])])
         gradient = piece.capture.gradient(weights / term_count)
     rows = Rows(problem.plan, piece.capture.rows(columns), sum(heights))
-    divisor = _divisor(curvature, curvature_terms, m)
+    divisor = passes.divisor(curvature, curvature_terms, m, batch.samples)
     return Linearization(rows, width, divisor, term_count, e, gradient, loss), [piece]
 
 
@@ -101,13 +100,13 @@ def _in_pieces(
     from_loader = problem.full is not None  # g comes from the loader: S2 is all we need
     evaluated = [passes.evaluate(*part) for part in batch.pieces()[: 1 if from_loader else None]]
     pieces = [piece for piece, _ in evaluated]
-    term_count = total_term_count(pieces)
+    term_count = passes.term_count(pieces)
     loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
     if products_by is None:
         check_memory(pieces[0].capture.raw)
     piece, outputs = evaluated[0]
     factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
-    divisor = _divisor(curvature, pieces[0].term_count, batch.curvature)
+    divisor = passes.divisor(curvature, pieces[0].term_count, batch.curvature, batch.samples)
     assert factor.e is not None
     width = batch.curvature * factor.width
     in_rows = 1 if products_by is not None else len(pieces)  # pieces whose gradient Z holds
@@ -130,7 +129,3 @@ def _in_pieces(
         height = sum(own.shape[0] * own.shape[1] for own in columns)
         rows = Rows(problem.plan, concatenate_forms(forms), height)
     return Linearization(rows, width, divisor, term_count, e, gradient, loss), pieces
-
-
-def _divisor(curvature: Curvature, term_count: Scalar, samples: int) -> Scalar:
-    return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)

@@ -44,7 +44,7 @@ class Piece:
     inputs: Any
     targets: Tensor  # as the loss rule prepared them
     losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
-    term_count: Scalar  # M, what their mean divides by: f = sum of losses / M
+    term_count: Scalar  # M, what f divides by: f = sum of losses / M; 1 where the loss is a sum
     capture: Capture
 
 
@@ -52,13 +52,6 @@ def mean_of(losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
     """Sum of all losses / M."""
     joined = losses[0] if len(losses) == 1 else torch.cat([own.reshape(-1) for own in losses])
     return scalar(joined if joined.dim() == 0 else joined.sum()) / term_count
-
-
-def total_term_count(pieces: Sequence[Piece]) -> Scalar:
-    """What the mean over all pieces divides by."""
-    return check_term_count(
-        pieces[0].term_count if len(pieces) == 1 else sum(piece.term_count for piece in pieces)
-    )
 
 
 def check_loss(loss: Scalar) -> Scalar:
@@ -129,6 +122,7 @@ class Objective:
     evaluate: Callable[[Displacement], Scalar]  # f(theta) - f(theta + p), float64, loss alone
     pieces: list[Piece]  # the batch, S2 first; S2 alone if f is that of a loader
     outputs: Tensor  # (N2, C) of S2, detached
+    samples: int  # N1, those that f is taken over
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +135,23 @@ class Passes:
     autocast: torch.dtype | None
     loss: nn.Module
     rule: LossRule
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether f is a sum over samples instead of a mean."""
+        return self.rule.is_sum(self.loss)
+
+    def term_count(self, pieces: Sequence[Piece]) -> Scalar:
+        """M, what f over all pieces divides by; 1 where the loss is a sum."""
+        if len(pieces) == 1 or self.is_sum:
+            return check_term_count(pieces[0].term_count)
+        return check_term_count(sum(piece.term_count for piece in pieces))
+
+    def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
+        """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples."""
+        if self.is_sum:
+            return curvature.divisor_of_sum(samples, of)
+        return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
 
     def capture(self, inputs: Any, samples: int) -> Capture:
         """A pass over a batch, or part of it, at theta."""
@@ -182,7 +193,7 @@ class Passes:
         if outputs.requires_grad:
             outputs = outputs.detach()
         prepared = prepare(self.rule, self.loss, captured.raw, targets)
-        term_count = self.rule.count(self.loss, prepared)
+        term_count = 1.0 if self.is_sum else self.rule.count(self.loss, prepared)
         return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -249,7 +260,7 @@ class Passes:
             if outputs.dim() != 2:
                 outputs = outputs.reshape(outputs.shape[0], -1)
             differences.append(piece.losses - self.losses(outputs, piece.targets))
-        return mean_of(differences, total_term_count(pieces))
+        return mean_of(differences, self.term_count(pieces))
 
     def objective(self, batch: Batch, full: Batches | None) -> Objective:
         """f, g and the trial evaluation on the batch, or over all of a loader."""
@@ -257,7 +268,7 @@ class Passes:
         if full is None:
             evaluated = [self.evaluate(*part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
-            term_count = total_term_count(pieces)
+            term_count, samples = self.term_count(pieces), batch.samples
             loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
             gradient: Vector | None = None
             for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
@@ -267,13 +278,13 @@ class Passes:
             evaluate: Callable[[Displacement], Scalar] = partial(self.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
-            loss, gradient, evaluate = self.over_all(full)
+            loss, gradient, evaluate, samples = self.over_all(full)
             evaluated = [self.evaluate(*parts[0])]
             pieces = [evaluated[0][0]]
-        return Objective(loss, gradient, evaluate, pieces, outputs=evaluated[0][1])
+        return Objective(loss, gradient, evaluate, pieces, outputs=evaluated[0][1], samples=samples)
 
-    def over_all(self, full: Batches) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar]]:
-        """f and its gradient over all batches of a loader, and a function for f(theta) - f(theta + p)."""
+    def over_all(self, full: Batches) -> tuple[Scalar, Vector, Callable[[Displacement], Scalar], int]:
+        """f and its gradient over all batches of a loader, f(theta) - f(theta + p) as a function, and N1."""
         if isinstance(full, Iterator) or not isinstance(full, Iterable):
             raise TypeError(
                 "full= must be re-iterable (a DataLoader or a list of batches), as it is read twice, got "
@@ -282,6 +293,7 @@ class Passes:
         total: Tensor | None = None
         gradient: Vector = {}
         term_count: Scalar = 0
+        sample_count = 0
         for entry in full:
             if not isinstance(entry, tuple | list) or len(entry) != 2:
                 raise TypeError(f"full= must hold batches (inputs, targets), got {type(entry).__name__}")
@@ -294,10 +306,12 @@ class Passes:
             gradient = part if total is None else _vector.combine(gradient, part)
             losses = self.losses(outputs, prepared).sum()
             total = losses if total is None else total + losses
-            term_count = term_count + self.rule.count(self.loss, prepared)
+            sample_count += samples
+            if not self.is_sum:
+                term_count = term_count + self.rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
-        term_count = check_term_count(term_count, "full=")
+        term_count = 1.0 if self.is_sum else check_term_count(term_count, "full=")
         loss = check_loss(scalar(total) / term_count)
         before = total
 
@@ -312,4 +326,4 @@ class Passes:
                     after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
             return scalar(before - after) / term_count
 
-        return loss, {name: value / term_count for name, value in gradient.items()}, evaluate
+        return loss, {name: value / term_count for name, value in gradient.items()}, evaluate, sample_count

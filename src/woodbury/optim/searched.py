@@ -21,7 +21,7 @@ from woodbury.curvature import Curvature
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_nonnegative
 from woodbury.optim.linearize import Linearization
-from woodbury.optim.passes import Piece, check_loss, mean_of, total_term_count
+from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.sample_space import Cholesky, System
 from woodbury.optim.step import Problem, Proposal, decay_decrease
 from woodbury.row_matrix import Rows
@@ -249,14 +249,14 @@ def _judge_of(
         passes, (inputs, targets) = problem.passes, problem.held_out
         random = None if problem.chain is not None else _random.snapshot(problem.plan.device)
         piece, outputs = passes.evaluate(inputs, targets, _batch.sample_count(inputs))
-        pieces, term_count = [piece], float(total_term_count([piece]))
+        pieces, term_count = [piece], float(passes.term_count([piece]))
         loss = float(check_loss(mean_of([piece.losses], term_count)))
         with nullcontext() if random is None else _random.replayed(random):
             images = piece.capture.push_forward(vectors)  # (k, n, C)
         residual = passes.residual(outputs, piece.targets)
         factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
         slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
-        divisor = float(curvature.divisor(term_count, len(outputs)))
+        divisor = float(passes.divisor(curvature, term_count, len(outputs), len(outputs)))
         factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
     products = (factors @ factors.T).cpu()
     for name, decay in problem.hyper.weight_decay.items():

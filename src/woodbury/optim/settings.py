@@ -142,6 +142,12 @@ _MODULES_OF_FUNCTIONS = {
     "mse_loss": "MSELoss",
     "cross_entropy": "CrossEntropyLoss",
     "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
+    "nll_loss": "NLLLoss",
+    "l1_loss": "L1Loss",
+    "smooth_l1_loss": "SmoothL1Loss",
+    "huber_loss": "HuberLoss",
+    "poisson_nll_loss": "PoissonNLLLoss",
+    "gaussian_nll_loss": "GaussianNLLLoss",
 }
 
 

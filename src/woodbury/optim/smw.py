@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from woodbury import _random
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
-from woodbury.curvature import CURVATURES, Curvature, OwnScale
+from woodbury.curvature import CURVATURES, Curvature, OwnScale, SampledGaussNewtonMatrix
 from woodbury.damping import is_relative, next_scale
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import Scalar, as_number, compute
@@ -33,7 +33,7 @@ from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_doub
 from woodbury.optim.price import affordable_rows
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
 from woodbury.optim.searched import searched_proposal
-from woodbury.optim.settings import BELOW_ONE, Common, check_number
+from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number
 from woodbury.optim.step import Answer, Problem, Proposal
 from woodbury.search import CurvedSearch
 
@@ -65,6 +65,7 @@ class _SampleSpace(SecondOrder):
         capture: bool = True,
         autocast: torch.dtype | None = None,
         search: CurvedSearch | None = None,
+        columns: int | None = None,
         **common: Unpack[Common],
     ) -> None:
         if max_bytes is not None:
@@ -80,6 +81,8 @@ class _SampleSpace(SecondOrder):
         self._solver = part_named("solver", solver, SOLVERS)
         self._check_search(search, momentum)
         self.search = search
+        self._check_columns(columns)
+        self._sampled_columns = columns
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
@@ -92,8 +95,9 @@ class _SampleSpace(SecondOrder):
         self._recordings = self._new_recordings()
 
     def _new_recordings(self) -> Recordings | None:
-        # the other solvers, and a search, look at numbers as they go, which no graph can record
-        return Recordings() if self.capture and self._solver.exact and self.search is None else None
+        # the other solvers, and a search, look at numbers as they go, which no graph can record; nor a new seed
+        plain = self._solver.exact and self.search is None and self._sampled_columns is None
+        return Recordings() if self.capture and plain else None
 
     def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
         if search is None:
@@ -106,6 +110,34 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"search= needs solver='cholesky', got {self._solver.name!r}")
         if momentum:
             raise ValueError(f"search= and momentum={momentum} do not go together: a search needs no momentum")
+
+    def _check_columns(self, columns: int | None) -> None:
+        if columns is None:
+            return
+        check_whole_number("columns", columns, least=1)
+        if not self.curvature.fits_loss:
+            raise ValueError(f"{type(self).__name__} takes no columns: it has one per sample. Use GaussNewton")
+        if self.search is not None:
+            raise ValueError("search= and columns= do not go together: a search needs the exact curvature")
+
+    @property
+    def columns(self) -> int | None:
+        """How many columns of S to sample per sample, None for all of them; setting a number changes it."""
+        return self._sampled_columns
+
+    @columns.setter
+    def columns(self, columns: int | None) -> None:
+        self._check_columns(columns)
+        self._sampled_columns = columns
+        vars(self).pop("curvature", None)
+        self._recordings = self._new_recordings()
+
+    def _problem(self, *args: Any, **options: Any) -> Problem:
+        problem = super()._problem(*args, **options)
+        if self._sampled_columns is not None:
+            seed, self.state["generator"] = _random.draw_seed(self.state["generator"])
+            self.curvature = SampledGaussNewtonMatrix(self._sampled_columns, seed)
+        return problem
 
     @property
     def _most_momentum(self) -> float:  # type: ignore[override]
@@ -229,9 +261,11 @@ class _SampleSpace(SecondOrder):
             evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
-            loss, gradient, evaluate = passes.over_all(problem.full)
+            loss, gradient, evaluate, samples = passes.over_all(problem.full)
             line, pieces = self._linearize(problem, system)
             line.gradient = gradient
+            if passes.is_sum:  # over the samples of the loader
+                line.divisor = line.divisor * problem.batch.samples / samples
         if self.search is not None:
             assert isinstance(self._solver, Cholesky)
             system = system._replace(look=False, factors={})
@@ -325,8 +359,8 @@ class _SampleSpace(SecondOrder):
             raise MemoryError(
                 f"{type(self).__name__}: {batch.curvature} curvature samples give {row_count} rows, {k} each. "
                 f"Their columns take about {in_words(columns)} and the system to solve {in_words(needed)}; "
-                f"{in_words(available)} are available. Ways out: fewer curvature_samples, NaturalGradient (one "
-                "row per sample), or solver='products' (no rows at all)"
+                f"{in_words(available)} are available. Ways out: fewer curvature_samples, fewer columns=, "
+                "NaturalGradient (one row per sample), or solver='products' (no rows at all)"
             )
 
     def _with_more_damping(
@@ -367,8 +401,9 @@ class GaussNewton(_SampleSpace):
 
     Args:
         model: any module; only parameters with requires_grad are trained. Layers without a rule need `fallback`.
-        loss: CrossEntropyLoss (per token too, ignored targets included), BCEWithLogitsLoss, MSELoss (mean
-            reduction), or one added by `register_loss`.
+        loss: CrossEntropyLoss (per token too, with ignored targets and class weights), NLLLoss after LogSoftmax,
+            BCEWithLogitsLoss, MSELoss, HuberLoss, SmoothL1Loss, L1Loss, PoissonNLLLoss, GaussianNLLLoss with given
+            variances, each with reduction "mean" or "sum", or one added by `register_loss`.
         lr: alpha, theta moves by alpha p.
         damping: lambda: a policy such as `LevenbergMarquardt`, or a number for a constant.
         curvature_samples: N2: None for the whole batch, a number of samples, a fraction of the batch, or "auto"
@@ -412,7 +447,10 @@ class GaussNewton(_SampleSpace):
         search: None for the steps of the paper, or a `woodbury.CurvedSearch`, which chooses damping and length by
             itself: for fits and differential equations to many digits, in full or large batches. It looks at the
             loss several times per step, and waits for the device.
-        seed: of the draws of S2; by default they follow torch.manual_seed.
+        columns: None for all columns of S (C - 1 for C classes), or how many to sample for each sample and step: B
+            is then an unbiased estimate, and g stays exact. For losses with many outputs per sample. `verify`
+            takes the columns as they were drawn. Such steps are not recorded, and there is no `search` for them.
+        seed: of the draws of S2 and of columns; by default they follow torch.manual_seed.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
         process_group: "self" where torch.distributed runs several processes and each trains a model of its own;
