@@ -35,6 +35,7 @@ FLOORS = {
         ["plan", "tangents"],
         ["call", "chain"],
         ["graph"],
+        ["bare"],
         ["capture"],
         ["independence", "structure"],
     ],

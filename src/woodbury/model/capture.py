@@ -25,10 +25,11 @@ from woodbury.layers.rules import linear_rows
 from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
+from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
 from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
-from woodbury.model.graph import chain_of, unseen_parameters
+from woodbury.model.graph import PassGraph, chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
 
@@ -115,21 +116,60 @@ class GraphCapture:
             layers, layer_inputs, backs = self.chain
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
-        unseen = unseen_parameters(self.plan, self.outputs, self.calls)
-        if unseen and not self.plan.has_fallback:
-            name, layer = next(iter(unseen.items()))
-            raise ValueError(
-                f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees "
-                "it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
-                "module itself, or pass fallback='autograd'"
-            )
-        start, pieces = 0, []
         segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        for columns in segments:
-            last = columns is segments[-1]
-            pieces.append(self._rows_by_autograd(columns, start, unseen, last))
-            start += len(columns)
-        return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+        graph = PassGraph.behind(self.outputs)
+        unseen = unseen_parameters(self.plan, graph, self.calls)
+        while True:
+            bare, written = self._without_rules(graph, unseen)
+            start, pieces = 0, []
+            for columns in segments:
+                last = columns is segments[-1]
+                piece = self._rows_by_autograd(columns, start, bare, written, last)
+                if piece is None:  # rows of bare parameters were wrong, and are not tried again
+                    break
+                pieces.append(piece)
+                start += len(columns)
+            else:
+                return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+
+    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
+        """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.
+
+        Raises an error that names a parameter where the fallback is needed and there is none.
+        """
+        plan = self.plan
+        lacking = [*plan.uncovered, *unseen]
+        blocks = {plan.block_of[name][0] for name in lacking}
+        wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
+        bare = find_bare(plan, graph, wanted, len(self.outputs))
+        written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
+        if written and not plan.has_fallback:
+            raise ValueError(self._refusal([name for name in lacking if plan.block_of[name][0] in written], unseen))
+        if written:
+            bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
+        return bare, written
+
+    def _refusal(self, names: Sequence[str], unseen: Mapping[str, str]) -> str:
+        """Why parameters have no rows, and the ways out."""
+        plan, name = self.plan, names[0]
+        if name in plan.uncovered:
+            return plan.uncovered[name]
+        obstacles = plan.findings.uncapturable
+        reasons = {
+            layer.name: obstacles.pop(layer.name)  # another batch may be free of it
+            for layer in plan.layers
+            if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values())
+        }
+        return next(iter(reasons.values()), "") or (
+            f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule sees "
+            "it (directly, or because the network is differentiated in its inputs). Two ways out: call the module "
+            "itself, or pass fallback='autograd'"
+        )
+
+    def is_bare(self, layer: Layer) -> bool:
+        """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
+        graph, names = PassGraph.behind(self.outputs), list(layer.parameters.values())
+        return len(find_bare(self.plan, graph, names, len(self.outputs)).keys) == len(names)
 
     def check_inputs(self) -> None:
         for call in self.calls:
@@ -140,9 +180,12 @@ class GraphCapture:
                 )
 
     def _rows_by_autograd(
-        self, columns: Tensor, start: int, unseen: Collection[str], last: bool
-    ) -> dict[str, RowForm]:
-        """Rows of any model, by one backward pass batched over the columns; written out where no rule applies."""
+        self, columns: Tensor, start: int, bare: Bare, written: Collection[str], last: bool
+    ) -> dict[str, RowForm] | None:
+        """Rows of any model, by one backward pass batched over the columns; written out where no rule applies.
+
+        None if rows of bare parameters turned out to be wrong.
+        """
         plan = self.plan
         window, own_columns = None, columns
         if len(columns) < len(self.outputs):
@@ -150,8 +193,8 @@ class GraphCapture:
             padded = columns.new_zeros(len(self.outputs), *columns.shape[1:])
             padded[window] = columns
             columns = padded
-        written = {plan.block_of[name][0] for name in (*plan.uncovered, *unseen)}
         forms: dict[str, RowForm] = {}
+        bare_blocks = {plan.block_of[name][0] for name in bare.keys}
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if names:
             parameters = {name: plan.parameters[name] for name in names}
@@ -165,20 +208,24 @@ class GraphCapture:
                 plan.max_bytes,
                 plan.findings.checked_rows,
             )
-            for block in written:
-                own = {local: rows[full].flatten(0, 1) for local, full in plan.owned[block].items()}
-                forms[block] = ExplicitRows(own)
-        calls = [
-            call for call in self.calls if any(plan.block_of[name][0] not in written for name in call.parameters)
-        ]
+            forms |= _explicit(plan, written, rows)
+        ruled = {block for block in plan.owned if block not in written and block not in bare_blocks}
+        calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
         uses: dict[str, list[Use]] = {}
-        grads = self._grads([call.edge for call in calls], columns, keep_graph=not last)
-        for call, grad in zip(calls, grads, strict=True):
+        meetings = bare.edges if bare_blocks else []
+        unsure = bool(bare_blocks) and not bare.is_checked(plan, own_columns.shape)
+        grads = self._grads([*(call.edge for call in calls), *meetings], columns, keep_graph=unsure or not last)
+        if bare_blocks:
+            rows = bare.rows(plan, grads[len(calls) :], own_columns.shape, window)
+            if unsure and not bare.check(plan, rows, self.outputs, own_columns, start):
+                return None
+            forms |= _explicit(plan, bare_blocks, rows)
+        for call, grad in zip(calls, grads, strict=False):
             if grad is not None:
-                for block, use in self._by_block(call, call.form(window, grad, plan.dtype)).items():
+                for block, use in self._by_block(call, call.form(window, grad.transpose(0, 1), plan.dtype)).items():
                     uses.setdefault(block, []).append(use)
         for block, names_of in plan.owned.items():
-            if block in uses and block not in written:
+            if block in uses and block in ruled:
                 shapes = {local: plan.parameters[full].shape for local, full in names_of.items()}
                 forms[block] = sum_uses(uses[block], shapes, plan.max_bytes)
         return {block: forms[block] for block in plan.owned if block in forms}
@@ -245,16 +292,23 @@ class GraphCapture:
         return dict(zip(parameters, grads, strict=True))
 
     def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
-        """Gradients in the outputs of layers, (n, k, *output shape) each, or None where they have no effect."""
+        """Gradients that arrive at edges, (k, *shape) each, or None where they have no effect."""
         if not edges:
             return []
         if columns.shape[1] == 1:
             grads = torch.autograd.grad(
                 self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
             )
-            return [None if grad is None else grad.unsqueeze(1) for grad in grads]
-        many = grads_of_many(self.outputs, edges, columns.transpose(0, 1))
-        return [None if grad is None else grad.transpose(0, 1) for grad in many]
+            return [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return grads_of_many(self.outputs, edges, columns.transpose(0, 1))
+
+
+def _explicit(plan: Plan, blocks: Collection[str], rows: Vector) -> dict[str, RowForm]:
+    """Rows (m, k, *shape) of the parameters of some modules, as forms."""
+    return {
+        block: ExplicitRows({local: rows[full].flatten(0, 1).detach() for local, full in plan.owned[block].items()})
+        for block in blocks
+    }
 
 
 @contextmanager
@@ -376,7 +430,6 @@ def capture(
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: list[Call] = []
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
-    obstacles: list[str] = []
 
     def note_call(
         layer: Layer, arguments: tuple[Tensor, ...], outputs: Tensor, maps: Any = None, given: Any = None
@@ -391,10 +444,8 @@ def capture(
         if obstacle is None:
             versions = (*(tensor._version for tensor in arguments), outputs._version)
             calls.append(Call(layer, arguments, outputs, get_gradient_edge(outputs), versions, maps, given))
-        elif not plan.has_fallback:
-            obstacles.append(obstacle)  # raised after the pass: the model may have things to put back
         else:
-            plan.findings.uncapturable.add(layer.name)
+            plan.findings.uncapturable[layer.name] = obstacle  # raised where nothing else gives its rows
 
     def noting_forward(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
@@ -428,8 +479,6 @@ def capture(
     after = plan.versions()
     if after != before:
         _check_changes(plan, before, after)
-    if obstacles:
-        raise ValueError(obstacles[0])
     if not isinstance(outputs, Tensor):
         raise TypeError(f"the model must return a tensor, got {type(outputs).__name__}; use forward=")
     if outputs.dim() == 0 or outputs.shape[0] != samples:

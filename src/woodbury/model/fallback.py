@@ -98,7 +98,7 @@ def written_rows(
             if random is None:
                 return rows, name
             if outputs_agree(outputs, outputs_of_all[window]) and (
-                shape in checked or _rows_add_up(rows, outputs_of_all, parameters, columns, start)
+                shape in checked or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
             ):
                 if len(checked) >= _MAX_CHECKED:
                     checked.clear()
@@ -110,10 +110,13 @@ def written_rows(
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
 
 
-def _rows_add_up(
+def wrong_rows(
     rows: Vector, outputs: Tensor, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
-) -> bool:
-    """Whether sum_ik c_ik row_ik is the gradient of sum_ik c_ik columns_ik . outputs_i, for some fixed c."""
+) -> set[str]:
+    """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
+
+    For some fixed c: no two samples, and no two columns, have the same.
+    """
     m, k, _ = columns.shape
     c = torch.rand(m, k, generator=torch.Generator().manual_seed(0)).to(columns) + 0.5
     seed = torch.zeros_like(outputs)
@@ -121,17 +124,20 @@ def _rows_add_up(
     grads = torch.autograd.grad(
         outputs, list(parameters.values()), seed, retain_graph=True, materialize_grads=True
     )
+    wrong = set()
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
         own = rows[name]
         if own.shape != (m, k, *parameter.shape):
-            return False
+            wrong.add(name)
+            continue
         flat = own.reshape(m * k, -1)
         # of the terms that add up
         size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
         tolerance = torch.finfo(own.dtype).eps ** 0.5 * size
-        if not math.isfinite(size) or not bool((c.flatten() @ flat - grad.flatten()).abs().max() <= tolerance):
-            return False
-    return True
+        difference = (c.flatten().to(own) @ flat - grad.flatten()).abs()
+        if not math.isfinite(size) or not bool((difference <= tolerance).all()):
+            wrong.add(name)
+    return wrong
 
 
 def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5, dtype: torch.dtype | None = None) -> bool:
