@@ -21,7 +21,7 @@ from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.norms import instance_norm_rows
-from woodbury.layers.rules import linear_rows
+from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows
 from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
@@ -32,6 +32,9 @@ from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
 from woodbury.model.graph import PassGraph, chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
+
+
+_COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -144,7 +147,9 @@ class GraphCapture:
         bare = find_bare(plan, graph, wanted, len(self.outputs))
         written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
         if written and not plan.has_fallback:
-            raise ValueError(self._refusal([name for name in lacking if plan.block_of[name][0] in written], unseen))
+            culprits = [name for name in lacking if plan.block_of[name][0] in written]
+            culprits.sort(key=lambda name: (name in bare.keys, f".{name}".endswith(_COMMON_NAMES)))  # the telling ones first
+            raise ValueError(self._refusal(culprits, unseen))
         if written:
             bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
         return bare, written
