@@ -31,7 +31,8 @@ FLOORS = {
         ["attention", "convolutions", "norms"],
     ],
     "model": [
-        ["buffers", "fallback"],
+        ["buffers", "noise"],
+        ["fallback"],
         ["plan", "tangents"],
         ["call", "chain"],
         ["graph"],

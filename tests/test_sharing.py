@@ -391,6 +391,11 @@ def test_an_encoder_layer_needs_no_fallback():
     )
 
 
+class OnWholeBatches(nn.Module):
+    def forward(self, x):
+        return x.reshape(N, 3, 4)
+
+
 def way(model, inputs, forward=None):
     """How the rows past the rules were computed."""
     optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), forward=forward, fallback="autograd")
@@ -404,21 +409,53 @@ def test_the_way_to_written_rows_follows_the_model():
     assert way(FALLBACKS["weight norm"]().double(), inputs) == "func"
     assert way(FALLBACKS["gru"]().double(), inputs) == "chunks"  # torch.func cannot map over it
     random = nn.Sequential(FALLBACKS["weight norm"]().double(), nn.Dropout(0.5))
-    assert way(random, inputs) == "graph"
+    assert way(random, inputs) == "func"
+    random[0] = FALLBACKS["gru"]().double()
+    assert way(random, inputs) == "chunks"
+    assert way(nn.Sequential(OnWholeBatches(), FALLBACKS["weight norm"]().double()), inputs) == "graph"
 
 
-def test_dropout_masks_are_those_of_the_pass():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Flatten(), parametrizations.weight_norm(nn.Linear(12, 6)), nn.Dropout(0.5), nn.Linear(6, 2)
-    )
-    model.double()
-    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
-    for method in METHODS.values():
-        optimizer = method(model, nn.MSELoss(), damping=0.1, fallback="autograd")
-        assert optimizer.verify(inputs, targets) <= 1e-10
-        before = optimizer.direction(inputs, targets)
-        assert torch.equal(flatten(before), flatten(optimizer.direction(inputs, targets)))
+class Noisy(nn.Module):
+    """Random numbers of every kind: masks, numbers for the whole batch, layers left out, positions first."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.drop, self.head = inner, nn.Dropout1d(0.5), nn.Linear(4, CLASSES)
+        self.attend = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        x = self.drop(self.inner(x))
+        if random.random() < 0.7 and numpy.random.rand() < 0.7:
+            x = self.attend(x)
+        x = F.dropout(x.transpose(0, 1), 0.3).transpose(0, 1) * torch.rand(())
+        keep = torch.rand(len(x), 1, 1, dtype=x.dtype) < 0.7
+        return self.head((x * keep + torch.randn_like(x) * torch.bernoulli(torch.full_like(x, 0.5))).mean(1))
+
+
+class Gated(nn.Module):
+    """No rule, and torch.func can map over it or not."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = parametrizations.weight_norm(nn.Linear(4, 4)) if kind == "func" else nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x):
+        return x * self.inner(x) if isinstance(self.inner, nn.Linear) else x + self.inner(x)[0]
+
+
+@pytest.mark.parametrize("samples", [N, 40], ids=["one chunk", "two chunks"])
+@pytest.mark.parametrize("expected_way", ["func", "chunks"])
+def test_random_numbers_of_parts_are_those_of_the_pass(expected_way, samples):
+    for seed in range(4):
+        torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+        model = Noisy(Gated(expected_way)).double()
+        inputs, targets = torch.randn(samples, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (samples,))
+        for method in METHODS.values():
+            optimizer = method(model, LOSS, damping=0.1, fallback="autograd")
+            assert optimizer.verify(inputs, targets) <= 1e-10
+            before = optimizer.direction(inputs, targets)
+            assert torch.equal(flatten(before), flatten(optimizer.direction(inputs, targets)))
+            assert optimizer._plan().findings.fallback_method == expected_way
 
 
 # Functions of a model.

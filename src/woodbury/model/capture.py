@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from woodbury import _random
 from woodbury._vector import Vector
 from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
@@ -104,6 +105,7 @@ class GraphCapture:
     outputs: Tensor  # (n, C), attached to the graph
     calls: list[Call]  # in the order they were made
     autocast: torch.dtype | None = None  # the type of passes through the model, if not that of its parameters
+    random: _random.Snapshot | None = None  # the random state before the pass, for a fallback that repeats it
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -203,7 +205,7 @@ class GraphCapture:
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if names:
             parameters = {name: plan.parameters[name] for name in names}
-            forward_pass = self._as_pass()
+            forward_pass = self._as_pass
             rows, plan.findings.fallback_method = written_rows(
                 forward_pass,
                 parameters,
@@ -261,7 +263,7 @@ class GraphCapture:
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
-                images = tangents.push_forward(self._as_pass(), plan.parameters, vectors)
+                images = tangents.push_forward(self._as_pass, plan.parameters, vectors)
             if images is not None:
                 return images
             plan.findings.forward_order = 0
@@ -276,7 +278,7 @@ class GraphCapture:
 
         if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
+                curve = tangents.second_derivative(self._as_pass, plan.parameters, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.checked_curve = True
                 if not tangents.agrees_with_differences(curve, run, outputs, plan.parameters, vector):
@@ -286,8 +288,9 @@ class GraphCapture:
             plan.findings.forward_order = 1
         return tangents.central_difference(run, outputs, plan.parameters, vector)
 
+    @cached_property
     def _as_pass(self) -> Pass:
-        return Pass(self.model, self.forward, self.inputs, self.outputs)
+        return Pass(self.model, self.forward, self.inputs, self.outputs, self.random)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         parameters = self.plan.parameters
@@ -479,6 +482,8 @@ def capture(
 
     functions = {layer.module: noting_forward(layer) for layer in plan.layers}
     before = plan.versions()
+    # of a device's generator not while a step is recorded, which cannot repeat it
+    random = _random.snapshot(plan.device) if plan.has_fallback and plan.device.type == "cpu" else None
     with replaced_forward(functions), torch.enable_grad(), casting(autocast, plan):
         outputs = forward(model, inputs)
     after = plan.versions()
@@ -499,4 +504,4 @@ def capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
-    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast)
+    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast, random)

@@ -7,9 +7,10 @@ Three exact methods, from fast to slow, for a model that was run on a batch of n
     graph    ordinary autograd on the graph of the batch itself, sample after sample
 
 `func` needs a model that torch.func can transform. Both `func` and `chunks` need one whose outputs for some
-samples are those it gives for the whole batch (so no dropout). The outputs are compared at every batch, as a model
-may change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations
-(the backward pass of `prelu`, mapped twice over as many samples as seeds).
+samples are those it gives for the whole batch. Where the pass over the batch drew random numbers (dropout), the
+passes over some samples get theirs (`woodbury.model.noise`). The outputs are compared at every batch, as a model may
+change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations (the
+backward pass of `prelu`, mapped twice over as many samples as seeds).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -30,6 +32,7 @@ from woodbury._process import ForAllThreads
 from woodbury._vector import Vector
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.model.noise import Noise, recorded
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -45,6 +48,18 @@ class Pass:
     forward: Forward
     inputs: Any
     outputs: Tensor
+    random: _random.Snapshot | None = None  # the random state before it, if it may be repeated
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """The random numbers of the pass; None where it drew none, or cannot be repeated."""
+        if self.random is None or not _random.drawn_since(self.random):
+            return None
+        found: list[Noise] = []
+        with recorded(self.random, len(self.outputs), found), torch.enable_grad():
+            outputs = self.forward(self.model, self.inputs).detach()
+        same = outputs_agree(outputs.reshape(self.outputs.shape).to(self.outputs), self.outputs)
+        return found[0] if same else None
 
 
 class Bound(nn.Module):
@@ -77,8 +92,12 @@ def written_rows(
     window = slice(start, start + len(columns))
     inputs = _batch.part(forward_pass.inputs, window, len(outputs_of_all))
     methods: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
-        "func": lambda: rows_by_func(model, forward, inputs, parameters, columns, max_bytes),
-        "chunks": lambda: rows_by_chunks(model, forward, inputs, parameters, columns),
+        "func": lambda: rows_by_func(
+            model, forward, inputs, parameters, columns, max_bytes, noise_of(forward_pass, start)
+        ),
+        "chunks": lambda: rows_by_chunks(
+            model, forward, inputs, parameters, columns, noise_of(forward_pass, start)
+        ),
     }
     for name, compute in methods.items():
         if method not in (None, name):
@@ -108,6 +127,12 @@ def written_rows(
         if random is not None:
             _random.restore(random)
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
+
+
+def noise_of(forward_pass: Pass, start: int) -> Noise | None:
+    """The random numbers of the samples from `start` on, as the pass drew them."""
+    noise = forward_pass.noise
+    return None if noise is None else replace(noise, start=start)
 
 
 def wrong_rows(
@@ -166,6 +191,7 @@ def rows_by_func(
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
     max_bytes: int | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Vector]:
     """Outputs (n, C) and, for columns (n, k, C), the rows of each parameter, (n, k, *shape)."""
     bound = Bound(model, forward)
@@ -196,19 +222,26 @@ def rows_by_func(
     with no_batching_warnings, torch.no_grad(), plain_attention:
         for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
             own = [leaves[index][window] for index in mapped]
-            results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
+            with noise.shared(window, True) if noise else nullcontext():
+                mapping = torch.func.vmap(rows_of_sample, randomness="different" if noise else "error")
+                results.append(mapping(own, columns[window]))
     outputs, rows = zip(*results, strict=True)
     return _cat(outputs), {name: _cat([row[f"model.{name}"] for row in rows]) for name in parameters}
 
 
 def rows_by_chunks(
-    model: nn.Module, forward: Forward, inputs: Any, parameters: Mapping[str, nn.Parameter], columns: Tensor
+    model: nn.Module,
+    forward: Forward,
+    inputs: Any,
+    parameters: Mapping[str, nn.Parameter],
+    columns: Tensor,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Vector]:
     """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
     samples = len(columns)
     outputs, pieces = [], []
     for window in windows(samples, _CHUNK):
-        with torch.enable_grad():
+        with torch.enable_grad(), noise.shared(window, False) if noise else nullcontext():
             raw = forward(model, _batch.part(inputs, window, samples))
             flat = raw.reshape(window.stop - window.start, -1)
         pieces.append(rows_on_graph(flat, parameters, columns[window], together=True))
