@@ -28,7 +28,7 @@ FLOORS = {
         ["registry", "shared"],
         ["embeddings"],
         ["sums", "rules"],
-        ["attention", "convolutions", "norms"],
+        ["attention", "convolutions", "norms", "recurrent"],
     ],
     "model": [
         ["buffers", "noise"],

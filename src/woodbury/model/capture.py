@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury import _random
 from woodbury._vector import Vector
+from woodbury.layers import recurrent
 from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
@@ -440,7 +441,12 @@ def capture(
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
 
     def note_call(
-        layer: Layer, arguments: tuple[Tensor, ...], outputs: Tensor, maps: Any = None, given: Any = None
+        layer: Layer,
+        arguments: tuple[Tensor, ...],
+        outputs: Tensor,
+        maps: Any = None,
+        given: Any = None,
+        factor: Tensor | None = None,
     ) -> None:
         """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
@@ -451,7 +457,8 @@ def capture(
         )
         if obstacle is None:
             versions = (*(tensor._version for tensor in arguments), outputs._version)
-            calls.append(Call(layer, arguments, outputs, get_gradient_edge(outputs), versions, maps, given))
+            edge = get_gradient_edge(outputs)
+            calls.append(Call(layer, arguments, outputs, edge, versions, maps, given, factor))
         else:
             plan.findings.uncapturable[layer.name] = obstacle  # raised where nothing else gives its rows
 
@@ -478,6 +485,21 @@ def capture(
 
             return watch_linear_maps(plain, samples, plan.names, report)(layer.module, *args, **kwargs)
 
+        def by_steps(*args: Any, **kwargs: Any) -> Any:
+            def report(use: recurrent.Use) -> None:
+                note_call(layer, (use.inputs,), use.outputs, use.places, factor=use.factor)
+
+            given = signature(plain).bind(layer.module, *args, **kwargs).args[1:]
+            obstacle = recurrent.recurrent_obstacle(layer.module, given, samples)
+            if obstacle is None and layer.name not in plan.findings.uncapturable:
+                return recurrent.recurrent_forward(layer.module, plan.names, report, *given)
+            if obstacle is not None:
+                way_out = "Bring them there, or pass fallback='autograd'"
+                plan.findings.uncapturable[layer.name] = f"layer {layer.name!r} {obstacle}. {way_out}"
+            return plain(layer.module, *args, **kwargs)
+
+        if layer.rule is recurrent.recurrent_rows:
+            return by_steps
         return attention_forward if layer.rule is attention_rows else layer_forward
 
     functions = {layer.module: noting_forward(layer) for layer in plan.layers}
