@@ -201,7 +201,11 @@ class Indexed(nn.Module):
 
     def __init__(self, by_place=False):
         super().__init__()
-        self.table, self.head, self.by_place = nn.Parameter(torch.randn(N, WIDTH)), nn.Linear(WIDTH, CLASSES), by_place
+        self.table, self.head, self.by_place = (
+            nn.Parameter(torch.randn(N, WIDTH)),
+            nn.Linear(WIDTH, CLASSES),
+            by_place,
+        )
 
     def forward(self, x):
         x = x.mean(1)
@@ -225,7 +229,9 @@ def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
     model = make().double()
     inputs, targets = batch("affine", N)
     name = "table" if make is Indexed else "weight"
-    with pytest.raises(ValueError, match=rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="):
+    with pytest.raises(
+        ValueError, match=rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
+    ):
         woodbury.rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
 
@@ -235,7 +241,9 @@ def test_a_table_with_a_row_per_sample_is_no_bare_parameter():
     torch.manual_seed(0)
     inputs, targets = batch("affine", N)
     for fallback in (None, "autograd"):
-        with pytest.raises(ValueError, match="samples change when run apart|no layer rule covers parameter 'table'"):
+        with pytest.raises(
+            ValueError, match="samples change when run apart|no layer rule covers parameter 'table'"
+        ):
             woodbury.rows(Indexed(True).double(), LOSS, inputs, targets, fallback=fallback)
 
 

@@ -61,7 +61,7 @@ FLOORS = {
     ],
     "bench": [
         ["timing", "tables"],
-        ["step", "scale", "gpu", "peer_steps", "laplacian"],
+        ["step", "scale", "gpu", "peer_steps", "laplacian", "models"],
         ["peers", "draw"],
         ["__main__"],
     ],

@@ -1,6 +1,8 @@
 """Parameters used in unusual ways: several times, by several modules, computed, past every rule."""
 
 import random
+import re
+import warnings
 
 import numpy
 import pytest
@@ -300,6 +302,11 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+def projected(width, hidden, batch_first):
+    """An LSTM without a rule, which torch.func cannot map over."""
+    return nn.LSTM(width, hidden + 1, proj_size=hidden, batch_first=batch_first)
+
+
 class Computed(nn.Module):
     def __init__(self, make, width=4):
         super().__init__()
@@ -344,6 +351,7 @@ FALLBACKS = {
     "positions (1, t)": lambda t=3, w=4: Positions(True, t, w),
     "lstm": lambda t=3, w=4: Recurrent(nn.LSTM, w),
     "gru": lambda t=3, w=4: Recurrent(nn.GRU, w),
+    "lstm with projections": lambda t=3, w=4: Recurrent(projected, w),
     "weight norm": lambda t=3, w=4: Computed(parametrizations.weight_norm, w),
     "orthogonal": lambda t=3, w=4: Computed(parametrizations.orthogonal, w),
     "attention with extra keys": lambda t=3, w=4: Extended(w),
@@ -369,7 +377,7 @@ def test_the_fallback_gives_the_dense_direction(name, data):
     check_directions(model, LOSS, inputs, targets, subset, fallback="autograd", max_bytes=max_bytes)
 
 
-NO_FALLBACK = ("encoder", "bare", "positions (t,)", "positions (1, t)")  # tests/test_bare.py has the last three
+NO_FALLBACK = ("encoder", "bare", "positions (t,)", "positions (1, t)", "lstm", "gru")  # they do without it
 
 
 @pytest.mark.parametrize("name", [name for name in FALLBACKS if name not in NO_FALLBACK])
@@ -392,8 +400,12 @@ def test_an_encoder_layer_needs_no_fallback():
 
 
 class OnWholeBatches(nn.Module):
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
     def forward(self, x):
-        return x.reshape(N, 3, 4)
+        return x.reshape(self.samples, 3, 4)
 
 
 def way(model, inputs, forward=None):
@@ -407,12 +419,58 @@ def test_the_way_to_written_rows_follows_the_model():
     torch.manual_seed(0)
     inputs = torch.randn(N, 3, 4, dtype=torch.float64)
     assert way(FALLBACKS["weight norm"]().double(), inputs) == "func"
-    assert way(FALLBACKS["gru"]().double(), inputs) == "chunks"  # torch.func cannot map over it
+    assert way(FALLBACKS["lstm with projections"]().double(), inputs) == "chunks"
+    assert way(FALLBACKS["gru"]().double(), inputs) is None
     random = nn.Sequential(FALLBACKS["weight norm"]().double(), nn.Dropout(0.5))
     assert way(random, inputs) == "func"
-    random[0] = FALLBACKS["gru"]().double()
+    random[0] = FALLBACKS["lstm with projections"]().double()
     assert way(random, inputs) == "chunks"
-    assert way(nn.Sequential(OnWholeBatches(), FALLBACKS["weight norm"]().double()), inputs) == "graph"
+    model = nn.Sequential(OnWholeBatches(40), FALLBACKS["weight norm"]().double())
+    with pytest.warns(RuntimeWarning, match="the time of 40 passes"):
+        assert way(model, torch.randn(40, 3, 4, dtype=torch.float64)) == "graph"
+
+
+def slow_models(samples):
+    whole = nn.Sequential(OnWholeBatches(samples), FALLBACKS["weight norm"]().double())
+    chunks = nn.Sequential(nn.Dropout(0.1), FALLBACKS["lstm with projections"]().double())
+    return {
+        "graph": (
+            whole,
+            samples,
+            r"parameter '1.inner.parametrizations.weight.original0' of .*on part of a batch",
+        ),
+        "chunks": (chunks, min(samples, 32), r"parameter '1.cell.weight_ih_l0' of LSTM '1.cell'.*cannot map"),
+    }
+
+
+@pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
+def test_a_step_of_many_passes_says_so_once(name, samples):
+    torch.manual_seed(0)
+    model, passes, reason = slow_models(samples)[name]
+    inputs, targets = torch.randn(samples, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (samples,))
+    optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(inputs, targets)
+        model.eval()  # a new plan
+        optimizer.step(inputs, targets)
+    told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+    assert len(told) == (passes > 20)
+    if told:
+        assert f"the time of {passes} passes" in told[0] and "solver='products'" in told[0]
+        assert re.search(reason, told[0])
+
+
+def test_a_step_of_few_passes_is_silent():
+    """Rules, bare parameters, and torch.func with dropout."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(40, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (40,))
+    for name in ("bare", "gru", "weight norm", "encoder"):
+        model = nn.Sequential(nn.Dropout(0.1), FALLBACKS[name]().double())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            woodbury.NaturalGradient(model, LOSS, fallback="autograd").step(inputs, targets)
 
 
 class Noisy(nn.Module):
@@ -437,7 +495,7 @@ class Gated(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.inner = parametrizations.weight_norm(nn.Linear(4, 4)) if kind == "func" else nn.GRU(4, 4, batch_first=True)
+        self.inner = parametrizations.weight_norm(nn.Linear(4, 4)) if kind == "func" else projected(4, 4, True)
 
     def forward(self, x):
         return x * self.inner(x) if isinstance(self.inner, nn.Linear) else x + self.inner(x)[0]
@@ -570,7 +628,7 @@ def test_rows_that_torch_func_gets_wrong_are_noticed(samples, width):
 
 def test_operations_that_cannot_be_batched_are_differentiated_one_seed_at_a_time(monkeypatch):
     torch.manual_seed(0)
-    model = Recurrent(nn.LSTM).double()
+    model = Recurrent(projected).double()
     inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
     plain = torch.autograd.grad
 
@@ -1032,9 +1090,9 @@ TWO_NAMES = {
     "registered": (lambda: Twice(True), VECTORS, {}),
     "registered, one number": (lambda: Twice(True, ()), VECTORS, {}),
     "attention": (Keyed, SEQUENCES, {}),
-    "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {"fallback": "autograd"}),
-    "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {"fallback": "autograd"}),
-    "gru cell": (tied_cell, VECTORS, {"fallback": "autograd"}),
+    "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {}),
+    "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {}),
+    "gru cell": (tied_cell, VECTORS, {}),
     "parameter list": (Listed, VECTORS, {"fallback": "autograd"}),
 }
 

@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 from woodbury.bench.draw import draw
 from woodbury.bench.gpu import PARTS, bench_gpu
 from woodbury.bench.laplacian import bench_laplacian
+from woodbury.bench.models import bench_models
 from woodbury.bench.peer_steps import PEERS
 from woodbury.bench.peers import OWN, PROBLEMS, bench_peers
 from woodbury.bench.scale import bench_scale
 from woodbury.bench.step import bench_step
-from woodbury.bench.tables import laplacian_table, peer_tables, scale_table, step_table
+from woodbury.bench.tables import laplacian_table, model_table, peer_tables, scale_table, step_table
 from woodbury.experiments.errors import one_line
 from woodbury.experiments.storage import round_numbers
 
@@ -74,13 +75,15 @@ def _parser(program: str) -> argparse.ArgumentParser:
         peers.add_argument(option, action="append", choices=names, metavar="NAME", help=text)
     text = "woodbury.laplacian beside nested forward mode: passes and steps in 2 and 5 dimensions (1 minute)"
     laplacian = command("laplacian", _laplacian, text)
-    for subparser in (scale, peers, laplacian):
+    text = "steps on a transformer with a bare parameter and dropout, an LSTM and a GRU beside Adam's (2 minutes)"
+    models = command("models", _models, text)
+    for subparser in (scale, peers, laplacian, models):
         subparser.add_argument("--quick", action="store_true", help="tiny networks, to check that it runs")
     text = "steps on a CUDA device, with and without a recording, up to 10^9 parameters; prints JSON (3 minutes)"
     gpu = command("gpu", _gpu, text, one_thread=False)
     text = f"one or more of {', '.join(PARTS)} (default: all)"
     gpu.add_argument("parts", nargs="*", type=_part, metavar="PART", help=text)
-    for subparser in (step, scale, peers, laplacian, gpu):
+    for subparser in (step, scale, peers, laplacian, models, gpu):
         subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     text = "figures bench-step.png, bench-scale.png, bench-peers.png from the JSON that those commands print"
     figures = command("draw", _draw, text, one_thread=False)
@@ -110,6 +113,10 @@ def _peers(options: argparse.Namespace) -> str:
 
 def _laplacian(options: argparse.Namespace) -> str:
     return _format(bench_laplacian(quick=options.quick), laplacian_table, options.json)
+
+
+def _models(options: argparse.Namespace) -> str:
+    return _format(bench_models(quick=options.quick), model_table, options.json)
 
 
 def _gpu(options: argparse.Namespace) -> str:

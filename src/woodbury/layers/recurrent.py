@@ -22,9 +22,14 @@ from torch.nn import functional as F
 from woodbury.layers.registry import register_layer
 from woodbury.layers.sums import Place, whole_parameter
 
-_MAX_LAYERS = 64
-SUFFIXES = [f"_l{layer}{way}" for layer in range(_MAX_LAYERS) for way in ("", "_reverse")]
+_MAX_LAYERS = 64  # of one module; more take the fallback
 NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_IN_LAYERS = [
+    f"{name}_l{layer}{way}"
+    for name in (*NAMES, "weight_hr")  # the last: projections, refused when the layer is called
+    for layer in range(_MAX_LAYERS)
+    for way in ("", "_reverse")
+]
 
 
 class Use(NamedTuple):
@@ -53,13 +58,12 @@ class Weights(NamedTuple):
         return Weights(*values)  # type: ignore[arg-type]
 
 
-# (z_t, h W_hh^T + ..., state) -> state, factor of the gradient in y_t or None; h is the first of the state.
-State = tuple[Tensor, ...]
+State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 
 
-@register_layer(nn.LSTM, parameters=[name + suffix for name in NAMES for suffix in SUFFIXES])
-@register_layer(nn.GRU, parameters=[name + suffix for name in NAMES for suffix in SUFFIXES])
-@register_layer(nn.RNN, parameters=[name + suffix for name in NAMES for suffix in SUFFIXES])
+@register_layer(nn.LSTM, parameters=_IN_LAYERS)
+@register_layer(nn.GRU, parameters=_IN_LAYERS)
+@register_layer(nn.RNN, parameters=_IN_LAYERS)
 @register_layer(nn.LSTMCell, parameters=NAMES)
 @register_layer(nn.GRUCell, parameters=NAMES)
 @register_layer(nn.RNNCell, parameters=NAMES)
@@ -69,18 +73,28 @@ def recurrent_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
 
 
 def recurrent_obstacle(layer: nn.Module, arguments: Sequence[Any], samples: int) -> str | None:
-    """Why a call cannot be run step by step, as the end of a sentence; or None."""
+    """Why a call cannot be run step by step, and a way out beside the fallback, as the end of a sentence; or None."""
     inputs = arguments[0] if arguments else None
-    if not isinstance(inputs, Tensor):
-        return "gets a packed sequence: pass padded sequences, and read the outputs at each one's last step"
+    state = arguments[1] if len(arguments) > 1 else None
     is_cell = isinstance(layer, nn.RNNCellBase)
+    if not isinstance(inputs, Tensor):
+        return (
+            "gets a packed sequence, for which there is no rule: pass padded sequences and read each one's outputs "
+            "at its own last step"
+        )
     axis = 0 if is_cell or getattr(layer, "batch_first", False) else 1
-    if inputs.dim() != (2 if is_cell else 3) or inputs.shape[axis] != samples:
-        return f"has an input of shape {tuple(inputs.shape)} in a batch of {samples} samples, which has no axis for them"
+    shape = inputs.shape
+    if inputs.dim() != (2 if is_cell else 3) or shape[axis] != samples:
+        return f"has an input of shape {tuple(shape)} in a batch of {samples} samples: axis {axis} must be the sample axis"
+    if getattr(layer, "proj_size", 0):
+        return "has projections (proj_size), for which there is no rule: use a Linear layer behind it"
     if torch.is_autocast_enabled(inputs.device.type):
-        return "runs under autocast"
+        return "runs under autocast, where it has no rule: take steps without it"
     if inputs.device.type != "cpu" and layer.training and getattr(layer, "dropout", 0.0):
-        return "draws its dropout masks in a way that cannot be repeated on this device"
+        return "draws dropout masks that do not repeat on this device: use nn.Dropout between layers instead"
+    states = state if isinstance(state, tuple | list) else () if state is None else (state,)
+    if any(own.shape[-2:] != (samples, layer.hidden_size) for own in states):
+        return "starts from states of another shape"  # torch's own words come first
     return None
 
 
@@ -141,7 +155,7 @@ def _run(
     if bias is not None and weights.bias_hh is not None and not gated:
         bias = bias + weights.bias_hh
     z = F.linear(xs, weights.ih, bias)
-    if not z.requires_grad and torch.is_grad_enabled() and weights.hh.requires_grad:
+    if torch.is_grad_enabled() and not z.requires_grad:  # all of it is frozen, perhaps not W_hh
         z = z.detach().requires_grad_()
     # One use each in the autograd graph, however many steps there are.
     matrix, shift = weights.hh.clone().t(), weights.bias_hh if gated else None

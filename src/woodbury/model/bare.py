@@ -124,7 +124,9 @@ class Bare:
         """Whether rows of these uses were found right."""
         return all((key, columns) in plan.findings.checked_bare for key in self.keys.values())
 
-    def rows(self, plan: Plan, grads: Sequence[Tensor | None], columns: torch.Size, window: slice | None) -> Vector:
+    def rows(
+        self, plan: Plan, grads: Sequence[Tensor | None], columns: torch.Size, window: slice | None
+    ) -> Vector:
         """Rows (m, k, *shape) of each parameter, for gradients (k, *shape of z) that arrive at the meetings."""
         by_source: dict[GradientEdge, Tensor] = {}
         names: dict[GradientEdge, frozenset[str]] = {}
@@ -250,9 +252,7 @@ def _sample_axes(node: Any, edge: tuple[Any, int], samples: int) -> tuple[int, .
     )
 
 
-def _meeting(
-    node: Any, operand: int, source: GradientEdge, names: frozenset[str], samples: int
-) -> Meeting | None:
+def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str], samples: int) -> Meeting | None:
     """The meeting at a node, or None if there is no formula for it."""
     slope_of = _SLOPES.get(node.name())
     if slope_of is None or node._input_metadata[0].dtype.is_complex:

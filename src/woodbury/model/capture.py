@@ -5,6 +5,7 @@ Nothing stays on tensors or modules: `capture` returns a value, and its keys are
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
 
 
+_MANY_PASSES = 20  # of a step, from which on it says so
 _COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
 
 
@@ -151,7 +153,9 @@ class GraphCapture:
         written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
         if written and not plan.has_fallback:
             culprits = [name for name in lacking if plan.block_of[name][0] in written]
-            culprits.sort(key=lambda name: (name in bare.keys, f".{name}".endswith(_COMMON_NAMES)))  # the telling ones first
+            culprits.sort(
+                key=lambda name: (name in bare.keys, f".{name}".endswith(_COMMON_NAMES))
+            )  # the telling ones first
             raise ValueError(self._refusal(culprits, unseen))
         if written:
             bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
@@ -215,6 +219,7 @@ class GraphCapture:
                 plan.findings.fallback_method,
                 plan.max_bytes,
                 plan.findings.checked_rows,
+                partial(self._warn_of_passes, names),
             )
             forms |= _explicit(plan, written, rows)
         ruled = {block for block in plan.owned if block not in written and block not in bare_blocks}
@@ -230,13 +235,32 @@ class GraphCapture:
             forms |= _explicit(plan, bare_blocks, rows)
         for call, grad in zip(calls, grads, strict=False):
             if grad is not None:
-                for block, use in self._by_block(call, call.form(window, grad.transpose(0, 1), plan.dtype)).items():
+                for block, use in self._by_block(
+                    call, call.form(window, grad.transpose(0, 1), plan.dtype)
+                ).items():
                     uses.setdefault(block, []).append(use)
         for block, names_of in plan.owned.items():
             if block in uses and block in ruled:
                 shapes = {local: plan.parameters[full].shape for local, full in names_of.items()}
                 forms[block] = sum_uses(uses[block], shapes, plan.max_bytes)
         return {block: forms[block] for block in plan.owned if block in forms}
+
+    def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
+        """Say once that rows of parameters without a rule make a step slow."""
+        plan = self.plan
+        if count <= _MANY_PASSES or plan.findings.warned:
+            return
+        plan.findings.warned = True
+        name = min(names, key=lambda name: f".{name}".endswith(_COMMON_NAMES))  # the first telling one
+        block, _ = plan.block_of[name]
+        warnings.warn(
+            f"a step takes the time of {count} passes through the model: parameter {name!r} of "
+            f"{type(self.model.get_submodule(block)).__name__} {block!r} has no layer rule where it is used, and {why}. "
+            "Ways out: a rule by woodbury.register_layer, layers that have one, solver='products', which needs no "
+            "rows, or requires_grad_(False) on it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
         """The rows of a call, split by the modules its parameters belong to."""
@@ -315,7 +339,9 @@ class GraphCapture:
 def _explicit(plan: Plan, blocks: Collection[str], rows: Vector) -> dict[str, RowForm]:
     """Rows (m, k, *shape) of the parameters of some modules, as forms."""
     return {
-        block: ExplicitRows({local: rows[full].flatten(0, 1).detach() for local, full in plan.owned[block].items()})
+        block: ExplicitRows(
+            {local: rows[full].flatten(0, 1).detach() for local, full in plan.owned[block].items()}
+        )
         for block in blocks
     }
 
@@ -494,8 +520,9 @@ def capture(
             if obstacle is None and layer.name not in plan.findings.uncapturable:
                 return recurrent.recurrent_forward(layer.module, plan.names, report, *given)
             if obstacle is not None:
-                way_out = "Bring them there, or pass fallback='autograd'"
-                plan.findings.uncapturable[layer.name] = f"layer {layer.name!r} {obstacle}. {way_out}"
+                plan.findings.uncapturable[layer.name] = (
+                    f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
+                )
             return plain(layer.module, *args, **kwargs)
 
         if layer.rule is recurrent.recurrent_rows:

@@ -39,6 +39,13 @@ Forward = Callable[[nn.Module, Any], Tensor]
 _MAX_CHECKED = 256  # shapes of columns that are remembered
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
 
+Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
+_IN_CHUNKS = (
+    f"torch.func cannot map the model over samples, so that rows take {_CHUNK} samples at a time, and for each of them "
+    "a backward pass over all"
+)
+_ONE_BY_ONE = "the model does not give the same on part of a batch, so that rows take a backward pass per sample"
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -82,11 +89,13 @@ def written_rows(
     method: str | None,
     max_bytes: int | None,
     checked: set[tuple[str, torch.Size]],
+    announce: Announce,
 ) -> tuple[Vector, str]:
     """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on, and the method.
 
     `method` is the one that worked for this model before, if any; faster ones are not tried then. `checked` are
-    the methods and the shapes of columns whose rows were checked; it gains this one.
+    the methods and the shapes of columns whose rows were checked; it gains this one. `announce` hears how many
+    passes a slow method is going to take.
     """
     model, forward, outputs_of_all = forward_pass.model, forward_pass.forward, forward_pass.outputs
     window = slice(start, start + len(columns))
@@ -122,10 +131,13 @@ def written_rows(
                 if len(checked) >= _MAX_CHECKED:
                     checked.clear()
                 checked.add(shape)
+                if name == "chunks":
+                    announce(min(len(columns), _CHUNK), _IN_CHUNKS)
                 return rows, name
             method = None
         if random is not None:
             _random.restore(random)
+    announce(len(columns), _ONE_BY_ONE)
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
 
 

@@ -151,6 +151,7 @@ def unseen_parameters(plan: Plan, graph: PassGraph, calls: Sequence[Call]) -> di
     outputs. A view counts by its own uses: the derivative of a network in its inputs uses the transposed weight
     once more.
     """
+
     def uses(node: Any, among: Collection[Any] | None = None) -> int:
         """How often the nodes behind it, or those of them in `among`, use what a node gives."""
         total = 0

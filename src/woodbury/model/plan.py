@@ -41,6 +41,7 @@ class Findings:
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
+    warned: bool = False  # whether someone was told how many passes a step takes
     passes: int = 0  # how many, over more than one sample
     parts: int = 0  # how many steps with curvature samples that are part of the batch
     quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
