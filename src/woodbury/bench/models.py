@@ -33,7 +33,7 @@ class Sizes:
 
 
 class Transformer(nn.Module):
-    """Characters in, the next ones out: two layers, four heads, dropout 0.1, a bare parameter for the positions."""
+    """Characters in, the next ones out: two layers, four heads, dropout 0.1, a bare position parameter."""
 
     def __init__(self, sizes: Sizes, weight_norm: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 class Recurrent(nn.Module):
     """A recurrent layer, and a class read at the last step."""
 
-    def __init__(self, kind: type[nn.RNNBase], sizes: Sizes, classes: int = 10) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], sizes: Sizes, classes: int = 10) -> None:
         super().__init__()
         self.inner = kind(sizes.features, sizes.width, batch_first=True)
         self.head = nn.Linear(sizes.width, classes)
@@ -75,10 +75,8 @@ def _signals(sizes: Sizes) -> tuple[Tensor, Tensor]:
     return torch.randn(sizes.samples, sizes.steps, sizes.features), torch.randint(10, (sizes.samples,))
 
 
-# Model, batch, settings of the optimizer.
-MODELS: dict[
-    str, tuple[Callable[[Sizes], nn.Module], Callable[[Sizes], tuple[Tensor, Tensor]], dict[str, Any]]
-] = {
+Build, Draw = Callable[[Sizes], nn.Module], Callable[[Sizes], tuple[Tensor, Tensor]]
+MODELS: dict[str, tuple[Build, Draw, dict[str, Any]]] = {  # with settings of the optimizer
     "transformer": (Transformer, _texts, {}),
     "LSTM": (lambda sizes: Recurrent(nn.LSTM, sizes), _signals, {}),
     "GRU": (lambda sizes: Recurrent(nn.GRU, sizes), _signals, {}),

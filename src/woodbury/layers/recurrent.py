@@ -2,9 +2,10 @@
 
     z_t = W_ih x_t + b_ih,   y_t = W_hh h_{t-1} + b_hh,   h_t = a function of z_t, y_t and the state before
 
-The rows of W_ih and b_ih are those of a linear map on the sequence x, with the gradients in z_t as columns; those of
-W_hh and b_hh the same on the sequence h_{t-1}, with the gradients in y_t. Where h_t depends on z_t + y_t alone (LSTM,
-RNN) these are the same. In a GRU the last third enters as r y, so that its gradient in y is r times that in z.
+The rows of W_ih and b_ih are those of a linear map on the sequence x, with the gradients in z_t as columns; those
+of W_hh and b_hh the same on the sequence h_{t-1}, with the gradients in y_t. Where h_t depends on z_t + y_t alone
+(LSTM, RNN) these are the same. In a GRU the last third enters as r y, so that its gradient in y is r times that in
+z.
 
 torch's own forward pass shows no z. The pass is run here step by step, with the same numbers up to rounding, and
 reports each z.
@@ -73,24 +74,27 @@ def recurrent_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
 
 
 def recurrent_obstacle(layer: nn.Module, arguments: Sequence[Any], samples: int) -> str | None:
-    """Why a call cannot be run step by step, and a way out beside the fallback, as the end of a sentence; or None."""
+    """Why a call cannot be run step by step, and a way out, as the end of a sentence; or None."""
     inputs = arguments[0] if arguments else None
     state = arguments[1] if len(arguments) > 1 else None
     is_cell = isinstance(layer, nn.RNNCellBase)
     if not isinstance(inputs, Tensor):
         return (
-            "gets a packed sequence, for which there is no rule: pass padded sequences and read each one's outputs "
-            "at its own last step"
+            "gets a packed sequence, for which there is no rule: pass padded sequences and read the outputs of "
+            "each one at its own last step"
         )
     axis = 0 if is_cell or getattr(layer, "batch_first", False) else 1
     shape = inputs.shape
     if inputs.dim() != (2 if is_cell else 3) or shape[axis] != samples:
-        return f"has an input of shape {tuple(shape)} in a batch of {samples} samples: axis {axis} must be the sample axis"
+        return (
+            f"has an input of shape {tuple(shape)} in a batch of {samples} samples: axis {axis} must be that of "
+            "the samples"
+        )
     if getattr(layer, "proj_size", 0):
         return "has projections (proj_size), for which there is no rule: use a Linear layer behind it"
     if torch.is_autocast_enabled(inputs.device.type):
         return "runs under autocast, where it has no rule: take steps without it"
-    if inputs.device.type != "cpu" and layer.training and getattr(layer, "dropout", 0.0):
+    if inputs.device.type != "cpu" and layer.training and vars(layer).get("dropout"):
         return "draws dropout masks that do not repeat on this device: use nn.Dropout between layers instead"
     states = state if isinstance(state, tuple | list) else () if state is None else (state,)
     if any(own.shape[-2:] != (samples, layer.hidden_size) for own in states):
@@ -101,7 +105,7 @@ def recurrent_obstacle(layer: nn.Module, arguments: Sequence[Any], samples: int)
 def recurrent_forward(
     layer: nn.Module, names: Mapping[int, str], report: Report, inputs: Tensor, hx: Any = None
 ) -> Any:
-    """What a recurrent layer returns, each of its linear maps reported; names: id of a trained parameter -> name."""
+    """What a recurrent layer returns; reports its linear maps. names: id of a trained parameter -> its name."""
 
     def place(tensor: Tensor | None) -> Place | None:
         name = names.get(id(tensor))
@@ -182,11 +186,11 @@ def _run(
         report(Use(xs, z, on_inputs, None))
     if on_state != (None, None):
         with torch.no_grad():
-            factor = None
+            on_grads = None
             if gated:
                 r = torch.stack(factors, dim=1)
-                factor = torch.cat([torch.ones_like(r), torch.ones_like(r), r], dim=2)
-            report(Use(torch.stack(before, dim=1), z, on_state, factor))
+                on_grads = torch.cat([torch.ones_like(r), torch.ones_like(r), r], dim=2)
+            report(Use(torch.stack(before, dim=1), z, on_state, on_grads))
     return hidden, state
 
 

@@ -2,14 +2,14 @@
 
 A position table (`x + self.places[:t]`), a class token (`self.token.expand(n, 1, d)`), a layer scale (`self.gain *
 x`). In the autograd graph of a pass a value q that is computed from parameters alone meets what has samples in one
-node, z = x + q, x q, x / q, ..., which is linear in q or differentiable entry by entry. For a column whose gradient
-in z is h,
+node, z = x + q, x q, x / q, ..., where an entry of z depends on one entry of q. For a column whose gradient in z
+is h,
 
     row of q at sample i = the sum of (dz/dq) h over the entries of z_i that an entry of q is broadcast to
 
-and autograd takes it from q to the parameters. All uses of a parameter that reach the outputs are in the graph; one
-that is of another kind leaves the parameter to the fallback. What no graph shows is which axis of z the samples are
-on. So the rows are checked whenever shapes are new: for random c, sum_i c_i row_i must be the gradient of sum_i c_i
+and autograd takes it from q to the parameters. All uses of a parameter that reach the outputs are in the graph;
+one of another kind leaves the parameter to the fallback. What no graph shows is which axis of z the samples are on.
+So the rows are checked whenever shapes are new: for random c, sum_i c_i row_i must be the gradient of sum_i c_i
 (column_i . outputs_i), which it is not where the row of one sample holds a part that belongs to another.
 """
 
@@ -37,7 +37,8 @@ Slope = Tensor | float  # dz/dq, broadcast over z
 def _layer_norm_slope(node: Any, operand: int) -> Slope:
     if operand == 2:
         return 1.0
-    return (node._saved_input - node._saved_result1) * node._saved_result2  # type: ignore[no-any-return]
+    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
+    return normalised
 
 
 def _addcmul_slope(node: Any, operand: int) -> Slope:

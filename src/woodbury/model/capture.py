@@ -36,7 +36,6 @@ from woodbury.model.graph import PassGraph, chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
 
-
 _MANY_PASSES = 20  # of a step, from which on it says so
 _COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
 
@@ -153,9 +152,8 @@ class GraphCapture:
         written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
         if written and not plan.has_fallback:
             culprits = [name for name in lacking if plan.block_of[name][0] in written]
-            culprits.sort(
-                key=lambda name: (name in bare.keys, f".{name}".endswith(_COMMON_NAMES))
-            )  # the telling ones first
+            # those that tell most first
+            culprits.sort(key=lambda name: (name in bare.keys, f".{name}".endswith(_COMMON_NAMES)))
             raise ValueError(self._refusal(culprits, unseen))
         if written:
             bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
@@ -173,9 +171,9 @@ class GraphCapture:
             if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values())
         }
         return next(iter(reasons.values()), "") or (
-            f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule sees "
-            "it (directly, or because the network is differentiated in its inputs). Two ways out: call the module "
-            "itself, or pass fallback='autograd'"
+            f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule "
+            "sees it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
+            "module itself, or pass fallback='autograd'"
         )
 
     def is_bare(self, layer: Layer) -> bool:
@@ -253,11 +251,11 @@ class GraphCapture:
         plan.findings.warned = True
         name = min(names, key=lambda name: f".{name}".endswith(_COMMON_NAMES))  # the first telling one
         block, _ = plan.block_of[name]
+        kind = type(self.model.get_submodule(block)).__name__
         warnings.warn(
-            f"a step takes the time of {count} passes through the model: parameter {name!r} of "
-            f"{type(self.model.get_submodule(block)).__name__} {block!r} has no layer rule where it is used, and {why}. "
-            "Ways out: a rule by woodbury.register_layer, layers that have one, solver='products', which needs no "
-            "rows, or requires_grad_(False) on it",
+            f"a step takes the time of {count} passes through the model: parameter {name!r} of {kind} {block!r} "
+            f"has no layer rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers "
+            "that have one, solver='products', which needs no rows, or requires_grad_(False) on it",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -8,9 +8,9 @@ Three exact methods, from fast to slow, for a model that was run on a batch of n
 
 `func` needs a model that torch.func can transform. Both `func` and `chunks` need one whose outputs for some
 samples are those it gives for the whole batch. Where the pass over the batch drew random numbers (dropout), the
-passes over some samples get theirs (`woodbury.model.noise`). The outputs are compared at every batch, as a model may
-change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations (the
-backward pass of `prelu`, mapped twice over as many samples as seeds).
+passes over some samples get theirs (`woodbury.model.noise`). The outputs are compared at every batch, as a model
+may change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations
+(the backward pass of `prelu`, mapped twice over as many samples as seeds).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with t
 
 Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
 _IN_CHUNKS = (
-    f"torch.func cannot map the model over samples, so that rows take {_CHUNK} samples at a time, and for each of them "
-    "a backward pass over all"
+    f"torch.func cannot map the model over samples, so that it runs on {_CHUNK} samples at a time, with a "
+    "backward pass over all of them for each"
 )
 _ONE_BY_ONE = "the model does not give the same on part of a batch, so that rows take a backward pass per sample"
 

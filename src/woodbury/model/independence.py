@@ -26,8 +26,8 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     outputs they have in the batch; a model that draws random numbers cannot be compared so.
 
     A first axis may only look like the sample axis, where a layer sees as many positions as there are samples:
-    such a layer is left to the fallback, or to `bare`, and the half that showed it is run on its own. `look` is the number
-    of the look; each takes other halves. alone=False makes no further passes through the model.
+    such a layer is left to the fallback, or to `bare`, and the half that showed it is run on its own. `look` is
+    the number of the look; each takes other halves. alone=False makes no further passes through the model.
     """
     for _ in graph_edges(captured.outputs):  # raises where autograd cannot see inside
         pass

@@ -1,8 +1,8 @@
 """The random numbers of a pass over a batch, kept so that passes over part of it get their share of them.
 
 Dropout draws a mask for all samples at once. On fewer samples it would draw another one, and the outputs would be
-those of another function. `Noise` repeats the pass from the same state of the generators and keeps what every
-operation draws; inside `Noise.shared` the same operations, on some of the samples, get the numbers of these samples.
+those of another function. `recorded` repeats the pass from the same state of the generators and keeps what every
+operation draws; inside `Noise.shared` the same operations, on some of the samples, get the numbers of these.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Supplier(_Listener):
         return result.copy_(self.part(self.left.pop(), result.shape))
 
     def part(self, numbers: Tensor, shape: torch.Size) -> Tensor:
-        """The numbers of the samples in the window, as one of `shape`: with an axis in front if mapped over them."""
+        """The numbers of the samples in the window, in this shape: with an axis in front if mapped over them."""
         count = self.window.stop - self.window.start
         for axis, size in enumerate(numbers.shape):
             if size != self.samples:

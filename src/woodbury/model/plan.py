@@ -178,9 +178,10 @@ class Plan:
 def _no_rule(parameter: str, path: str, module: nn.Module) -> str:
     """Why a parameter has no rows, and what to do."""
     return (
-        f"no layer rule covers parameter {parameter!r} of {type(module).__name__} {path!r}, and it is not only added "
-        "to or multiplied with what the samples give. Two ways out: register a rule with woodbury.register_layer, "
-        "or pass fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
+        f"no layer rule covers parameter {parameter!r} of {type(module).__name__} {path!r}, and it is not only "
+        "added to or multiplied with what the samples give. Two ways out: register a rule with "
+        "woodbury.register_layer, or pass fallback='autograd' (GaussNewton and NaturalGradient). Or leave it "
+        "alone: requires_grad_(False)"
     )
 
 
