@@ -75,7 +75,8 @@ def _signals(sizes: Sizes) -> tuple[Tensor, Tensor]:
     return torch.randn(sizes.samples, sizes.steps, sizes.features), torch.randint(10, (sizes.samples,))
 
 
-Build, Draw = Callable[[Sizes], nn.Module], Callable[[Sizes], tuple[Tensor, Tensor]]
+Build = Callable[[Sizes], nn.Module]
+Draw = Callable[[Sizes], tuple[Tensor, Tensor]]
 MODELS: dict[str, tuple[Build, Draw, dict[str, Any]]] = {  # with settings of the optimizer
     "transformer": (Transformer, _texts, {}),
     "LSTM": (lambda sizes: Recurrent(nn.LSTM, sizes), _signals, {}),
