@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import reference
 import woodbury
 from cases import every_pair
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
+from woodbury._vector import flatten
 from woodbury.layers import ExplicitRows
 
 N, LENGTH, WIDTH = 5, 3, 4
@@ -48,7 +50,7 @@ class Language(nn.Module):
     def forward(self, x):
         t = x.shape[1]
         places = self.places(torch.arange(t)) if self.kind == "embedding" else self.places[:t]
-        mask = nn.Transformer.generate_square_subsequent_mask(t, dtype=torch.float64)
+        mask = nn.Transformer.generate_square_subsequent_mask(t, dtype=self.norm_bias.dtype)
         x = self.block(self.words(x) + places, src_mask=mask, is_causal=True)
         x = F.layer_norm(x, (WIDTH,), self.norm_weight, self.norm_bias)
         return self.head(x).transpose(1, 2)
@@ -94,6 +96,19 @@ class Masked(nn.Module):
 
     def forward(self, x):
         return self.head(torch.tanh(torch.where(x[..., :1] > 0, x, self.token)).mean(1))
+
+
+class Filled(nn.Module):
+    """The same by masked_fill, with a token of one number, and a table without some of its entries."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(())), nn.Linear(WIDTH, CLASSES)
+        self.places = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+
+    def forward(self, x):
+        places = self.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
+        return self.head((torch.tanh(x.masked_fill(x[..., :1] > 0, self.token)) * places).mean(1))
 
 
 class InPlace(nn.Module):
@@ -147,6 +162,7 @@ SEQUENCES = {
     "affine": Affine,
     "computed": Computed,
     "masked": Masked,
+    "filled": Filled,
     "in place": InPlace,
     "positions first": PositionsFirst,
     "shared": Shared,
@@ -194,6 +210,21 @@ def test_dropout_leaves_bare_parameters_their_rule():
         assert optimizer.verify(inputs, targets) <= 1e-9, kind
         optimizer.step(inputs, targets)
         assert optimizer._plan().findings.fallback_method is None
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
+def test_bare_parameters_under_autocast(name, kind):
+    """Rows have the type of the parameters, and what bfloat16 leaves of their digits."""
+    torch.manual_seed(0)
+    model = {**SEQUENCES, **LANGUAGE}[name]()
+    inputs, targets = batch(name, N)
+    inputs = inputs.float() if inputs.is_floating_point() else inputs
+    plain = flatten(METHODS[kind](model, LOSS, damping=1.0).direction(inputs, targets, subset=[3, 1]))
+    optimizer = METHODS[kind](model, LOSS, damping=1.0, autocast=torch.bfloat16)
+    p = flatten(optimizer.direction(inputs, targets, subset=[3, 1]))
+    assert p.dtype == torch.float32
+    assert reference.relative_error(p, plain) <= 16 * torch.finfo(torch.bfloat16).eps
 
 
 class Indexed(nn.Module):

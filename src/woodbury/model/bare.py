@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Vector
-from woodbury.model.fallback import wrong_rows
+from woodbury.model.fallback import grads_of_many, wrong_rows
 from woodbury.model.graph import PassGraph
 from woodbury.model.plan import Plan
 
@@ -63,6 +63,8 @@ _SLOPES: dict[str, Callable[[Any, int], Slope]] = {
     "DivBackward0": _quotient_slope,
     "AddcmulBackward0": _addcmul_slope,
     "WhereBackward0": lambda node, operand: node._saved_condition if operand == 0 else ~node._saved_condition,
+    "MaskedFillBackward0": lambda node, operand: ~node._saved_mask,
+    "MaskedFillBackward1": lambda node, operand: ~node._saved_mask if operand == 0 else node._saved_mask,
     "ExpandBackward0": lambda node, operand: 1.0,
     "RepeatBackward0": lambda node, operand: 1.0,
     "NativeLayerNormBackward0": _layer_norm_slope,
@@ -83,7 +85,10 @@ class Meeting:
     key: Hashable
 
     def rows(self, grads: Tensor, axis: int, window: slice | None) -> Tensor:
-        """Rows of q, (m, k, *inner), for gradients in z (k, *shape) and a window of samples on an axis."""
+        """Rows of q, (m, k, *inner), for gradients in z (k, *shape) and a window of samples on an axis.
+
+        Of the type of grads, or that of dz/dq if that has more digits.
+        """
         slope, grads = self.slope, grads.movedim(axis + 1, 0)  # (n, k, ...)
         if isinstance(slope, Tensor):
             missing = len(self.shape) - slope.dim()
@@ -135,7 +140,8 @@ class Bare:
             if grad is None:
                 continue
             failed = any(plan.findings.wrong_bare.get(self.keys[name]) for name in meeting.parameters)
-            own = meeting.rows(grad, meeting.axes[-1 if failed else 0], window)
+            # the pass may have run under autocast; rows have the type of the parameters
+            own = meeting.rows(grad.to(plan.dtype), meeting.axes[-1 if failed else 0], window)
             seen = by_source.get(meeting.source)
             by_source[meeting.source] = own if seen is None else seen + own
             names[meeting.source] = meeting.parameters
@@ -149,12 +155,20 @@ class Bare:
                 total[name] = parameter.new_zeros(*columns[:2], *parameter.shape)
         return total
 
-    def check(self, plan: Plan, rows: Vector, outputs: Tensor, columns: Tensor, start: int) -> bool:
+    def check(
+        self,
+        plan: Plan,
+        rows: Vector,
+        outputs: Tensor,
+        columns: Tensor,
+        start: int,
+        autocast: torch.dtype | None,
+    ) -> bool:
         """Compare rows with a gradient; False if some are wrong, which the next call of `find_bare` knows then."""
         if not all(bool(torch.isfinite(own).all()) for own in rows.values()):
             return True  # nothing can be said; the step has its own word for it
         parameters = {name: plan.parameters[name] for name in self.keys}
-        wrong = wrong_rows(rows, outputs, parameters, columns, start)
+        wrong = wrong_rows(rows, outputs, parameters, columns, start, autocast)
         checked, failures = plan.findings.checked_bare, plan.findings.wrong_bare
         if len(checked) + len(failures) >= _MAX_CHECKED:
             checked.clear()
@@ -174,14 +188,8 @@ def _to_parameters(plan: Plan, source: GradientEdge, names: Collection[str], row
         (name,) = names
         return {name: rows}
     parameters = {name: plan.parameters[name] for name in names}
-    grads = torch.autograd.grad(
-        [source],
-        list(parameters.values()),
-        [rows.flatten(0, 1)],
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=True,
-    )
+    seeds = rows.flatten(0, 1).to(source.node._input_metadata[source.output_nr].dtype)
+    grads = grads_of_many(source, list(parameters.values()), seeds)
     return {
         name: grad.unflatten(0, rows.shape[:2])
         for name, grad in zip(parameters, grads, strict=True)
@@ -256,7 +264,7 @@ def _sample_axes(node: Any, edge: tuple[Any, int], samples: int) -> tuple[int, .
 def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str], samples: int) -> Meeting | None:
     """The meeting at a node, or None if there is no formula for it."""
     slope_of = _SLOPES.get(node.name())
-    if slope_of is None or node._input_metadata[0].dtype.is_complex:
+    if slope_of is None or not node._input_metadata[0].dtype.is_floating_point:
         return None
     shape, inner = _sizes(node, 0), _sizes(source.node, source.output_nr)
     axes = _sample_axes(node, (source.node, source.output_nr), samples)

@@ -228,7 +228,7 @@ class GraphCapture:
         grads = self._grads([*(call.edge for call in calls), *meetings], columns, keep_graph=unsure or not last)
         if bare_blocks:
             rows = bare.rows(plan, grads[len(calls) :], own_columns.shape, window)
-            if unsure and not bare.check(plan, rows, self.outputs, own_columns, start):
+            if unsure and not bare.check(plan, rows, self.outputs, own_columns, start, self.autocast):
                 return None
             forms |= _explicit(plan, bare_blocks, rows)
         for call, grad in zip(calls, grads, strict=False):

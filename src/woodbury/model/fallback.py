@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
@@ -148,11 +149,17 @@ def noise_of(forward_pass: Pass, start: int) -> Noise | None:
 
 
 def wrong_rows(
-    rows: Vector, outputs: Tensor, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
+    rows: Vector,
+    outputs: Tensor,
+    parameters: Mapping[str, nn.Parameter],
+    columns: Tensor,
+    start: int,
+    dtype: torch.dtype | None = None,
 ) -> set[str]:
     """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
 
-    For some fixed c: no two samples, and no two columns, have the same.
+    For some fixed c: no two samples, and no two columns, have the same. Half of the digits must agree, of those
+    that `dtype` has, or the rows.
     """
     m, k, _ = columns.shape
     c = torch.rand(m, k, generator=torch.Generator().manual_seed(0)).to(columns) + 0.5
@@ -170,7 +177,7 @@ def wrong_rows(
         flat = own.reshape(m * k, -1)
         # of the terms that add up
         size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
-        tolerance = torch.finfo(own.dtype).eps ** 0.5 * size
+        tolerance = torch.finfo(dtype or own.dtype).eps ** 0.5 * size
         difference = (c.flatten().to(own) @ flat - grad.flatten()).abs()
         if not math.isfinite(size) or not bool((difference <= tolerance).all()):
             wrong.add(name)
@@ -291,7 +298,7 @@ def rows_on_graph(
     return {name: _cat(own) for name, own in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
-def grads_of_many(outputs: Tensor, sources: Sequence[Any], seeds: Tensor) -> list[Tensor | None]:
+def grads_of_many(outputs: Tensor | GradientEdge, sources: Sequence[Any], seeds: Tensor) -> list[Tensor | None]:
     """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
