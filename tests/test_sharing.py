@@ -462,6 +462,29 @@ def test_a_step_of_many_passes_says_so_once(name, samples):
         assert re.search(reason, told[0])
 
 
+def test_columns_that_go_back_one_at_a_time_say_so_once(monkeypatch):
+    torch.manual_seed(0)
+    plain = torch.autograd.grad
+
+    def unbatched(*args, is_grads_batched=False, **kwargs):
+        if is_grads_batched:
+            raise RuntimeError("Batching rule not implemented")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", unbatched)
+    for classes in (21, 22):  # rows of a sample: one fewer
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, classes))
+        inputs, targets = torch.randn(N, 4), torch.randint(classes, (N,))
+        optimizer = woodbury.GaussNewton(model, LOSS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step(inputs, targets)
+        told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+        assert len(told) == (classes == 22)
+        assert all("the time of 21 passes" in text and "NaturalGradient" in text for text in told)
+
+
 def test_a_step_of_few_passes_is_silent():
     """Rules, bare parameters, and torch.func with dropout."""
     torch.manual_seed(0)

@@ -245,20 +245,29 @@ class GraphCapture:
 
     def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
         """Say once that rows of parameters without a rule make a step slow."""
-        plan = self.plan
-        if count <= _MANY_PASSES or plan.findings.warned:
-            return
-        plan.findings.warned = True
         name = min(names, key=lambda name: f".{name}".endswith(_COMMON_NAMES))  # the first telling one
-        block, _ = plan.block_of[name]
-        kind = type(self.model.get_submodule(block)).__name__
-        warnings.warn(
-            f"a step takes the time of {count} passes through the model: parameter {name!r} of {kind} {block!r} "
-            f"has no layer rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers "
-            "that have one, solver='products', which needs no rows, or requires_grad_(False) on it",
-            RuntimeWarning,
-            stacklevel=2,
+        block, _ = self.plan.block_of[name]
+        self._warn(
+            count,
+            f"parameter {name!r} of {type(self.model.get_submodule(block)).__name__} {block!r} has no layer rule "
+            f"where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have one, "
+            "solver='products', which needs no rows, or requires_grad_(False) on it",
         )
+
+    def _warn_of_columns(self, count: int) -> None:
+        """Say once that columns go back one at a time."""
+        self._warn(
+            count,
+            "an operation in it cannot be differentiated for several columns of a sample at once. Ways out: "
+            "another operation in its place, fewer outputs, or NaturalGradient, which has one column per sample",
+        )
+
+    def _warn(self, count: int, text: str) -> None:
+        findings = self.plan.findings
+        if count > _MANY_PASSES and not findings.warned:
+            findings.warned = True
+            message = f"a step takes the time of {count} passes through the model: {text}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
         """The rows of a call, split by the modules its parameters belong to."""
@@ -331,7 +340,7 @@ class GraphCapture:
                 self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
             )
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
-        return grads_of_many(self.outputs, edges, columns.transpose(0, 1))
+        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
 
 
 def _explicit(plan: Plan, blocks: Collection[str], rows: Vector) -> dict[str, RowForm]:

@@ -298,11 +298,16 @@ def rows_on_graph(
     return {name: _cat(own) for name, own in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
-def grads_of_many(outputs: Tensor | GradientEdge, sources: Sequence[Any], seeds: Tensor) -> list[Tensor | None]:
+def grads_of_many(
+    outputs: Tensor | GradientEdge,
+    sources: Sequence[Any],
+    seeds: Tensor,
+    tell: Callable[[int], None] | None = None,
+) -> list[Tensor | None]:
     """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
-    on memory with channels last).
+    on memory with channels last); `tell` hears of their number.
     """
     try:
         grads = torch.autograd.grad(
@@ -313,6 +318,8 @@ def grads_of_many(outputs: Tensor | GradientEdge, sources: Sequence[Any], seeds:
         raise
     except RuntimeError:
         pass  # what holds for one seed as well is raised below
+    if tell is not None:
+        tell(len(seeds))
     each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
     return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
 
