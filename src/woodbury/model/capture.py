@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any, Protocol
@@ -108,6 +108,7 @@ class GraphCapture:
     calls: list[Call]  # in the order they were made
     autocast: torch.dtype | None = None  # the type of passes through the model, if not that of its parameters
     random: _random.Snapshot | None = None  # the random state before the pass, for a fallback that repeats it
+    obstacles: Mapping[str, str] = field(default_factory=dict)  # layers whose calls were not captured, and why
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -137,6 +138,8 @@ class GraphCapture:
                 pieces.append(piece)
                 start += len(columns)
             else:
+                # in other batches an axis may look like that of the samples
+                self.plan.findings.uncapturable.update(self.obstacles)
                 return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
 
     def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
@@ -164,13 +167,11 @@ class GraphCapture:
         plan, name = self.plan, names[0]
         if name in plan.uncovered:
             return plan.uncovered[name]
-        obstacles = plan.findings.uncapturable
-        reasons = {
-            layer.name: obstacles.pop(layer.name)  # another batch may be free of it
-            for layer in plan.layers
-            if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values())
-        }
-        return next(iter(reasons.values()), "") or (
+        obstacles = {**plan.findings.uncapturable, **self.obstacles}
+        for layer in plan.layers:
+            if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values()):
+                return obstacles[layer.name]
+        return (
             f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule "
             "sees it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
             "module itself, or pass fallback='autograd'"
@@ -471,6 +472,7 @@ def capture(
 ) -> GraphCapture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: list[Call] = []
+    obstacles: dict[str, str] = {}
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
 
     def note_call(
@@ -483,8 +485,8 @@ def capture(
     ) -> None:
         """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
-        if constant or layer.name in plan.findings.uncapturable:  # constant: called under torch.no_grad()
-            return
+        if constant or layer.name in plan.findings.uncapturable or layer.name in obstacles:
+            return  # constant: called under torch.no_grad()
         obstacle = _obstacle(layer.name, arguments[0], outputs, samples) or _parameter_obstacle(
             plan, layer, outputs, maps, cast
         )
@@ -493,7 +495,7 @@ def capture(
             edge = get_gradient_edge(outputs)
             calls.append(Call(layer, arguments, outputs, edge, versions, maps, given, factor))
         else:
-            plan.findings.uncapturable[layer.name] = obstacle  # raised where nothing else gives its rows
+            obstacles[layer.name] = obstacle  # raised where nothing else gives its rows
 
     def noting_forward(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
@@ -527,9 +529,7 @@ def capture(
             if obstacle is None and layer.name not in plan.findings.uncapturable:
                 return recurrent.recurrent_forward(layer.module, plan.names, report, *given)
             if obstacle is not None:
-                plan.findings.uncapturable[layer.name] = (
-                    f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
-                )
+                obstacles[layer.name] = f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
             return plain(layer.module, *args, **kwargs)
 
         if layer.rule is recurrent.recurrent_rows:
@@ -560,4 +560,4 @@ def capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
-    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast, random)
+    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast, random, obstacles)
