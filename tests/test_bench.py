@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import woodbury
-from woodbury.bench import draw, laplacian, peer_steps, peers, scale, tables
+from woodbury.bench import draw, laplacian, models, peer_steps, peers, scale, tables
 from woodbury.bench.__main__ import main
 from woodbury.bench.timing import Network
 from woodbury.experiments.models import parameter_count
@@ -56,6 +56,26 @@ def test_laplacian_benchmark_times_two_ways_to_the_same_numbers():
     for ours, theirs in zip(*(derive(model, points) for derive in laplacian.METHODS.values()), strict=True):
         # weights below 1, a few terms: numbers below 100
         torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * 100 * torch.finfo(torch.float64).eps)
+
+
+def test_models_benchmark_times_a_step_beside_adams():
+    done = subprocess.run(
+        [*RUN, "models", "--quick", "--json"], capture_output=True, text=True, check=True, env=ALONE
+    )
+    result = json.loads(done.stdout)
+    assert set(result) == set(models.MODELS)
+    assert all(set(row) == {models.REFERENCE, models.OWN} and min(row.values()) > 0 for row in result.values())
+    assert "4.00" in tables.model_table({"model": {models.REFERENCE: 0.5, models.OWN: 2.0}})
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_models_of_the_benchmark_need_the_fallback_only_where_it_is_named(name):
+    torch.manual_seed(0)
+    sizes = models.Sizes(words=5, length=3, width=4, samples=3, steps=2, features=2)
+    build, draw, settings = models.MODELS[name]
+    optimizer = woodbury.NaturalGradient(build(sizes), nn.CrossEntropyLoss(), **settings)
+    optimizer.step(*draw(sizes))
+    assert (optimizer._plan().findings.fallback_method is not None) == bool(settings)
 
 
 def test_exponent_is_the_slope_in_logarithms():

@@ -56,7 +56,7 @@ class Lookup(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.attend = nn.Embedding(5, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.cell, self.head = nn.GRU(4, 4, batch_first=True), nn.Linear(4, CLASSES)
+        self.cell, self.head = nn.LSTM(4, 5, proj_size=4, batch_first=True), nn.Linear(4, CLASSES)
 
     def forward(self, x):
         h = self.words(x)

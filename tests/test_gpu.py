@@ -430,24 +430,28 @@ def test_a_rejected_step_in_a_recording_keeps_the_parameters():
 
 
 class Recurrent(nn.Module):
-    def __init__(self):
+    """With projections it has no rule; the bare parameter has one."""
+
+    def __init__(self, projections):
         super().__init__()
-        self.cell, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
+        self.cell = nn.LSTM(4, 3, proj_size=projections, batch_first=True)
+        self.start, self.head = nn.Parameter(torch.randn(5, 4)), nn.Linear(projections or 3, 2)
 
     def forward(self, x):
-        return self.head(self.cell(x)[0][:, -1])
+        return self.head(self.cell(x + self.start)[0][:, -1])
 
 
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-def test_cudnns_recurrent_layers_are_exact_by_the_fallback(method):
+@pytest.mark.parametrize("projections, fallback", [(0, None), (2, "autograd")], ids=["rule", "fallback"])
+def test_cudnns_recurrent_layers_are_exact(method, projections, fallback):
     torch.manual_seed(0)
-    model = Recurrent().to("cuda", torch.float64)
+    model = Recurrent(projections).to("cuda", torch.float64)
     inputs = torch.randn(6, 5, 4, device="cuda", dtype=torch.float64)
     targets = torch.randint(2, (6,), device="cuda")
-    optimizer = method(model, nn.CrossEntropyLoss(), damping=0.1, fallback="autograd")
+    optimizer = method(model, nn.CrossEntropyLoss(), damping=0.1, fallback=fallback)
     p = flatten(optimizer.direction(inputs, targets)).cpu()
     q = flatten(
-        method(model.cpu(), nn.CrossEntropyLoss(), damping=0.1, fallback="autograd").direction(
+        method(model.cpu(), nn.CrossEntropyLoss(), damping=0.1, fallback=fallback).direction(
             inputs.cpu(), targets.cpu()
         )
     )

@@ -420,15 +420,15 @@ def test_the_route_follows_the_shapes():
     assert not shared.pairs_are_cheaper((many,), (many,), (1, 4, 4))
 
 
-class Positions(nn.Module):
-    """An embedding of the position, the same for all samples: its first axis is not the samples."""
+class Through(nn.Module):
+    """An embedding of positions that enters otherwise than by a sum or a product with what the samples give."""
 
     def __init__(self, pool):
         super().__init__()
         self.place, self.head, self.pool = nn.Embedding(N, 2), nn.Linear(2, CLASSES), pool
 
     def forward(self, x):
-        return self.head(self.pool(torch.tanh(x.unsqueeze(-1) + self.place(torch.arange(x.shape[1])))))
+        return self.head(self.pool(torch.maximum(x.unsqueeze(-1), self.place(torch.arange(x.shape[1])))))
 
 
 class Standardised(nn.Conv1d):
@@ -466,9 +466,9 @@ def words(**options):
         (words(max_norm=1.0), "indices", r"Embedding '0' with max_norm=1.0"),
         (words(scale_grad_by_freq=True), "indices", r"Embedding '0' with scale_grad_by_freq=True"),
         (words(sparse=True), "indices", r"Embedding '0' with sparse=True"),
-        (Positions(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
-        (Positions(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
-        (Positions(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
+        (Through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
+        (Through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
+        (Through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
         (OverSamples(), "vectors", r"what layer 'norm' gives for one sample depends on the inputs of another"),
         (Unbatched(), "vectors", r"what layer 'a' gives for one sample depends on the inputs of another"),
         (nn.Sequential(Standardised(4, 2, 1), nn.Flatten()), "signals", r"'0\.weight' of Standardised"),

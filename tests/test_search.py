@@ -283,14 +283,14 @@ def test_more_rows_than_parameters_take_the_same_step():
 
 
 class Scaled(nn.Module):
-    """A bare parameter, which no rule covers."""
+    """A bare matrix, which no rule covers."""
 
     def __init__(self):
         super().__init__()
-        self.inside, self.scale = problems.mlp(3, 4, 2), nn.Parameter(torch.tensor([1.5, -0.5]))
+        self.inside, self.scale = problems.mlp(3, 4, 2), nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
 
     def forward(self, x):
-        return self.scale * self.inside(x)
+        return self.inside(x) @ self.scale
 
 
 def test_parameters_by_the_fallback_take_the_same_step():

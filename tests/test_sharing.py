@@ -1,6 +1,8 @@
 """Parameters used in unusual ways: several times, by several modules, computed, past every rule."""
 
 import random
+import re
+import warnings
 
 import numpy
 import pytest
@@ -261,7 +263,7 @@ def test_forms_of_shared_parameters():
     assert isinstance(forms["layer"], SharedRows) and isinstance(forms["head"], OuterRows)
 
 
-# Past the rules: every one of these needs fallback="autograd".
+# Past the rules: most of these need fallback="autograd".
 
 
 class Bare(nn.Module):
@@ -298,6 +300,11 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.head(self.cell(x)[0][:, -1])
+
+
+def projected(width, hidden, batch_first):
+    """An LSTM without a rule, which torch.func cannot map over."""
+    return nn.LSTM(width, hidden + 1, proj_size=hidden, batch_first=batch_first)
 
 
 class Computed(nn.Module):
@@ -344,6 +351,7 @@ FALLBACKS = {
     "positions (1, t)": lambda t=3, w=4: Positions(True, t, w),
     "lstm": lambda t=3, w=4: Recurrent(nn.LSTM, w),
     "gru": lambda t=3, w=4: Recurrent(nn.GRU, w),
+    "lstm with projections": lambda t=3, w=4: Recurrent(projected, w),
     "weight norm": lambda t=3, w=4: Computed(parametrizations.weight_norm, w),
     "orthogonal": lambda t=3, w=4: Computed(parametrizations.orthogonal, w),
     "attention with extra keys": lambda t=3, w=4: Extended(w),
@@ -369,7 +377,10 @@ def test_the_fallback_gives_the_dense_direction(name, data):
     check_directions(model, LOSS, inputs, targets, subset, fallback="autograd", max_bytes=max_bytes)
 
 
-@pytest.mark.parametrize("name", [name for name in FALLBACKS if name != "encoder"])
+NO_FALLBACK = ("encoder", "bare", "positions (t,)", "positions (1, t)", "lstm", "gru")  # they do without it
+
+
+@pytest.mark.parametrize("name", [name for name in FALLBACKS if name not in NO_FALLBACK])
 def test_without_the_fallback_they_are_refused_with_the_way_out(name):
     torch.manual_seed(0)
     model = FALLBACKS[name]().double()
@@ -388,6 +399,15 @@ def test_an_encoder_layer_needs_no_fallback():
     )
 
 
+class OnWholeBatches(nn.Module):
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
+    def forward(self, x):
+        return x.reshape(self.samples, 3, 4)
+
+
 def way(model, inputs, forward=None):
     """How the rows past the rules were computed."""
     optimizer = woodbury.NaturalGradient(model, nn.MSELoss(), forward=forward, fallback="autograd")
@@ -399,23 +419,124 @@ def test_the_way_to_written_rows_follows_the_model():
     torch.manual_seed(0)
     inputs = torch.randn(N, 3, 4, dtype=torch.float64)
     assert way(FALLBACKS["weight norm"]().double(), inputs) == "func"
-    assert way(FALLBACKS["gru"]().double(), inputs) == "chunks"  # torch.func cannot map over it
+    assert way(FALLBACKS["lstm with projections"]().double(), inputs) == "chunks"
+    assert way(FALLBACKS["gru"]().double(), inputs) is None
     random = nn.Sequential(FALLBACKS["weight norm"]().double(), nn.Dropout(0.5))
-    assert way(random, inputs) == "graph"
+    assert way(random, inputs) == "func"
+    random[0] = FALLBACKS["lstm with projections"]().double()
+    assert way(random, inputs) == "chunks"
+    model = nn.Sequential(OnWholeBatches(40), FALLBACKS["weight norm"]().double())
+    with pytest.warns(RuntimeWarning, match="the time of 40 passes"):
+        assert way(model, torch.randn(40, 3, 4, dtype=torch.float64)) == "graph"
 
 
-def test_dropout_masks_are_those_of_the_pass():
+def slow_models(samples):
+    whole = nn.Sequential(OnWholeBatches(samples), FALLBACKS["weight norm"]().double())
+    chunks = nn.Sequential(nn.Dropout(0.1), FALLBACKS["lstm with projections"]().double())
+    return {
+        "graph": (
+            whole,
+            samples,
+            r"parameter '1.inner.parametrizations.weight.original0' of .*on part of a batch",
+        ),
+        "chunks": (chunks, min(samples, 32), r"parameter '1.cell.weight_ih_l0' of LSTM '1.cell'.*cannot map"),
+    }
+
+
+@pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
+def test_a_step_of_many_passes_says_so_once(name, samples):
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Flatten(), parametrizations.weight_norm(nn.Linear(12, 6)), nn.Dropout(0.5), nn.Linear(6, 2)
-    )
-    model.double()
-    inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
-    for method in METHODS.values():
-        optimizer = method(model, nn.MSELoss(), damping=0.1, fallback="autograd")
-        assert optimizer.verify(inputs, targets) <= 1e-10
-        before = optimizer.direction(inputs, targets)
-        assert torch.equal(flatten(before), flatten(optimizer.direction(inputs, targets)))
+    model, passes, reason = slow_models(samples)[name]
+    inputs, targets = torch.randn(samples, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (samples,))
+    optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(inputs, targets)
+        model.eval()  # a new plan
+        optimizer.step(inputs, targets)
+    told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+    assert len(told) == (passes > 20)
+    if told:
+        assert f"the time of {passes} passes" in told[0] and "solver='products'" in told[0]
+        assert re.search(reason, told[0])
+
+
+def test_columns_that_go_back_one_at_a_time_say_so_once(monkeypatch):
+    torch.manual_seed(0)
+    plain = torch.autograd.grad
+
+    def unbatched(*args, is_grads_batched=False, **kwargs):
+        if is_grads_batched:
+            raise RuntimeError("Batching rule not implemented")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", unbatched)
+    for classes in (21, 22):  # rows of a sample: one fewer
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, classes))
+        inputs, targets = torch.randn(N, 4), torch.randint(classes, (N,))
+        optimizer = woodbury.GaussNewton(model, LOSS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                optimizer.step(inputs, targets)
+        told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+        assert len(told) == (classes == 22)
+        assert all("the time of 21 passes" in text and "NaturalGradient" in text for text in told)
+
+
+def test_a_step_of_few_passes_is_silent():
+    """Rules, bare parameters, and torch.func with dropout."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(40, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (40,))
+    for name in ("bare", "gru", "weight norm", "encoder"):
+        model = nn.Sequential(nn.Dropout(0.1), FALLBACKS[name]().double())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            woodbury.NaturalGradient(model, LOSS, fallback="autograd").step(inputs, targets)
+
+
+class Noisy(nn.Module):
+    """Random numbers of every kind: masks, numbers for the whole batch, layers left out, positions first."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.drop, self.head = inner, nn.Dropout1d(0.5), nn.Linear(4, CLASSES)
+        self.attend = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        x = self.drop(self.inner(x))
+        if random.random() < 0.7 and numpy.random.rand() < 0.7:
+            x = self.attend(x)
+        x = F.dropout(x.transpose(0, 1), 0.3).transpose(0, 1) * torch.rand(())
+        keep = torch.rand(len(x), 1, 1, dtype=x.dtype) < 0.7
+        return self.head((x * keep + torch.randn_like(x) * torch.bernoulli(torch.full_like(x, 0.5))).mean(1))
+
+
+class Gated(nn.Module):
+    """No rule, and torch.func can map over it or not."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = parametrizations.weight_norm(nn.Linear(4, 4)) if kind == "func" else projected(4, 4, True)
+
+    def forward(self, x):
+        return x * self.inner(x) if isinstance(self.inner, nn.Linear) else x + self.inner(x)[0]
+
+
+@pytest.mark.parametrize("samples", [N, 40], ids=["one chunk", "two chunks"])
+@pytest.mark.parametrize("expected_way", ["func", "chunks"])
+def test_random_numbers_of_parts_are_those_of_the_pass(expected_way, samples):
+    for seed in range(4):
+        torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+        model = Noisy(Gated(expected_way)).double()
+        inputs, targets = torch.randn(samples, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (samples,))
+        for method in METHODS.values():
+            optimizer = method(model, LOSS, damping=0.1, fallback="autograd")
+            assert optimizer.verify(inputs, targets) <= 1e-10
+            before = optimizer.direction(inputs, targets)
+            assert torch.equal(flatten(before), flatten(optimizer.direction(inputs, targets)))
+            assert optimizer._plan().findings.fallback_method == expected_way
 
 
 # Functions of a model.
@@ -530,7 +651,7 @@ def test_rows_that_torch_func_gets_wrong_are_noticed(samples, width):
 
 def test_operations_that_cannot_be_batched_are_differentiated_one_seed_at_a_time(monkeypatch):
     torch.manual_seed(0)
-    model = Recurrent(nn.LSTM).double()
+    model = Recurrent(projected).double()
     inputs, targets = torch.randn(N, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
     plain = torch.autograd.grad
 
@@ -808,8 +929,7 @@ def test_attention_without_a_sample_axis():
     torch.manual_seed(0)
     model = Queries().double()
     inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    with pytest.raises(ValueError, match=r"layer 'attend' has an input of shape .* fallback='autograd'"):
-        woodbury.GaussNewton(model, LOSS).step(inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3])
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
 
 
@@ -993,9 +1113,9 @@ TWO_NAMES = {
     "registered": (lambda: Twice(True), VECTORS, {}),
     "registered, one number": (lambda: Twice(True, ()), VECTORS, {}),
     "attention": (Keyed, SEQUENCES, {}),
-    "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {"fallback": "autograd"}),
-    "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {"fallback": "autograd"}),
-    "gru cell": (tied_cell, VECTORS, {"fallback": "autograd"}),
+    "rnn": (lambda: tied_recurrent(nn.RNN), SEQUENCES, {}),
+    "lstm": (lambda: tied_recurrent(nn.LSTM), SEQUENCES, {}),
+    "gru cell": (tied_cell, VECTORS, {}),
     "parameter list": (Listed, VECTORS, {"fallback": "autograd"}),
 }
 
@@ -1047,24 +1167,25 @@ def test_a_registered_layer_may_use_a_parameter_several_times(shape, rule_for_tw
 class Past(nn.Module):
     """Uses a parameter of a registered layer once more, past its module, before or after."""
 
-    def __init__(self, before):
+    def __init__(self, before, power):
         super().__init__()
-        self.layer, self.head, self.before = Twice(False), nn.Linear(4, CLASSES), before
+        self.layer, self.head, self.before, self.power = Twice(False), nn.Linear(4, CLASSES), before, power
 
     def forward(self, x):
+        scale = (lambda h: h.abs() ** self.layer.a) if self.power else (lambda h: h * self.layer.a)
         if self.before:
-            return self.head(self.layer(torch.tanh(x * self.layer.a)))
-        return self.head(torch.tanh(self.layer(x)) * self.layer.a)
+            return self.head(self.layer(torch.tanh(scale(x))))
+        return self.head(scale(torch.tanh(self.layer(x))))
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_use_past_a_layer_that_uses_a_parameter_several_times_is_still_seen(before, rule_for_twice):
     torch.manual_seed(0)
-    model = Past(before).double()
     inputs, targets = torch.randn(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
     with pytest.raises(ValueError, match=r"'layer.a' is used outside"):
-        woodbury.rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+        woodbury.rows(Past(before, power=True).double(), LOSS, inputs, targets)
+    check_directions(Past(before, power=True).double(), LOSS, inputs, targets, [1, 3], fallback="autograd")
+    check_directions(Past(before, power=False).double(), LOSS, inputs, targets, [1, 3])
 
 
 # Attention with part of its parameters frozen.

@@ -29,7 +29,7 @@ class Meeting(nn.Module):
         if self.is_inside(self, x):
             self.arrived.set()
             assert self.until.wait(60)
-        return self.head(torch.tanh(self.gain * x))
+        return self.head(torch.tanh(x.abs() ** self.gain))
 
 
 def run_overlapping(method, is_inside):

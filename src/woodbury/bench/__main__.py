@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from woodbury.bench.draw import draw
 from woodbury.bench.gpu import PARTS, bench_gpu
 from woodbury.bench.laplacian import bench_laplacian
+from woodbury.bench.models import bench_models
 from woodbury.bench.peer_steps import PEERS
 from woodbury.bench.peers import OWN, PROBLEMS, bench_peers
 from woodbury.bench.problems import PROBLEMS as TRAINED
@@ -26,6 +27,7 @@ from woodbury.bench.step import bench_columns, bench_step
 from woodbury.bench.tables import (
     guard_table,
     laplacian_table,
+    model_table,
     peer_tables,
     problems_tables,
     scale_table,
@@ -88,7 +90,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         peers.add_argument(option, action="append", choices=names, metavar="NAME", help=text)
     text = "woodbury.laplacian beside nested forward mode: passes and steps in 2 and 5 dimensions (1 minute)"
     laplacian = command("laplacian", _laplacian, text)
-    for subparser in (scale, peers, laplacian):
+    text = "steps on a transformer with a bare parameter and dropout, an LSTM and a GRU beside Adam's (2 minutes)"
+    models = command("models", _models, text)
+    for subparser in (scale, peers, laplacian, models):
         subparser.add_argument("--quick", action="store_true", help="tiny networks, to check that it runs")
     text = "steps on a CUDA device, with and without a recording, up to 10^9 parameters; prints JSON (3 minutes)"
     gpu = command("gpu", _gpu, text, one_thread=False)
@@ -97,7 +101,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     text = "training with woodbury beside Adam and SGD, untuned and tuned, on small problems (20 minutes)"
     problems = command("problems", _problems, text)
     _add_problems(problems)
-    for subparser in (step, scale, peers, laplacian, gpu, problems):
+    for subparser in (step, scale, peers, laplacian, models, gpu, problems):
         subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     text = "figures bench-step.png, bench-scale.png and so on from the JSON of those commands"
     figures = command("draw", _draw, text, one_thread=False)
@@ -156,6 +160,10 @@ def _peers(options: argparse.Namespace) -> str:
 
 def _laplacian(options: argparse.Namespace) -> str:
     return _format(bench_laplacian(quick=options.quick), laplacian_table, options.json)
+
+
+def _models(options: argparse.Namespace) -> str:
+    return _format(bench_models(quick=options.quick), model_table, options.json)
 
 
 def _gpu(options: argparse.Namespace) -> str:

@@ -62,6 +62,16 @@ def laplacian_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
     return table("CPU milliseconds", ["network", "what", *methods, "ratio"], cells, left=2)
 
 
+def model_table(result: dict[str, dict[str, float]]) -> str:
+    """Milliseconds of a step of each of two optimizers, and the second in steps of the first."""
+    names = list(next(iter(result.values())))
+    cells = [
+        [model, *(f"{1000 * times[name]:.3g}" for name in names), f"{times[names[1]] / times[names[0]]:.2f}"]
+        for model, times in result.items()
+    ]
+    return table("CPU milliseconds of a step", ["model", *names, "ratio"], cells)
+
+
 def peer_tables(result: dict[str, Any]) -> str:
     """One table per problem, and below it one line per peer that was not timed."""
     return "\n\n".join(_peer_table(problem) for problem in result["problems"].values())

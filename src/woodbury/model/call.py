@@ -28,6 +28,7 @@ class Call:
     versions: tuple[int, ...]  # of the inputs and the output at the time of the call
     maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map inside a layer
     given: Any = None  # all that the layer was called with, in any nesting
+    factor: Tensor | None = None  # on gradients in the outputs of a linear map
 
     def __post_init__(self) -> None:
         self.inputs = self.arguments[0].detach()  # of the first argument
@@ -63,6 +64,8 @@ class Call:
         if cast:  # the pass ran under autocast; rows have the type of the parameters
             grads = grads.to(dtype)
             inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
+        if self.factor is not None:
+            grads = grads * self.factor.unsqueeze(1)
         if window is not None:
             samples = len(self.outputs)
             inputs = [_batch.part(tensor, window, samples) for tensor in inputs]

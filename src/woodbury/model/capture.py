@@ -5,9 +5,10 @@ Nothing stays on tensors or modules: `capture` returns a value, and its keys are
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any, Protocol
@@ -16,21 +17,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from woodbury import _random
 from woodbury._vector import Vector
+from woodbury.layers import recurrent
 from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.norms import instance_norm_rows
-from woodbury.layers.rules import linear_rows
+from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows
 from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
+from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
 from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
-from woodbury.model.graph import chain_of, unseen_parameters
+from woodbury.model.graph import PassGraph, chain_of, unseen_parameters
 from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
+
+_MANY_PASSES = 20  # of a step, from which on it says so
+_COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Tensor:
@@ -100,6 +107,8 @@ class GraphCapture:
     outputs: Tensor  # (n, C), attached to the graph
     calls: list[Call]  # in the order they were made
     autocast: torch.dtype | None = None  # the type of passes through the model, if not that of its parameters
+    random: _random.Snapshot | None = None  # the random state before the pass, for a fallback that repeats it
+    obstacles: Mapping[str, str] = field(default_factory=dict)  # layers whose calls were not captured, and why
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -115,21 +124,63 @@ class GraphCapture:
             layers, layer_inputs, backs = self.chain
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
-        unseen = unseen_parameters(self.plan, self.outputs, self.calls)
-        if unseen and not self.plan.has_fallback:
-            name, layer = next(iter(unseen.items()))
-            raise ValueError(
-                f"parameter {name!r} is used outside the forward call of its module {layer!r}, where no rule sees "
-                "it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
-                "module itself, or pass fallback='autograd'"
-            )
-        start, pieces = 0, []
         segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        for columns in segments:
-            last = columns is segments[-1]
-            pieces.append(self._rows_by_autograd(columns, start, unseen, last))
-            start += len(columns)
-        return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+        graph = PassGraph.behind(self.outputs)
+        unseen = unseen_parameters(self.plan, graph, self.calls)
+        while True:
+            bare, written = self._without_rules(graph, unseen)
+            start, pieces = 0, []
+            for columns in segments:
+                last = columns is segments[-1]
+                piece = self._rows_by_autograd(columns, start, bare, written, last)
+                if piece is None:  # rows of bare parameters were wrong, and are not tried again
+                    break
+                pieces.append(piece)
+                start += len(columns)
+            else:
+                # in other batches an axis may look like that of the samples
+                self.plan.findings.uncapturable.update(self.obstacles)
+                return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+
+    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
+        """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.
+
+        Raises an error that names a parameter where the fallback is needed and there is none.
+        """
+        plan = self.plan
+        lacking = [*plan.uncovered, *unseen]
+        blocks = {plan.block_of[name][0] for name in lacking}
+        wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
+        bare = find_bare(plan, graph, wanted, len(self.outputs))
+        written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
+        if written and not plan.has_fallback:
+            culprits = [name for name in lacking if plan.block_of[name][0] in written]
+            # those that tell most first
+            culprits.sort(key=lambda name: (name in bare.keys, f".{name}".endswith(_COMMON_NAMES)))
+            raise ValueError(self._refusal(culprits, unseen))
+        if written:
+            bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
+        return bare, written
+
+    def _refusal(self, names: Sequence[str], unseen: Mapping[str, str]) -> str:
+        """Why parameters have no rows, and the ways out."""
+        plan, name = self.plan, names[0]
+        if name in plan.uncovered:
+            return plan.uncovered[name]
+        obstacles = {**plan.findings.uncapturable, **self.obstacles}
+        for layer in plan.layers:
+            if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values()):
+                return obstacles[layer.name]
+        return (
+            f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule "
+            "sees it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
+            "module itself, or pass fallback='autograd'"
+        )
+
+    def is_bare(self, layer: Layer) -> bool:
+        """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
+        graph, names = PassGraph.behind(self.outputs), list(layer.parameters.values())
+        return len(find_bare(self.plan, graph, names, len(self.outputs)).keys) == len(names)
 
     def check_inputs(self) -> None:
         for call in self.calls:
@@ -140,9 +191,12 @@ class GraphCapture:
                 )
 
     def _rows_by_autograd(
-        self, columns: Tensor, start: int, unseen: Collection[str], last: bool
-    ) -> dict[str, RowForm]:
-        """Rows of any model, by one backward pass batched over the columns; written out where no rule applies."""
+        self, columns: Tensor, start: int, bare: Bare, written: Collection[str], last: bool
+    ) -> dict[str, RowForm] | None:
+        """Rows of any model, by one backward pass batched over the columns; written out where no rule applies.
+
+        None if rows of bare parameters turned out to be wrong.
+        """
         plan = self.plan
         window, own_columns = None, columns
         if len(columns) < len(self.outputs):
@@ -150,12 +204,12 @@ class GraphCapture:
             padded = columns.new_zeros(len(self.outputs), *columns.shape[1:])
             padded[window] = columns
             columns = padded
-        written = {plan.block_of[name][0] for name in (*plan.uncovered, *unseen)}
         forms: dict[str, RowForm] = {}
+        bare_blocks = {plan.block_of[name][0] for name in bare.keys}
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if names:
             parameters = {name: plan.parameters[name] for name in names}
-            forward_pass = self._as_pass()
+            forward_pass = self._as_pass
             rows, plan.findings.fallback_method = written_rows(
                 forward_pass,
                 parameters,
@@ -164,24 +218,57 @@ class GraphCapture:
                 plan.findings.fallback_method,
                 plan.max_bytes,
                 plan.findings.checked_rows,
+                partial(self._warn_of_passes, names),
             )
-            for block in written:
-                own = {local: rows[full].flatten(0, 1) for local, full in plan.owned[block].items()}
-                forms[block] = ExplicitRows(own)
-        calls = [
-            call for call in self.calls if any(plan.block_of[name][0] not in written for name in call.parameters)
-        ]
+            forms |= _explicit(plan, written, rows)
+        ruled = {block for block in plan.owned if block not in written and block not in bare_blocks}
+        calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
         uses: dict[str, list[Use]] = {}
-        grads = self._grads([call.edge for call in calls], columns, keep_graph=not last)
-        for call, grad in zip(calls, grads, strict=True):
+        meetings = bare.edges if bare_blocks else []
+        unsure = bool(bare_blocks) and not bare.is_checked(plan, own_columns.shape)
+        grads = self._grads([*(call.edge for call in calls), *meetings], columns, keep_graph=unsure or not last)
+        if bare_blocks:
+            rows = bare.rows(plan, grads[len(calls) :], own_columns.shape, window)
+            if unsure and not bare.check(plan, rows, self.outputs, own_columns, start, self.autocast):
+                return None
+            forms |= _explicit(plan, bare_blocks, rows)
+        for call, grad in zip(calls, grads, strict=False):
             if grad is not None:
-                for block, use in self._by_block(call, call.form(window, grad, plan.dtype)).items():
+                for block, use in self._by_block(
+                    call, call.form(window, grad.transpose(0, 1), plan.dtype)
+                ).items():
                     uses.setdefault(block, []).append(use)
         for block, names_of in plan.owned.items():
-            if block in uses and block not in written:
+            if block in uses and block in ruled:
                 shapes = {local: plan.parameters[full].shape for local, full in names_of.items()}
                 forms[block] = sum_uses(uses[block], shapes, plan.max_bytes)
         return {block: forms[block] for block in plan.owned if block in forms}
+
+    def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
+        """Say once that rows of parameters without a rule make a step slow."""
+        name = min(names, key=lambda name: f".{name}".endswith(_COMMON_NAMES))  # the first telling one
+        block, _ = self.plan.block_of[name]
+        self._warn(
+            count,
+            f"parameter {name!r} of {type(self.model.get_submodule(block)).__name__} {block!r} has no layer rule "
+            f"where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have one, "
+            "solver='products', which needs no rows, or requires_grad_(False) on it",
+        )
+
+    def _warn_of_columns(self, count: int) -> None:
+        """Say once that columns go back one at a time."""
+        self._warn(
+            count,
+            "an operation in it cannot be differentiated for several columns of a sample at once. Ways out: "
+            "another operation in its place, fewer outputs, or NaturalGradient, which has one column per sample",
+        )
+
+    def _warn(self, count: int, text: str) -> None:
+        findings = self.plan.findings
+        if count > _MANY_PASSES and not findings.warned:
+            findings.warned = True
+            message = f"a step takes the time of {count} passes through the model: {text}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
         """The rows of a call, split by the modules its parameters belong to."""
@@ -209,7 +296,7 @@ class GraphCapture:
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
-                images = tangents.push_forward(self._as_pass(), plan.parameters, vectors)
+                images = tangents.push_forward(self._as_pass, plan.parameters, vectors)
             if images is not None:
                 return images
             plan.findings.forward_order = 0
@@ -224,7 +311,7 @@ class GraphCapture:
 
         if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
+                curve = tangents.second_derivative(self._as_pass, plan.parameters, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.checked_curve = True
                 if not tangents.agrees_with_differences(curve, run, outputs, plan.parameters, vector):
@@ -234,8 +321,9 @@ class GraphCapture:
             plan.findings.forward_order = 1
         return tangents.central_difference(run, outputs, plan.parameters, vector)
 
+    @cached_property
     def _as_pass(self) -> Pass:
-        return Pass(self.model, self.forward, self.inputs, self.outputs)
+        return Pass(self.model, self.forward, self.inputs, self.outputs, self.random)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         parameters = self.plan.parameters
@@ -245,16 +333,25 @@ class GraphCapture:
         return dict(zip(parameters, grads, strict=True))
 
     def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
-        """Gradients in the outputs of layers, (n, k, *output shape) each, or None where they have no effect."""
+        """Gradients that arrive at edges, (k, *shape) each, or None where they have no effect."""
         if not edges:
             return []
         if columns.shape[1] == 1:
             grads = torch.autograd.grad(
                 self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
             )
-            return [None if grad is None else grad.unsqueeze(1) for grad in grads]
-        many = grads_of_many(self.outputs, edges, columns.transpose(0, 1))
-        return [None if grad is None else grad.transpose(0, 1) for grad in many]
+            return [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
+
+
+def _explicit(plan: Plan, blocks: Collection[str], rows: Vector) -> dict[str, RowForm]:
+    """Rows (m, k, *shape) of the parameters of some modules, as forms."""
+    return {
+        block: ExplicitRows(
+            {local: rows[full].flatten(0, 1).detach() for local, full in plan.owned[block].items()}
+        )
+        for block in blocks
+    }
 
 
 @contextmanager
@@ -375,26 +472,30 @@ def capture(
 ) -> GraphCapture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
     calls: list[Call] = []
+    obstacles: dict[str, str] = {}
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
-    obstacles: list[str] = []
 
     def note_call(
-        layer: Layer, arguments: tuple[Tensor, ...], outputs: Tensor, maps: Any = None, given: Any = None
+        layer: Layer,
+        arguments: tuple[Tensor, ...],
+        outputs: Tensor,
+        maps: Any = None,
+        given: Any = None,
+        factor: Tensor | None = None,
     ) -> None:
         """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
         constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
-        if constant or layer.name in plan.findings.uncapturable:  # constant: called under torch.no_grad()
-            return
+        if constant or layer.name in plan.findings.uncapturable or layer.name in obstacles:
+            return  # constant: called under torch.no_grad()
         obstacle = _obstacle(layer.name, arguments[0], outputs, samples) or _parameter_obstacle(
             plan, layer, outputs, maps, cast
         )
         if obstacle is None:
             versions = (*(tensor._version for tensor in arguments), outputs._version)
-            calls.append(Call(layer, arguments, outputs, get_gradient_edge(outputs), versions, maps, given))
-        elif not plan.has_fallback:
-            obstacles.append(obstacle)  # raised after the pass: the model may have things to put back
+            edge = get_gradient_edge(outputs)
+            calls.append(Call(layer, arguments, outputs, edge, versions, maps, given, factor))
         else:
-            plan.findings.uncapturable.add(layer.name)
+            obstacles[layer.name] = obstacle  # raised where nothing else gives its rows
 
     def noting_forward(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
@@ -419,17 +520,31 @@ def capture(
 
             return watch_linear_maps(plain, samples, plan.names, report)(layer.module, *args, **kwargs)
 
+        def by_steps(*args: Any, **kwargs: Any) -> Any:
+            def report(use: recurrent.Use) -> None:
+                note_call(layer, (use.inputs,), use.outputs, use.places, factor=use.factor)
+
+            given = signature(plain).bind(layer.module, *args, **kwargs).args[1:]
+            obstacle = recurrent.recurrent_obstacle(layer.module, given, samples)
+            if obstacle is None and layer.name not in plan.findings.uncapturable:
+                return recurrent.recurrent_forward(layer.module, plan.names, report, *given)
+            if obstacle is not None:
+                obstacles[layer.name] = f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
+            return plain(layer.module, *args, **kwargs)
+
+        if layer.rule is recurrent.recurrent_rows:
+            return by_steps
         return attention_forward if layer.rule is attention_rows else layer_forward
 
     functions = {layer.module: noting_forward(layer) for layer in plan.layers}
     before = plan.versions()
+    # of a device's generator not while a step is recorded, which cannot repeat it
+    random = _random.snapshot(plan.device) if plan.has_fallback and plan.device.type == "cpu" else None
     with replaced_forward(functions), torch.enable_grad(), casting(autocast, plan):
         outputs = forward(model, inputs)
     after = plan.versions()
     if after != before:
         _check_changes(plan, before, after)
-    if obstacles:
-        raise ValueError(obstacles[0])
     if not isinstance(outputs, Tensor):
         raise TypeError(f"the model must return a tensor, got {type(outputs).__name__}; use forward=")
     if outputs.dim() == 0 or outputs.shape[0] != samples:
@@ -445,4 +560,4 @@ def capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
-    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast)
+    return GraphCapture(plan, model, forward, inputs, outputs.detach(), flat, calls, autocast, random, obstacles)

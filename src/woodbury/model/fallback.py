@@ -7,7 +7,8 @@ Three exact methods, from fast to slow, for a model that was run on a batch of n
     graph    ordinary autograd on the graph of the batch itself, sample after sample
 
 `func` needs a model that torch.func can transform. Both `func` and `chunks` need one whose outputs for some
-samples are those it gives for the whole batch (so no dropout). The outputs are compared at every batch, as a model
+samples are those it gives for the whole batch. Where the pass over the batch drew random numbers (dropout), the
+passes over some samples get theirs (`woodbury.model.noise`). The outputs are compared at every batch, as a model
 may change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations
 (the backward pass of `prelu`, mapped twice over as many samples as seeds).
 """
@@ -17,12 +18,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
@@ -30,11 +33,19 @@ from woodbury._process import ForAllThreads
 from woodbury._vector import Vector
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.model.noise import Noise, recorded
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
 _MAX_CHECKED = 256  # shapes of columns that are remembered
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
+
+Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
+_IN_CHUNKS = (
+    f"torch.func cannot map the model over samples, so that it runs on {_CHUNK} samples at a time, with a "
+    "backward pass over all of them for each"
+)
+_ONE_BY_ONE = "the model does not give the same on part of a batch, so that rows take a backward pass per sample"
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,18 @@ class Pass:
     forward: Forward
     inputs: Any
     outputs: Tensor
+    random: _random.Snapshot | None = None  # the random state before it, if it may be repeated
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """The random numbers of the pass; None where it drew none, or cannot be repeated."""
+        if self.random is None or not _random.drawn_since(self.random):
+            return None
+        found: list[Noise] = []
+        with recorded(self.random, len(self.outputs), found), torch.enable_grad():
+            outputs = self.forward(self.model, self.inputs).detach()
+        same = outputs_agree(outputs.reshape(self.outputs.shape).to(self.outputs), self.outputs)
+        return found[0] if same else None
 
 
 class Bound(nn.Module):
@@ -67,18 +90,24 @@ def written_rows(
     method: str | None,
     max_bytes: int | None,
     checked: set[tuple[str, torch.Size]],
+    announce: Announce,
 ) -> tuple[Vector, str]:
     """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on, and the method.
 
     `method` is the one that worked for this model before, if any; faster ones are not tried then. `checked` are
-    the methods and the shapes of columns whose rows were checked; it gains this one.
+    the methods and the shapes of columns whose rows were checked; it gains this one. `announce` hears how many
+    passes a slow method is going to take.
     """
     model, forward, outputs_of_all = forward_pass.model, forward_pass.forward, forward_pass.outputs
     window = slice(start, start + len(columns))
     inputs = _batch.part(forward_pass.inputs, window, len(outputs_of_all))
     methods: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
-        "func": lambda: rows_by_func(model, forward, inputs, parameters, columns, max_bytes),
-        "chunks": lambda: rows_by_chunks(model, forward, inputs, parameters, columns),
+        "func": lambda: rows_by_func(
+            model, forward, inputs, parameters, columns, max_bytes, noise_of(forward_pass, start)
+        ),
+        "chunks": lambda: rows_by_chunks(
+            model, forward, inputs, parameters, columns, noise_of(forward_pass, start)
+        ),
     }
     for name, compute in methods.items():
         if method not in (None, name):
@@ -98,22 +127,40 @@ def written_rows(
             if random is None:
                 return rows, name
             if outputs_agree(outputs, outputs_of_all[window]) and (
-                shape in checked or _rows_add_up(rows, outputs_of_all, parameters, columns, start)
+                shape in checked or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
             ):
                 if len(checked) >= _MAX_CHECKED:
                     checked.clear()
                 checked.add(shape)
+                if name == "chunks":
+                    announce(min(len(columns), _CHUNK), _IN_CHUNKS)
                 return rows, name
             method = None
         if random is not None:
             _random.restore(random)
+    announce(len(columns), _ONE_BY_ONE)
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
 
 
-def _rows_add_up(
-    rows: Vector, outputs: Tensor, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
-) -> bool:
-    """Whether sum_ik c_ik row_ik is the gradient of sum_ik c_ik columns_ik . outputs_i, for some fixed c."""
+def noise_of(forward_pass: Pass, start: int) -> Noise | None:
+    """The random numbers of the samples from `start` on, as the pass drew them."""
+    noise = forward_pass.noise
+    return None if noise is None else replace(noise, start=start)
+
+
+def wrong_rows(
+    rows: Vector,
+    outputs: Tensor,
+    parameters: Mapping[str, nn.Parameter],
+    columns: Tensor,
+    start: int,
+    dtype: torch.dtype | None = None,
+) -> set[str]:
+    """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
+
+    For some fixed c: no two samples, and no two columns, have the same. Half of the digits must agree, of those
+    that `dtype` has, or the rows.
+    """
     m, k, _ = columns.shape
     c = torch.rand(m, k, generator=torch.Generator().manual_seed(0)).to(columns) + 0.5
     seed = torch.zeros_like(outputs)
@@ -121,17 +168,20 @@ def _rows_add_up(
     grads = torch.autograd.grad(
         outputs, list(parameters.values()), seed, retain_graph=True, materialize_grads=True
     )
+    wrong = set()
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
         own = rows[name]
         if own.shape != (m, k, *parameter.shape):
-            return False
+            wrong.add(name)
+            continue
         flat = own.reshape(m * k, -1)
         # of the terms that add up
         size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
-        tolerance = torch.finfo(own.dtype).eps ** 0.5 * size
-        if not math.isfinite(size) or not bool((c.flatten() @ flat - grad.flatten()).abs().max() <= tolerance):
-            return False
-    return True
+        tolerance = torch.finfo(dtype or own.dtype).eps ** 0.5 * size
+        difference = (c.flatten().to(own) @ flat - grad.flatten()).abs()
+        if not math.isfinite(size) or not bool((difference <= tolerance).all()):
+            wrong.add(name)
+    return wrong
 
 
 def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5, dtype: torch.dtype | None = None) -> bool:
@@ -160,6 +210,7 @@ def rows_by_func(
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
     max_bytes: int | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Vector]:
     """Outputs (n, C) and, for columns (n, k, C), the rows of each parameter, (n, k, *shape)."""
     bound = Bound(model, forward)
@@ -190,19 +241,26 @@ def rows_by_func(
     with no_batching_warnings, torch.no_grad(), plain_attention:
         for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
             own = [leaves[index][window] for index in mapped]
-            results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
+            with noise.shared(window, True) if noise else nullcontext():
+                mapping = torch.func.vmap(rows_of_sample, randomness="different" if noise else "error")
+                results.append(mapping(own, columns[window]))
     outputs, rows = zip(*results, strict=True)
     return _cat(outputs), {name: _cat([row[f"model.{name}"] for row in rows]) for name in parameters}
 
 
 def rows_by_chunks(
-    model: nn.Module, forward: Forward, inputs: Any, parameters: Mapping[str, nn.Parameter], columns: Tensor
+    model: nn.Module,
+    forward: Forward,
+    inputs: Any,
+    parameters: Mapping[str, nn.Parameter],
+    columns: Tensor,
+    noise: Noise | None = None,
 ) -> tuple[Tensor, Vector]:
     """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
     samples = len(columns)
     outputs, pieces = [], []
     for window in windows(samples, _CHUNK):
-        with torch.enable_grad():
+        with torch.enable_grad(), noise.shared(window, False) if noise else nullcontext():
             raw = forward(model, _batch.part(inputs, window, samples))
             flat = raw.reshape(window.stop - window.start, -1)
         pieces.append(rows_on_graph(flat, parameters, columns[window], together=True))
@@ -240,11 +298,16 @@ def rows_on_graph(
     return {name: _cat(own) for name, own in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
-def grads_of_many(outputs: Tensor, sources: Sequence[Any], seeds: Tensor) -> list[Tensor | None]:
+def grads_of_many(
+    outputs: Tensor | GradientEdge,
+    sources: Sequence[Any],
+    seeds: Tensor,
+    tell: Callable[[int], None] | None = None,
+) -> list[Tensor | None]:
     """Gradients of seed . outputs in each source for every seed, stacked; None where there is none.
 
     One backward pass for all seeds, or one for each where an operation cannot be batched (cuDNN's LSTM, GroupNorm
-    on memory with channels last).
+    on memory with channels last); `tell` hears of their number.
     """
     try:
         grads = torch.autograd.grad(
@@ -255,6 +318,8 @@ def grads_of_many(outputs: Tensor, sources: Sequence[Any], seeds: Tensor) -> lis
         raise
     except RuntimeError:
         pass  # what holds for one seed as well is raised below
+    if tell is not None:
+        tell(len(seeds))
     each = [torch.autograd.grad(outputs, sources, seed, retain_graph=True, allow_unused=True) for seed in seeds]
     return [None if own[0] is None else torch.stack(own) for own in zip(*each, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -118,7 +119,31 @@ def _check_node(node: Any) -> None:
             )
 
 
-def unseen_parameters(plan: Plan, outputs: Tensor, calls: Sequence[Call]) -> dict[str, str]:
+@dataclass(frozen=True)
+class PassGraph:
+    """The autograd graph behind the outputs of a pass, as its leaves see it."""
+
+    root: Any  # the node of the outputs
+    consumers: dict[Any, list[Any]]  # a node -> the nodes that use what it gives, once per use
+    accumulators: dict[int, Any]  # the id of a leaf -> its node
+
+    @staticmethod
+    def behind(outputs: Tensor) -> PassGraph:
+        """Read the graph, each edge once."""
+        consumers: dict[Any, list[Any]] = {}
+        accumulators: dict[int, Any] = {}
+        for node, following in graph_edges(outputs):
+            consumers.setdefault(following, []).append(node)
+            variable = getattr(following, "variable", None)
+            if variable is not None:
+                accumulators[id(variable)] = following
+        return PassGraph(outputs.grad_fn, consumers, accumulators)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self.consumers or node is self.root
+
+
+def unseen_parameters(plan: Plan, graph: PassGraph, calls: Sequence[Call]) -> dict[str, str]:
     """Parameter -> its module, for parameters that reach the outputs outside the captured calls too.
 
     That is, where the autograd graph uses a parameter more often than the captured calls on the way to the outputs
@@ -126,31 +151,22 @@ def unseen_parameters(plan: Plan, outputs: Tensor, calls: Sequence[Call]) -> dic
     outputs. A view counts by its own uses: the derivative of a network in its inputs uses the transposed weight
     once more.
     """
-    consumers: dict[Any, list[Any]] = {}
-    accumulators: dict[int, Any] = {}
-    seen = {outputs.grad_fn}
-    for node, following in graph_edges(outputs):
-        consumers.setdefault(following, []).append(node)
-        variable = getattr(following, "variable", None)
-        if variable is not None:
-            accumulators[id(variable)] = following
-        seen.add(following)
 
     def uses(node: Any, among: Collection[Any] | None = None) -> int:
         """How often the nodes behind it, or those of them in `among`, use what a node gives."""
         total = 0
-        for consumer in consumers.get(node, ()):
+        for consumer in graph.consumers.get(node, ()):
             if among is not None and consumer not in among:
                 continue
             parents = [parent for parent, _ in consumer.next_functions if parent is not None]
             total += uses(consumer, among) if len(parents) == 1 and consumer.name() in _VIEWS else 1
         return total
 
-    reached = [call for call in calls if call.edge.node in seen]
+    reached = [call for call in calls if call.edge.node in graph]
     captured = Counter(name for call in reached for name in call.parameters)
     unseen: dict[str, str] = {}
     for name, parameter in plan.parameters.items():
-        node = accumulators.get(id(parameter))
+        node = graph.accumulators.get(id(parameter))
         if name in plan.uncovered or node is None:
             continue
         use_count = uses(node)

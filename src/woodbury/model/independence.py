@@ -26,8 +26,8 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     outputs they have in the batch; a model that draws random numbers cannot be compared so.
 
     A first axis may only look like the sample axis, where a layer sees as many positions as there are samples:
-    with a fallback such a layer is left to it, and the half that showed it is run on its own. `look` is the number
-    of the look; each takes other halves. alone=False makes no further passes through the model.
+    such a layer is left to the fallback, or to `bare`, and the half that showed it is run on its own. `look` is
+    the number of the look; each takes other halves. alone=False makes no further passes through the model.
     """
     for _ in graph_edges(captured.outputs):  # raises where autograd cannot see inside
         pass
@@ -81,11 +81,10 @@ def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, gener
     for call, grad in zip(list(captured.calls), grads, strict=True):
         if not _depends(grad, others):
             continue
-        if not captured.plan.has_fallback:
-            raise ValueError(
-                f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
-            )
-        captured.plan.findings.uncapturable.add(call.layer.name)
+        reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
+        if not captured.plan.has_fallback and not captured.is_bare(call.layer):
+            raise ValueError(reason)
+        captured.plan.findings.uncapturable[call.layer.name] = reason
         captured.calls = [other for other in captured.calls if other.layer is not call.layer]
     return len(captured.calls) < len(edges)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,11 +34,14 @@ ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool]
 class Findings:
     """What passes through a model have shown about it."""
 
-    uncapturable: set[str] = field(default_factory=set)  # layers whose calls cannot be captured
+    uncapturable: dict[str, str] = field(default_factory=dict)  # layers whose calls cannot be captured, and why
+    checked_bare: set[Hashable] = field(default_factory=set)  # uses of bare parameters whose rows were right
+    wrong_bare: dict[Hashable, int] = field(default_factory=dict)  # and how often they were wrong
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
+    warned: bool = False  # whether someone was told how many passes a step takes
     passes: int = 0  # how many, over more than one sample
     parts: int = 0  # how many steps with curvature samples that are part of the batch
     quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
@@ -77,7 +80,7 @@ class Plan:
     model: nn.Module
     layers: tuple[Layer, ...]
     owned: dict[str, dict[str, str]]  # module -> its own name of each parameter -> name in the model
-    uncovered: frozenset[str]  # parameters that no layer rule covers
+    uncovered: dict[str, str]  # parameters that no layer rule covers -> why, as an error message
     parameters: dict[str, nn.Parameter]
     dtype: torch.dtype  # of all of them
     has_fallback: bool  # whether autograd computes the rows that no rule gives; else they raise an error
@@ -172,8 +175,14 @@ class Plan:
         )
 
 
-def _first_uncovered(own: Mapping[str, str]) -> str:
-    return next((full for local, full in own.items() if local not in ("weight", "bias")), next(iter(own.values())))
+def _no_rule(parameter: str, path: str, module: nn.Module) -> str:
+    """Why a parameter has no rows, and what to do."""
+    return (
+        f"no layer rule covers parameter {parameter!r} of {type(module).__name__} {path!r}, and it is not only "
+        "added to or multiplied with what the samples give. Two ways out: register a rule with "
+        "woodbury.register_layer, or pass fallback='autograd' (GaussNewton and NaturalGradient). Or leave it "
+        "alone: requires_grad_(False)"
+    )
 
 
 def plan_layers(
@@ -183,9 +192,9 @@ def plan_layers(
     by_layers: bool = True,
     max_bytes: int | None = None,
 ) -> Plan:
-    """The plan of a model: a layer rule for every trainable parameter.
+    """The plan of a model: a layer rule for every trainable parameter that has one.
 
-    Without a fallback a parameter that no rule covers raises an error that names it. by_layers=False is for
+    What no rule covers may have rows all the same (`woodbury.model.bare`, the fallback). by_layers=False is for
     methods that need no rows: no parameter gets a rule.
     """
     parameters = {name: parameter for name, parameter in trainable.items() if parameter.requires_grad}
@@ -220,7 +229,7 @@ def plan_layers(
     names = {id(parameter): name for name, parameter in parameters.items()}
     layers: list[Layer] = []
     owned: dict[str, dict[str, str]] = {}
-    uncovered: set[str] = set()
+    uncovered: dict[str, str] = {}
     norms: list[nn.Module] = []
     lookups: list[nn.Module] = []
     owned_names: set[str] = set()
@@ -262,20 +271,14 @@ def plan_layers(
         rule = layer_rule(module, used) if by_layers else None
         if rule is not None:
             layers.append(Layer(path, module, rule, used))
-        elif has_fallback or not by_layers:
-            uncovered.update(used.values())
-        elif used:
-            raise ValueError(
-                f"no layer rule covers parameter {_first_uncovered(used)!r} of {type(module).__name__} "
-                f"{path!r}. Two ways out: register a rule with woodbury.register_layer, or pass "
-                "fallback='autograd' (GaussNewton and NaturalGradient). Or leave it alone: requires_grad_(False)"
-            )
+        else:
+            uncovered.update({full: _no_rule(full, path, module) for full in used.values()})
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
     return Plan(
         model,
         tuple(layers),
         owned,
-        frozenset(uncovered),
+        uncovered,
         parameters,
         first.dtype,
         has_fallback,

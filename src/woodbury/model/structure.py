@@ -51,7 +51,10 @@ class Structure:
         trained = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}
         if len(trained) < len(named):
             named = {name: parameter for name, parameter in named.items() if name in trained}
-        self._plan = plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
+        plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
+        if self._plan is not None:
+            plan.findings.warned = self._plan.findings.warned
+        self._plan = plan
         self.groups, self.names = ids, names_by_group(groups, plan.parameters)
         self.chain = read_chain(plan, model) if self.by_layers else None
         self._shows_chain = None

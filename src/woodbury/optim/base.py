@@ -148,7 +148,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
-        # Refuses now what no rule covers, rather than at the first step.
+        # Refuses now what no pass is needed for, rather than at the first step.
         self._plan()
         self._check_processes()
         self.state["damping"] = to_device(self.damping.initial, self._device())

@@ -1,0 +1,212 @@
+"""LSTM, GRU and RNN: two linear maps shared by all time steps.
+
+    z_t = W_ih x_t + b_ih,   y_t = W_hh h_{t-1} + b_hh,   h_t = a function of z_t, y_t and the state before
+
+The rows of W_ih and b_ih are those of a linear map on the sequence x, with the gradients in z_t as columns; those
+of W_hh and b_hh the same on the sequence h_{t-1}, with the gradients in y_t. Where h_t depends on z_t + y_t alone
+(LSTM, RNN) these are the same. In a GRU the last third enters as r y, so that its gradient in y is r times that in
+z.
+
+torch's own forward pass shows no z. The pass is run here step by step, with the same numbers up to rounding, and
+reports each z.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from woodbury.layers.registry import register_layer
+from woodbury.layers.sums import Place, whole_parameter
+
+_MAX_LAYERS = 64  # of one module; more take the fallback
+NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_IN_LAYERS = [
+    f"{name}_l{layer}{way}"
+    for name in (*NAMES, "weight_hr")  # the last: projections, refused when the layer is called
+    for layer in range(_MAX_LAYERS)
+    for way in ("", "_reverse")
+]
+
+
+class Use(NamedTuple):
+    """A use of W and b during a pass: z = W v + b, or something with the same gradient but for a factor."""
+
+    inputs: Tensor  # v (n, t, features)
+    outputs: Tensor  # z (n, t, features)
+    places: tuple[Place | None, Place | None]
+    factor: Tensor | None  # on gradients in z, (n, t, features)
+
+
+Report = Callable[[Use], None]
+
+
+class Weights(NamedTuple):
+    """The parameters of one layer in one direction; b may be None."""
+
+    ih: Tensor
+    hh: Tensor
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+
+    @staticmethod
+    def of(layer: nn.Module, suffix: str) -> Weights:
+        values = [getattr(layer, name + suffix, None) for name in NAMES]
+        return Weights(*values)  # type: ignore[arg-type]
+
+
+State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
+
+
+@register_layer(nn.LSTM, parameters=_IN_LAYERS)
+@register_layer(nn.GRU, parameters=_IN_LAYERS)
+@register_layer(nn.RNN, parameters=_IN_LAYERS)
+@register_layer(nn.LSTMCell, parameters=NAMES)
+@register_layer(nn.GRUCell, parameters=NAMES)
+@register_layer(nn.RNNCell, parameters=NAMES)
+def recurrent_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Any:
+    """Mark the layer: its rows are those of the linear maps inside it."""
+    raise AssertionError("the rows of recurrent layers come from the linear maps inside them")
+
+
+def recurrent_obstacle(layer: nn.Module, arguments: Sequence[Any], samples: int) -> str | None:
+    """Why a call cannot be run step by step, and a way out, as the end of a sentence; or None."""
+    inputs = arguments[0] if arguments else None
+    state = arguments[1] if len(arguments) > 1 else None
+    is_cell = isinstance(layer, nn.RNNCellBase)
+    if not isinstance(inputs, Tensor):
+        return (
+            "gets a packed sequence, for which there is no rule: pass padded sequences and read the outputs of "
+            "each one at its own last step"
+        )
+    axis = 0 if is_cell or getattr(layer, "batch_first", False) else 1
+    shape = inputs.shape
+    if inputs.dim() != (2 if is_cell else 3) or shape[axis] != samples:
+        return (
+            f"has an input of shape {tuple(shape)} in a batch of {samples} samples: axis {axis} must be that of "
+            "the samples"
+        )
+    if getattr(layer, "proj_size", 0):
+        return "has projections (proj_size), for which there is no rule: use a Linear layer behind it"
+    if torch.is_autocast_enabled(inputs.device.type):
+        return "runs under autocast, where it has no rule: take steps without it"
+    if inputs.device.type != "cpu" and layer.training and vars(layer).get("dropout"):
+        return "draws dropout masks that do not repeat on this device: use nn.Dropout between layers instead"
+    states = state if isinstance(state, tuple | list) else () if state is None else (state,)
+    if any(own.shape[-2:] != (samples, layer.hidden_size) for own in states):
+        return "starts from states of another shape"  # torch's own words come first
+    return None
+
+
+def recurrent_forward(
+    layer: nn.Module, names: Mapping[int, str], report: Report, inputs: Tensor, hx: Any = None
+) -> Any:
+    """What a recurrent layer returns; reports its linear maps. names: id of a trained parameter -> its name."""
+
+    def place(tensor: Tensor | None) -> Place | None:
+        name = names.get(id(tensor))
+        return None if tensor is None or name is None else whole_parameter(name, tensor.shape)
+
+    def run(weights: Weights, xs: Tensor, state: State, backward: bool = False) -> tuple[list[Tensor], State]:
+        return _run(layer, weights, xs, state, backward, place, report)
+
+    width = layer.hidden_size
+    assert isinstance(width, int)
+    has_cell = isinstance(layer, nn.LSTM | nn.LSTMCell)
+    given = () if hx is None else tuple(hx) if has_cell else (hx,)
+    if isinstance(layer, nn.RNNCellBase):
+        start = given or (inputs.new_zeros(len(inputs), width),) * (2 if has_cell else 1)
+        _, state = run(Weights.of(layer, ""), inputs.unsqueeze(1), start)
+        return state if has_cell else state[0]
+    assert isinstance(layer, nn.RNNBase)
+    xs = inputs if layer.batch_first else inputs.transpose(0, 1)  # (n, t, features)
+    ways = ("", "_reverse") if layer.bidirectional else ("",)
+    count = layer.num_layers * len(ways)
+    if not given:
+        given = (inputs.new_zeros(count, len(xs), width),) * (2 if has_cell else 1)
+    starts = list(zip(*(own.unbind(0) for own in given), strict=True))
+    ends: list[State] = []
+    for number in range(layer.num_layers):
+        if number and layer.dropout and layer.training:  # torch drops positions first: the same mask
+            xs = F.dropout(xs.transpose(0, 1), layer.dropout).transpose(0, 1)
+        sequences = []
+        for way in ways:
+            hidden, end = run(Weights.of(layer, f"_l{number}{way}"), xs, starts[len(ends)], bool(way))
+            sequences.append(torch.stack(hidden))
+            ends.append(end)
+        xs = (sequences[0] if len(sequences) == 1 else torch.cat(sequences, dim=2)).transpose(0, 1)
+    outputs = xs if layer.batch_first else xs.transpose(0, 1)
+    final = tuple([torch.stack(own) for own in zip(*ends, strict=True)])
+    return outputs, (final if has_cell else final[0])
+
+
+def _run(
+    layer: nn.Module,
+    weights: Weights,
+    xs: Tensor,
+    state: State,
+    backward: bool,
+    place: Callable[[Tensor | None], Place | None],
+    report: Report,
+) -> tuple[list[Tensor], State]:
+    """The hidden states (n, features) of every step of xs (n, t, features), and the last state."""
+    gated = isinstance(layer, nn.GRU | nn.GRUCell)
+    bias = weights.bias_ih
+    if bias is not None and weights.bias_hh is not None and not gated:
+        bias = bias + weights.bias_hh
+    z = F.linear(xs, weights.ih, bias)
+    if torch.is_grad_enabled() and not z.requires_grad:  # all of it is frozen, perhaps not W_hh
+        z = z.detach().requires_grad_()
+    # One use each in the autograd graph, however many steps there are.
+    matrix, shift = weights.hh.clone().t(), weights.bias_hh if gated else None
+    shift = None if shift is None else shift.clone()
+    before: list[Tensor] = []
+    factors: list[Tensor] = []
+    hidden: list[Tensor] = []
+    steps = z.unbind(1)
+    for step in steps[::-1] if backward else steps:
+        before.append(state[0])
+        if gated:
+            state, factor = _gru_step(step, state[0], matrix, shift)
+            factors.append(factor)
+        elif len(state) == 2:
+            state = _lstm_step(torch.addmm(step, state[0], matrix), state[1])
+        else:
+            sums = torch.addmm(step, state[0], matrix)
+            state = (sums.relu() if getattr(layer, "nonlinearity", "tanh") == "relu" else sums.tanh(),)
+        hidden.append(state[0])
+    if backward:
+        before, factors, hidden = before[::-1], factors[::-1], hidden[::-1]
+    on_inputs, on_state = (place(weights.ih), place(weights.bias_ih)), (place(weights.hh), place(weights.bias_hh))
+    if on_inputs != (None, None):
+        report(Use(xs, z, on_inputs, None))
+    if on_state != (None, None):
+        with torch.no_grad():
+            on_grads = None
+            if gated:
+                r = torch.stack(factors, dim=1)
+                on_grads = torch.cat([torch.ones_like(r), torch.ones_like(r), r], dim=2)
+            report(Use(torch.stack(before, dim=1), z, on_state, on_grads))
+    return hidden, state
+
+
+def _lstm_step(sums: Tensor, cell: Tensor) -> State:
+    gates = torch.sigmoid(sums)
+    i, f, _, o = gates.chunk(4, dim=1)
+    width = cell.shape[1]
+    cell = f * cell + i * torch.tanh(sums[:, 2 * width : 3 * width])
+    return o * torch.tanh(cell), cell
+
+
+def _gru_step(step: Tensor, hidden: Tensor, matrix: Tensor, shift: Tensor | None) -> tuple[State, Tensor]:
+    """The new state, and r."""
+    own = hidden @ matrix if shift is None else torch.addmm(shift, hidden, matrix)
+    width = hidden.shape[1]
+    gates = torch.sigmoid(step[:, : 2 * width] + own[:, : 2 * width])
+    r, keep = gates.chunk(2, dim=1)
+    new = torch.tanh(step[:, 2 * width :] + r * own[:, 2 * width :])
+    return (new + keep * (hidden - new),), r

@@ -1,0 +1,311 @@
+"""Parameters that are added to or multiplied with what the samples give: their rows, without a fallback."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import reference
+import woodbury
+from cases import every_pair
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
+from woodbury._vector import flatten
+from woodbury.layers import ExplicitRows
+
+N, LENGTH, WIDTH = 5, 3, 4
+
+
+class Vision(nn.Module):
+    """A small ViT: class token, position table, an encoder layer with layer scale, read at the token."""
+
+    def __init__(self, token="expand"):
+        super().__init__()
+        self.patch, self.kind = nn.Linear(WIDTH, WIDTH), token
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.places = nn.Parameter(torch.randn(1, LENGTH + 1, WIDTH))
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        n = len(x)
+        token = self.token.expand(n, -1, -1) if self.kind == "expand" else self.token.repeat(n, 1, 1)
+        x = torch.cat([token, self.patch(x)], dim=1) + self.places
+        return self.head((x + self.scale * self.block(x))[:, 0])
+
+
+class Language(nn.Module):
+    """A small GPT over LENGTH of up to 6 words, causal, with a table of places or an embedding of them."""
+
+    def __init__(self, places="table"):
+        super().__init__()
+        self.words, self.kind = nn.Embedding(CLASSES, WIDTH), places
+        self.places = nn.Embedding(6, WIDTH) if places == "embedding" else nn.Parameter(torch.randn(6, WIDTH))
+        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True, norm_first=True)
+        self.norm_weight = nn.Parameter(torch.rand(WIDTH))
+        self.norm_bias = nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        t = x.shape[1]
+        places = self.places(torch.arange(t)) if self.kind == "embedding" else self.places[:t]
+        mask = nn.Transformer.generate_square_subsequent_mask(t, dtype=self.norm_bias.dtype)
+        x = self.block(self.words(x) + places, src_mask=mask, is_causal=True)
+        x = F.layer_norm(x, (WIDTH,), self.norm_weight, self.norm_bias)
+        return self.head(x).transpose(1, 2)
+
+
+class Affine(nn.Module):
+    """gain x + shift on the inputs themselves, single numbers and a table, some used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(()))
+        self.places = nn.Parameter(torch.randn(LENGTH, 1))
+        self.unused = nn.Parameter(torch.randn(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = torch.tanh(self.gain * x + self.shift + self.places)
+        return self.head((x * self.gain - self.shift).mean(1))
+
+
+class Computed(nn.Module):
+    """Values computed from parameters: a temperature, a gate, a product of tables, a table read backwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.heat, self.gate = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(2 * WIDTH))
+        self.left, self.right = nn.Parameter(torch.randn(LENGTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        low, high = self.gate.chunk(2)
+        x = self.inner(x) + (self.left @ self.right).flip(0)
+        x = torch.addcmul(x, torch.sigmoid(high), torch.sin(x)) - torch.sigmoid(low)
+        return self.head((x / self.heat.exp()).mean(1)) * 2 + 1 / (1 + self.heat.square())
+
+
+class Masked(nn.Module):
+    """A token in place of entries that are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(torch.where(x[..., :1] > 0, x, self.token)).mean(1))
+
+
+class Filled(nn.Module):
+    """The same by masked_fill, with a token of one number, and a table without some of its entries."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.head = nn.Parameter(torch.randn(())), nn.Linear(WIDTH, CLASSES)
+        self.places = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+
+    def forward(self, x):
+        places = self.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
+        return self.head((torch.tanh(x.masked_fill(x[..., :1] > 0, self.token)) * places).mean(1))
+
+
+class InPlace(nn.Module):
+    """Writes into the activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x).add_(self.shift, alpha=0.5)).mean(1))
+
+
+class PositionsFirst(nn.Module):
+    """Samples on the second axis, where nothing but the check of the rows shows it if t = n."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, CLASSES)
+        self.start = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x):
+        x = torch.tanh(x.transpose(0, 1) * self.scale).cumsum(0) + self.start.expand(x.shape[1], len(x), WIDTH)
+        return self.head(torch.tanh(x).mean(0))
+
+
+class Shared(nn.Module):
+    """One parameter of two modules, each of which uses it, and of the model."""
+
+    class Part(nn.Module):
+        def __init__(self, gain):
+            super().__init__()
+            self.gain = gain
+
+        def forward(self, x):
+            return x * self.gain
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.a, self.b, self.head = Shared.Part(self.gain), Shared.Part(self.gain), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))).mean(1) + self.gain)
+
+
+SEQUENCES = {
+    "vision": Vision,
+    "vision, repeated token": lambda: Vision("repeat"),
+    "affine": Affine,
+    "computed": Computed,
+    "masked": Masked,
+    "filled": Filled,
+    "in place": InPlace,
+    "positions first": PositionsFirst,
+    "shared": Shared,
+}
+LANGUAGE = {"table": Language, "embedding": lambda: Language("embedding")}
+
+
+def batch(name, n, length=LENGTH):
+    if name in LANGUAGE:
+        return torch.randint(CLASSES, (n, length)), torch.randint(CLASSES, (n, length))
+    return torch.randn(n, length, WIDTH, dtype=torch.float64), torch.randint(CLASSES, (n,))
+
+
+@every_pair(name=[*SEQUENCES, *LANGUAGE], n=[1, LENGTH, LENGTH + 1, N], fallback=[None, "autograd"])
+def test_rows_and_steps_of_bare_parameters_are_the_dense_ones(name, n, fallback):
+    """As many samples as positions, too, where an axis of positions looks like that of samples."""
+    torch.manual_seed(0)
+    model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
+    inputs, targets = batch(name, n)
+    check_rows(model, LOSS, inputs, targets, fallback=fallback)
+    check_directions(model, LOSS, inputs, targets, list(range(n))[::-2], fallback=fallback)
+
+
+@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
+@pytest.mark.parametrize("kind", METHODS)
+def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(name, kind):
+    torch.manual_seed(0)
+    model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
+    optimizer = METHODS[kind](model, LOSS, damping=0.1, blocks="layer" if kind == "empirical" else "full")
+    for n in (N, LENGTH, 2, N, LENGTH):  # t = n comes late as well
+        inputs, targets = batch(name, n)
+        assert optimizer.verify(inputs, targets) <= 1e-9
+        optimizer.step(inputs, targets)
+    assert optimizer._plan().findings.fallback_method is None
+
+
+def test_dropout_leaves_bare_parameters_their_rule():
+    torch.manual_seed(0)
+    for kind, method in METHODS.items():
+        model = Vision().double()
+        model.block.dropout.p = model.block.dropout1.p = 0.5
+        model.block.self_attn.dropout = 0.3
+        optimizer = method(model, LOSS, damping=0.1, fallback="autograd")
+        inputs, targets = batch("vision", N)
+        assert optimizer.verify(inputs, targets) <= 1e-9, kind
+        optimizer.step(inputs, targets)
+        assert optimizer._plan().findings.fallback_method is None
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
+def test_bare_parameters_under_autocast(name, kind):
+    """Rows have the type of the parameters, and what bfloat16 leaves of their digits."""
+    torch.manual_seed(0)
+    model = {**SEQUENCES, **LANGUAGE}[name]()
+    inputs, targets = batch(name, N)
+    inputs = inputs.float() if inputs.is_floating_point() else inputs
+    plain = flatten(METHODS[kind](model, LOSS, damping=1.0).direction(inputs, targets, subset=[3, 1]))
+    optimizer = METHODS[kind](model, LOSS, damping=1.0, autocast=torch.bfloat16)
+    p = flatten(optimizer.direction(inputs, targets, subset=[3, 1]))
+    assert p.dtype == torch.float32
+    assert reference.relative_error(p, plain) <= 16 * torch.finfo(torch.bfloat16).eps
+
+
+class Indexed(nn.Module):
+    """A row of a table for each sample, chosen by the sample, and a table whose row i goes to sample i."""
+
+    def __init__(self, by_place=False):
+        super().__init__()
+        self.table, self.head, self.by_place = (
+            nn.Parameter(torch.randn(N, WIDTH)),
+            nn.Linear(WIDTH, CLASSES),
+            by_place,
+        )
+
+    def forward(self, x):
+        x = x.mean(1)
+        return self.head(torch.tanh(x + self.table[: len(x)] if self.by_place else x + self.table[x[:, 0].long()]))
+
+
+class Product(nn.Module):
+    """A bare matrix: no sum and no product entry by entry."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, CLASSES))
+
+    def forward(self, x):
+        return x.mean(1) @ self.weight
+
+
+@pytest.mark.parametrize("make", [Indexed, Product])
+def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
+    torch.manual_seed(0)
+    model = make().double()
+    inputs, targets = batch("affine", N)
+    name = "table" if make is Indexed else "weight"
+    with pytest.raises(
+        ValueError, match=rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
+    ):
+        woodbury.rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+
+
+def test_a_table_with_a_row_per_sample_is_no_bare_parameter():
+    """Its outputs depend on the place in the batch: the check of the samples sees it, whatever gives the rows."""
+    torch.manual_seed(0)
+    inputs, targets = batch("affine", N)
+    for fallback in (None, "autograd"):
+        with pytest.raises(ValueError, match=r"samples change when run apart|covers parameter 'table'"):
+            woodbury.rows(Indexed(True).double(), LOSS, inputs, targets, fallback=fallback)
+
+
+class Disguised(nn.Module):
+    """Positions that are spread over as many entries as there are samples before they meet a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.place, self.head = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        weights = torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype).unsqueeze(1)
+        return self.head(torch.tanh(x + self.place.expand(x.shape[1], WIDTH) * weights).mean(1))
+
+
+@pytest.mark.parametrize("n", [N, LENGTH])
+def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
+    torch.manual_seed(0)
+    model = Disguised().double()
+    inputs, targets = batch("affine", n)
+    if n == LENGTH:
+        with pytest.raises(ValueError, match="no layer rule covers parameter 'place'"):
+            woodbury.rows(model, LOSS, inputs, targets)
+    else:
+        check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [0, 2], fallback="autograd")
+
+
+def test_a_model_with_bare_parameters_and_others_keeps_both_ways():
+    torch.manual_seed(0)
+    model = nn.Sequential(Affine(), Product()).double()
+    model[0].head, model[1].forward = nn.Linear(WIDTH, WIDTH).double(), lambda x: x @ model[1].weight
+    inputs, targets = batch("affine", N)
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+    forms = woodbury.rows(model, LOSS, inputs, targets, fallback="autograd").forms
+    assert isinstance(forms["0"], ExplicitRows) and isinstance(forms["1"], ExplicitRows)

@@ -1,0 +1,291 @@
+"""LSTM, GRU, RNN and their cells: outputs are torch's, rows and steps are dense autograd's."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import reference
+import woodbury
+from cases import every_pair
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows
+from woodbury._vector import flatten
+from woodbury.layers import ExplicitRows
+from woodbury.layers.recurrent import recurrent_forward
+
+N, LENGTH, FEATURES, WIDTH = 5, 3, 4, 3
+EPS = torch.finfo(torch.float64).eps
+LAYERS = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn": nn.RNN,
+    "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
+}
+CELLS = {
+    "lstm": nn.LSTMCell,
+    "gru": nn.GRUCell,
+    "rnn": nn.RNNCell,
+    "relu": lambda *sizes, **options: nn.RNNCell(*sizes, nonlinearity="relu", **options),
+}
+
+
+class Reader(nn.Module):
+    """A recurrent layer whose outputs, final states and first states all enter; samples first or second."""
+
+    def __init__(self, kind, start=False, **options):
+        super().__init__()
+        self.cell, self.start = LAYERS[kind](FEATURES, WIDTH, **options), start
+        ways = 1 + self.cell.bidirectional
+        self.first = nn.Linear(FEATURES, WIDTH * self.cell.num_layers * ways)
+        self.head = nn.Linear(WIDTH * ways, CLASSES)
+
+    def forward(self, x):
+        state = None
+        if self.start:
+            state = torch.tanh(self.first(x[:, 0]).unflatten(1, (-1, WIDTH))).transpose(0, 1)
+            state = (state, state.sin()) if isinstance(self.cell, nn.LSTM) else state
+        outputs, last = self.cell(x if self.cell.batch_first else x.transpose(0, 1), state)
+        outputs = outputs if self.cell.batch_first else outputs.transpose(0, 1)
+        last = last[0] * last[1] if isinstance(last, tuple) else last
+        return self.head(outputs.cumsum(1).mean(1)) + last.sum((0, 2)).unsqueeze(1)
+
+
+class Unrolled(nn.Module):
+    """A cell called at every step, a second one on what it gives."""
+
+    def __init__(self, kind, start=False, bias=True):
+        super().__init__()
+        self.a, self.b = CELLS[kind](FEATURES, WIDTH, bias=bias), CELLS[kind](WIDTH, WIDTH, bias=bias)
+        self.head, self.start = nn.Linear(WIDTH, CLASSES), start
+
+    def forward(self, x):
+        a = b = None
+        if self.start:
+            a = (x[:, 0, :WIDTH], x[:, 1, :WIDTH]) if isinstance(self.a, nn.LSTMCell) else x[:, 0, :WIDTH]
+        for step in x.unbind(1):
+            a = self.a(step, a)
+            b = self.b(a[0] if isinstance(a, tuple) else a, b)
+        return self.head(b[0] * b[1] if isinstance(b, tuple) else b)
+
+
+def batch(n=N):
+    return torch.randn(n, LENGTH, FEATURES, dtype=torch.float64), torch.randint(CLASSES, (n,))
+
+
+@every_pair(
+    kind=list(LAYERS),
+    layers=[1, 2],
+    both_ways=[False, True],
+    first=[True, False],
+    bias=[True, False],
+    start=[False, True],
+    n=[N, LENGTH, 1],
+)
+def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(kind, layers, both_ways, first, bias, start, n):
+    torch.manual_seed(0)
+    options = {"num_layers": layers, "bidirectional": both_ways, "batch_first": first, "bias": bias}
+    model = Reader(kind, start, **options).double()
+    if not start:
+        model.first.requires_grad_(False)
+    inputs, targets = batch(n)
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, list(range(n))[::-2])
+
+
+@every_pair(kind=list(CELLS), start=[False, True], bias=[True, False])
+def test_rows_and_steps_of_cells_are_the_dense_ones(kind, start, bias):
+    torch.manual_seed(0)
+    model = Unrolled(kind, start, bias).double()
+    inputs, targets = batch()
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [3, 1])
+
+
+@every_pair(kind=list(LAYERS), layers=[1, 3], both_ways=[False, True], first=[True, False], dropout=[0.0, 0.4])
+def test_a_pass_by_steps_gives_what_torch_gives(kind, layers, both_ways, first, dropout):
+    """Masks too. An entry is a sum of a few terms of size 1, carried through all steps and layers."""
+    torch.manual_seed(0)
+    if layers == 1:
+        dropout = 0.0
+    layer = LAYERS[kind](
+        FEATURES, WIDTH, num_layers=layers, bidirectional=both_ways, batch_first=first, dropout=dropout
+    ).double()
+    inputs = batch()[0]
+    for given in (inputs if first else inputs.transpose(0, 1), torch.randn(7, 6, FEATURES, dtype=torch.float64)):
+        torch.manual_seed(1)
+        outputs, states = layer(given)
+        torch.manual_seed(1)
+        own_outputs, own_states = recurrent_forward(layer, {}, None, given)
+        pairs = [(outputs, own_outputs)]
+        pairs += zip(states, own_states, strict=True) if isinstance(states, tuple) else [(states, own_states)]
+        for theirs, ours in pairs:
+            assert ours.shape == theirs.shape
+            size = max(1.0, float(theirs.detach().abs().max()))
+            assert (ours - theirs).abs().max() <= 100 * layers * max(given.shape[:2]) * EPS * size
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_steps_of_recurrent_layers_with_dropout_need_no_fallback(kind):
+    torch.manual_seed(0)
+    for method in METHODS.values():
+        model = Reader(kind, num_layers=2, dropout=0.5, batch_first=True).double()
+        model.first.requires_grad_(False)
+        optimizer = method(model, LOSS, damping=0.1, curvature_samples=3)
+        for n in (N, LENGTH, N):
+            inputs, targets = batch(n)
+            assert optimizer.verify(inputs, targets) <= 1e-10
+            state = torch.get_rng_state()
+            subset = list(range(n))
+            before = LOSS(model(inputs), targets).detach()
+            torch.set_rng_state(state)
+            info = optimizer.step(inputs, targets, subset=subset)
+            torch.set_rng_state(state)
+            after = LOSS(model(inputs), targets).detach()  # with the masks of the step
+            decrease = float(info.ratio * info.predicted)
+            assert math.isclose(float(before - after), decrease, rel_tol=1e-8, abs_tol=100 * EPS)
+        forms = woodbury.rows(model, LOSS, inputs, targets).forms
+        assert not any(isinstance(form, ExplicitRows) for form in forms.values())
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("weight_ih_l0", "bias_ih_l0"),
+        ("weight_hh_l0",),
+        ("bias_hh_l0", "weight_ih_l0"),
+        ("weight_hh_l0", "bias_hh_l0"),
+    ],
+    ids=lambda names: " ".join(names),
+)
+def test_any_part_may_be_frozen(kind, frozen):
+    torch.manual_seed(0)
+    model = Reader(kind, batch_first=True).double()
+    model.first.requires_grad_(False)
+    for name in frozen:
+        getattr(model.cell, name).requires_grad_(False)
+    inputs, targets = batch()
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [3, 1])
+
+
+class Called(nn.Module):
+    """A recurrent layer in some other way."""
+
+    def __init__(self, run, **options):
+        super().__init__()
+        self.cell, self.head, self.run = nn.LSTM(FEATURES, WIDTH, **options), nn.LazyLinear(CLASSES), run
+
+    def forward(self, x):
+        return self.head(self.run(self.cell, x))
+
+
+def packed(cell, x):
+    lengths = 1 + (x[:, 0, 0] > 0).long() + (x[:, 0, 1] > 0).long()
+    given = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(cell(given)[0], batch_first=True, total_length=x.shape[1])[0].sum(1)
+
+
+def folded(cell, x):
+    return cell(x.reshape(-1, 1, FEATURES))[0].reshape(len(x), -1)
+
+
+def after_itself(cell, x):
+    """Called twice, the second time by keyword, from where it ended."""
+    outputs, state = cell(x)
+    return cell(hx=state, input=x.sin())[0].mean(1) + outputs[:, 0]
+
+
+REFUSED = {
+    "packed": (packed, {"batch_first": True}, r"layer 'cell' gets a packed sequence.*fallback='autograd'"),
+    "folded": (folded, {"batch_first": True}, r"layer 'cell' has an input of shape \(15, 1, 4\).*axis 0"),
+    "projected": (
+        lambda cell, x: cell(x)[0].mean(1),
+        {"batch_first": True, "proj_size": 2},
+        r"layer 'cell' has projections \(proj_size\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_calls_are_refused_by_name_and_exact_by_the_fallback(name):
+    torch.manual_seed(0)
+    run, options, message = REFUSED[name]
+    model = Called(run, **options).double()
+    inputs, targets = batch()
+    model(inputs)
+    with pytest.raises(ValueError, match=message):
+        woodbury.rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [3, 1], fallback="autograd")
+
+
+def test_frozen_projections_are_refused_too():
+    torch.manual_seed(0)
+    model = Called(lambda cell, x: cell(x)[0].mean(1), batch_first=True, proj_size=2).double()
+    inputs, targets = batch()
+    model(inputs)
+    model.cell.weight_hr_l0.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layer 'cell' has projections \(proj_size\)"):
+        woodbury.rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [3, 1], fallback="autograd")
+
+
+def test_a_layer_called_twice_and_by_keyword():
+    torch.manual_seed(0)
+    model = Called(after_itself, batch_first=True).double()
+    inputs, targets = batch()
+    model(inputs)
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [3, 1])
+
+
+def test_a_state_that_torch_refuses_is_refused_by_torch():
+    model = Called(lambda cell, x: cell(x, (torch.zeros(1, 1, WIDTH),) * 2)[0].mean(1), batch_first=True)
+    model.head = nn.Linear(WIDTH, CLASSES)
+    with pytest.raises(RuntimeError, match="Expected hidden"):
+        woodbury.rows(model, LOSS, batch()[0].float(), batch()[1])
+
+
+class Learnt(nn.Module):
+    """Learnt first states, the same for all samples: bare parameters with the samples on the second axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRU(FEATURES, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, CLASSES)
+        self.state = nn.Parameter(torch.randn(2, 1, WIDTH))
+
+    def forward(self, x):
+        return self.head(self.cell(x, self.state.expand(-1, len(x), -1).contiguous())[0].mean(1))
+
+
+@pytest.mark.parametrize("n", [N, 2])
+def test_learnt_first_states(n):
+    torch.manual_seed(0)
+    model = Learnt().double()
+    inputs, targets = batch(n)
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [1])
+
+
+def test_weights_computed_from_others_take_the_fallback():
+    torch.manual_seed(0)
+    model = Called(lambda cell, x: cell(x)[0].mean(1), batch_first=True).double()
+    inputs, targets = batch()
+    model(inputs)
+    parametrizations.weight_norm(model.cell, "weight_hh_l0")
+    check_directions(model, LOSS, inputs, targets, [3, 1], fallback="autograd")
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_blocks_of_a_recurrent_layer(kind):
+    torch.manual_seed(0)
+    model = Reader("lstm", num_layers=2, batch_first=True).double()
+    model.first.requires_grad_(False)
+    inputs, targets = batch()
+    optimizer = METHODS[kind](model, LOSS, damping=0.05, blocks="layer")
+    p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
+    expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, kind, blocks="layer")
+    assert reference.relative_error(p, expected) <= 1e-10
