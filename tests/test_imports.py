@@ -52,7 +52,7 @@ FLOORS = {
         ["storage", "models", "looks", "errors"],
         ["config", "files", "checkpoint", "records"],
         ["data", "presets", "folders"],
-        ["runs", "train"],
+        ["recorder", "runs", "train"],
         ["medians"],
         ["figure"],
         ["report"],

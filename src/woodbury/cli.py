@@ -335,7 +335,9 @@ def _print_summary(summaries: list[report.Summary]) -> None:
     table = Table("optimizer", title="Medians over seeds")
     if datasets > 1:
         table.add_column("data set")
-    for heading in ("epochs", "seeds", "train loss", "test error", "seconds", "damping"):
+    losses = any(math.isnan(each.test_error) and not math.isnan(each.test_loss) for each in summaries)
+    tested = ("test loss", "test error") if losses else ("test error",)
+    for heading in ("epochs", "seeds", "train loss", *tested, "seconds", "damping"):
         table.add_column(heading, justify="right")
     for summary in summaries:
         whole = summary.seeds == summary.seeds_started
@@ -345,7 +347,8 @@ def _print_summary(summaries: list[report.Summary]) -> None:
             f"{summary.epochs:g}",
             f"{summary.seeds}" if whole else f"{summary.seeds} of {summary.seeds_started}",
             _short(summary.train_loss),
-            f"{100 * summary.test_error:.2f} %",
+            *([_short(summary.test_loss)] if losses else []),
+            "-" if math.isnan(summary.test_error) else f"{100 * summary.test_error:.2f} %",
             f"{summary.seconds:.2f}",
             _short(summary.damping),
         )

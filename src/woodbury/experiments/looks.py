@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -40,11 +40,21 @@ _OWN = {
 
 
 def looks_of(optimizers: Sequence[str]) -> list[Look]:
-    """One look per name: the optimizer's own where the name first appears, else an unused one, dashed."""
+    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed."""
     unused = [look for name, look in _OWN.items() if name not in optimizers]
-    spare = itertools.chain(unused, itertools.cycle(look for look in _OWN.values() if not look.dashed))
+    spare = itertools.chain(unused, _more())
     looks: list[Look] = []
     for index, name in enumerate(optimizers):
         own = name in _OWN and name not in optimizers[:index]
         looks.append(_OWN[name] if own else dataclasses.replace(next(spare), dashed=True))
     return looks
+
+
+def _more() -> Iterator[Look]:
+    """The looks once more, then each colour with the marker after its own, and so on."""
+    markers = list(MARKERS)
+    for shift in itertools.count():
+        for look in _OWN.values():
+            if not look.dashed:
+                marker = markers[(markers.index(look.marker) + shift) % len(markers)]
+                yield dataclasses.replace(look, marker=marker)
