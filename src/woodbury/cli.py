@@ -336,7 +336,8 @@ def _print_summary(summaries: list[report.Summary]) -> None:
     if datasets > 1:
         table.add_column("data set")
     losses = any(math.isnan(each.test_error) and not math.isnan(each.test_loss) for each in summaries)
-    tested = ("test loss", "test error") if losses else ("test error",)
+    errors = not all(math.isnan(each.test_error) for each in summaries)
+    tested = [heading for heading, shown in {"test loss": losses, "test error": errors}.items() if shown]
     for heading in ("epochs", "seeds", "train loss", *tested, "seconds", "damping"):
         table.add_column(heading, justify="right")
     for summary in summaries:
@@ -348,7 +349,7 @@ def _print_summary(summaries: list[report.Summary]) -> None:
             f"{summary.seeds}" if whole else f"{summary.seeds} of {summary.seeds_started}",
             _short(summary.train_loss),
             *([_short(summary.test_loss)] if losses else []),
-            "-" if math.isnan(summary.test_error) else f"{100 * summary.test_error:.2f} %",
+            *([_percent(summary.test_error)] if errors else []),
             f"{summary.seconds:.2f}",
             _short(summary.damping),
         )
@@ -430,6 +431,10 @@ def _say(message: str) -> None:
 def _short(value: float) -> str:
     """The value with three digits; a dash for NaN, an optimizer without the quantity."""
     return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.2f} %"
 
 
 if __name__ == "__main__":
