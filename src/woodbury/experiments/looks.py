@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,21 +40,21 @@ _OWN = {
 
 
 def looks_of(optimizers: Sequence[str]) -> list[Look]:
-    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed."""
+    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed.
+
+    After all colours come the same with other markers.
+    """
+    markers = list(MARKERS)
     unused = [look for name, look in _OWN.items() if name not in optimizers]
-    spare = itertools.chain(unused, _more())
+    others = [
+        dataclasses.replace(look, marker=markers[(markers.index(look.marker) + shift) % len(markers)])
+        for shift in range(len(markers))
+        for look in _OWN.values()
+        if not look.dashed
+    ]
+    spare = itertools.cycle(dict.fromkeys(dataclasses.replace(look, dashed=True) for look in [*unused, *others]))
     looks: list[Look] = []
     for index, name in enumerate(optimizers):
         own = name in _OWN and name not in optimizers[:index]
-        looks.append(_OWN[name] if own else dataclasses.replace(next(spare), dashed=True))
+        looks.append(_OWN[name] if own else next(spare))
     return looks
-
-
-def _more() -> Iterator[Look]:
-    """The looks once more, then each colour with the marker after its own, and so on."""
-    markers = list(MARKERS)
-    for shift in itertools.count():
-        for look in _OWN.values():
-            if not look.dashed:
-                marker = markers[(markers.index(look.marker) + shift) % len(markers)]
-                yield dataclasses.replace(look, marker=marker)

@@ -330,7 +330,7 @@ class _Step:
 
     def is_on_device(self) -> bool:
         return any(isinstance(value, Tensor) for value in self.values.values()) or (
-            self.info is not None and self.info.loss.device.type != "cpu"
+            self.info is not None and _on_device(self.info.loss)
         )
 
     def read(self) -> dict[str, Any]:
@@ -364,6 +364,11 @@ class _Clock:
             self._since = time.perf_counter()
 
 
+def _on_device(tensor: Tensor) -> bool:
+    """Whether to read the tensor is to wait."""
+    return tensor.device.type != "cpu"
+
+
 def _wait_for_device() -> None:
     """Wait for the work that a loop has handed to a GPU, which is part of the time it takes."""
     if torch.cuda.is_initialized():
@@ -377,7 +382,7 @@ def _number(name: str, value: Any) -> Any:
             raise TypeError(
                 f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
             )
-        if value.device.type != "cpu":
+        if _on_device(value):
             return value.detach().clone()  # without its graph, and whatever the loop adds to it
         value = value.item()
     if isinstance(value, bool) and name in _NO_TRUTHS:
