@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -458,6 +459,17 @@ def test_a_wrong_number_is_named_and_leaves_no_record(
 
 
 # -- what a report makes of it
+
+
+def test_the_example_in_the_docs_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "runs.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/runs.md", "exec"), {})
+    runs = read(Path("runs/sine"))
+    assert [run.config.optimizer for run in runs] == ["Adam", "GaussNewton"]
+    assert [(len(run.steps), len(run.epochs)) for run in runs] == [(40, 5), (40, 5)]
+    assert all(run.epochs[-1]["train_loss"] < run.epochs[0]["train_loss"] for run in runs)
 
 
 def resealed(folder: Path, **changes: Any) -> None:
