@@ -18,7 +18,7 @@ pytest.importorskip("sklearn")
 
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
-from woodbury.experiments.config import FORMAT, RunConfig, full_settings
+from woodbury.experiments.config import FORMAT, RECORDED, RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import mlp
@@ -183,7 +183,7 @@ def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
         ("{", "config.json is damaged"),
         (
             '{"dataset": "digits"}',
-            rf"written by another version of woodbury \(format 1, this one reads 2, 3 and {FORMAT}\)",
+            rf"written by another version of woodbury \(format 1, this one reads 2, 3, {FORMAT} and {RECORDED}\)",
         ),
         ('{"format": 99}', "format 99"),
         ("[]", "another version"),

@@ -55,7 +55,7 @@ FLOORS = {
         ["storage", "models", "looks", "errors"],
         ["config", "files", "checkpoint", "records"],
         ["data", "presets", "folders"],
-        ["runs", "train"],
+        ["recorder", "runs", "train"],
         ["medians"],
         ["figure"],
         ["report"],

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import woodbury
 from test_report import write_run
 from woodbury.experiments import report
 
@@ -353,6 +354,30 @@ def test_a_single_run_is_enough(visit: Any, tmp_path: Path, epochs: int) -> None
     assert page.all("[data-quantity=damping]") == []
     page.hover("train_loss", page.points("train_loss", "sgd")[-1][0])
     assert page.tip("train_loss") == [f"epoch {epochs}", f"sgd {[2.0, 1.0][epochs]:.2f}"]
+
+
+def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit: Any, tmp_path: Path) -> None:
+    def record(method: str, losses: list[float], test_losses: list[float]) -> None:
+        with woodbury.Recorder(tmp_path / method, problem="waves", method=method, settings={"lr": 1}) as recorder:
+            for epoch, loss in enumerate(losses):
+                measured = {"test_loss": test_losses[epoch]} if test_losses else {}
+                recorder.step(loss=loss)
+                recorder.epoch(train_loss=loss, seconds=1.0 + epoch, **measured)
+
+    record("first", [2.0, 1.0, -1.0, -3.0], [4.0, 2.0, 1.0, 0.5])
+    record("second", [2.0, 1.5, 1.0, math.inf], [])
+    page = visit(page_of(tmp_path))
+    assert [chart.get_attribute("data-quantity") for chart in page.all(".chart")] == ["train_loss", "test_loss"]
+    assert page.labels("train_loss") == ["first", "second"] and page.labels("test_loss") == ["first"]
+    losses = page.scale("train_loss", "y")  # linear, as there are losses below zero
+    points = page.points("train_loss", "first")
+    assert [losses(y) for _, y in points] == pytest.approx([2.0, 1.0, -1.0, -3.0], abs=0.02)
+    assert page.rows() == [
+        ["first", "-3.00", "0.500", "4.00", "1000", "–", "1", "4"],
+        ["second", "diverged", "–", "4.00", "1000", "–", "1", "4"],
+    ]
+    assert page.sort("test loss") == page.sort("test loss") == ["first", "second"]  # it has none: last
+    assert "Time counts all of a recorded loop but its pauses." in page.one("main").text
 
 
 def test_each_data_set_has_a_section_of_its_own(visit: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury.damping import Constant, LevenbergMarquardt
+from woodbury.experiments.recorder import Recorder
 from woodbury.fit import Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
@@ -22,6 +23,7 @@ __all__ = [
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
+    "Recorder",
     "Rows",
     "StepInfo",
     "fit",

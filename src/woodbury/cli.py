@@ -335,7 +335,10 @@ def _print_summary(summaries: list[report.Summary]) -> None:
     table = Table("optimizer", title="Medians over seeds")
     if datasets > 1:
         table.add_column("data set")
-    for heading in ("epochs", "seeds", "train loss", "test error", "seconds", "damping"):
+    losses = any(math.isnan(each.test_error) and not math.isnan(each.test_loss) for each in summaries)
+    errors = not all(math.isnan(each.test_error) for each in summaries)
+    tested = [heading for heading, shown in {"test loss": losses, "test error": errors}.items() if shown]
+    for heading in ("epochs", "seeds", "train loss", *tested, "seconds", "damping"):
         table.add_column(heading, justify="right")
     for summary in summaries:
         whole = summary.seeds == summary.seeds_started
@@ -345,7 +348,8 @@ def _print_summary(summaries: list[report.Summary]) -> None:
             f"{summary.epochs:g}",
             f"{summary.seeds}" if whole else f"{summary.seeds} of {summary.seeds_started}",
             _short(summary.train_loss),
-            f"{100 * summary.test_error:.2f} %",
+            *([_short(summary.test_loss)] if losses else []),
+            *([_percent(summary.test_error)] if errors else []),
             f"{summary.seconds:.2f}",
             _short(summary.damping),
         )
@@ -427,6 +431,10 @@ def _say(message: str) -> None:
 def _short(value: float) -> str:
     """The value with three digits; a dash for NaN, an optimizer without the quantity."""
     return "-" if math.isnan(value) else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{100 * value:.2f} %"
 
 
 if __name__ == "__main__":

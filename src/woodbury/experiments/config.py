@@ -19,7 +19,14 @@ from woodbury.optim import OPTIMIZERS
 from woodbury.policies import change, from_plain, to_plain
 
 FORMAT = 4  # of a run folder; raised whenever an older version would misread it
-_READABLE = (2, 3, FORMAT)  # 2 has the fields of a damping policy without its name, 2 and 3 have no checksum
+RECORDED = 5  # the format of a run that `woodbury.Recorder` wrote: it knows nothing of the fields in UNKNOWN
+UNKNOWN: dict[str, Any] = {"widths": (), "batch_size": 0, "epochs": 0, "dtype": ""}  # with what stands for them
+_READABLE = (
+    2,
+    3,
+    FORMAT,
+    RECORDED,
+)  # 2 has the fields of a damping policy without its name, 2 and 3 have no checksum
 _SEALED = 4  # formats from here on have a checksum
 CONFIG_FILE = "config.json"  # in a run folder
 _REMEDY = "put back a whole copy, or train again in a new folder"
@@ -81,6 +88,17 @@ class RunConfig:
     machine: Mapping[str, Any] = dataclasses.field(default_factory=this_machine)
     format: int = FORMAT
 
+    @classmethod
+    def of_loop(cls, problem: str, method: str, settings: Mapping[str, Any], seed: int) -> "RunConfig":
+        """What is known of a run that a training loop of the user's own records."""
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        return cls(problem, method, settings, seed=seed, device=device, format=RECORDED, **UNKNOWN)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a `woodbury.Recorder` wrote the run, not `woodbury train`."""
+        return self.format == RECORDED
+
     def save(self, folder: Path) -> None:
         """Write the configuration as JSON into the run folder, with the checksum of its values."""
         values = json.loads(json.dumps(dataclasses.asdict(self)))
@@ -119,13 +137,17 @@ class RunConfig:
         for name in values.keys() - _TYPES.keys() - {SEAL}:
             raise RunFolderError(f"{where} is damaged: its configuration has an unknown '{name}'")
         for name, kind in _TYPES.items():
-            if type(values[name]) is not kind or not _PROPER.get(name, _anything)(values[name]):
+            if type(values[name]) is not kind or not _is_proper(name, values[name], version == RECORDED):
                 raise RunFolderError(f"{where} is damaged: its configuration has no proper '{name}'")
         try:
             settings = {name: to_plain(from_plain(value)) for name, value in values["settings"].items()}
         except (TypeError, ValueError, OverflowError) as error:
             raise RunFolderError(f"{where} has settings that cannot be read: {one_line(error)}") from None
-        converted = {"widths": tuple(values["widths"]), "settings": settings, "format": FORMAT}
+        converted = {
+            "widths": tuple(values["widths"]),
+            "settings": settings,
+            "format": RECORDED if version == RECORDED else FORMAT,
+        }
         return cls(**{name: values[name] for name in _TYPES} | converted)
 
     def with_all_settings(self, where: str) -> "RunConfig":
@@ -165,7 +187,7 @@ _IN_JSON: dict[Any, Any] = {Mapping: dict, tuple: list}
 _TYPES = {field.name: _IN_JSON.get(get_origin(field.type), field.type) for field in dataclasses.fields(RunConfig)}
 
 
-def _is_name(value: Any) -> bool:
+def is_name(value: Any) -> bool:
     """Whether a value can stand in a table, a figure and a file name: a short line of printable characters."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
 
@@ -179,40 +201,43 @@ def _are_widths(values: list[Any]) -> bool:
 
 
 def _are_settings(values: dict[str, Any]) -> bool:
-    return all(_is_name(name) and _is_setting(value) for name, value in values.items())
+    return all(is_name(name) and is_setting(value) for name, value in values.items())
 
 
-def _is_setting(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
     """Whether a value can be that of a setting: a finite number, a name, true, false, null, or a few of these."""
     if isinstance(value, dict):
         return len(value) <= _LONGEST and _are_settings(value)
     if isinstance(value, list):
-        return len(value) <= _LONGEST and all(map(_is_setting, value))
+        return len(value) <= _LONGEST and all(map(is_setting, value))
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, int):
         return abs(value) <= _LARGEST
-    return value is None or _is_name(value)
-
-
-def _anything(value: Any) -> bool:
-    return True
+    return value is None or is_name(value)
 
 
 # What a field must be beyond its type.
 _PROPER: dict[str, Callable[[Any], bool]] = {
-    "dataset": _is_name,
-    "optimizer": _is_name,
+    "dataset": is_name,
+    "optimizer": is_name,
     "settings": _are_settings,
     "widths": _are_widths,
     "batch_size": _is_count,
     "epochs": _is_count,
     "seed": lambda seed: 0 <= seed <= _LARGEST,
     "evaluations": _is_count,
-    "device": lambda device: device.split(":")[0] in ("cpu", "cuda") and _is_name(device),
+    "device": lambda device: device.split(":")[0] in ("cpu", "cuda") and is_name(device),
     "dtype": lambda dtype: dtype in ("float32", "float64"),
     "versions": lambda versions: all(isinstance(version, str) for version in versions.values()),
 }
+
+
+def _is_proper(name: str, value: Any, recorded: bool) -> bool:
+    """Whether a field has a value that it can have; of a recorded run some are not known."""
+    if recorded and name in UNKNOWN:
+        return bool((tuple(value) if name == "widths" else value) == UNKNOWN[name])
+    return name not in _PROPER or _PROPER[name](value)
 
 
 def check_format(version: Any, where: str) -> None:

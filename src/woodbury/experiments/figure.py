@@ -47,26 +47,31 @@ _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
 def draw(runs: Sequence[Run]) -> Figure:
     """The paper's panels for the runs of one data set, and panels for damping.
 
-    Train loss and test error against epochs and seconds; damping and the ratio rho against epochs for the
-    optimizers that have them. Lines are medians over seeds, bands run from the smallest to the largest value.
+    Train loss and test error (test loss where there is no error) against epochs and seconds; damping and the ratio
+    rho against epochs for the optimizers that have them. Lines are medians over seeds, bands run from the smallest
+    to the largest value.
     """
     groups = groups_of(runs)
     curves = curves_of(groups)
     errors = [curve and curve.map(lambda value: 100 * value) for curve in curves["test_error"]]
-    damped = any(curves["damping"])
+    rows = {"Train loss": curves["train_loss"], "Test error, %": errors, "Test loss": curves["test_loss"]}
+    rows = {title: own for title, own in rows.items() if any(own)}
+    damped = any(curves["damping"]) or any(curves["ratio"])
+    columns = 2 if not damped else 3 if len(rows) > 1 else 4
     with matplotlib.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
-        figure = Figure(figsize=(13 if damped else 9, 7.2), layout=layout)
-        panels = figure.subplots(2, 3 if damped else 2)
-        for column, axis in enumerate(("epochs", "seconds")):
-            _draw_panel(panels[0, column], "Train loss", groups, curves["train_loss"], axis, _log_axis)
-            _draw_panel(panels[1, column], "Test error, %", groups, errors, axis, _log_axis)
+        figure = Figure(figsize=(1 + 4 * columns, 3.6 * len(rows)), layout=layout)
+        panels = figure.subplots(len(rows), columns, squeeze=False)
+        for own, (title, values) in zip(panels, rows.items(), strict=True):
+            for panel, axis in zip(own, ("epochs", "seconds"), strict=False):
+                _draw_panel(panel, title, groups, values, axis, _log_axis)
         if damped:
-            _draw_panel(
-                panels[0, 2], "Damping", groups, curves["damping"], "epochs", partial(_log_axis, whole=True)
-            )
+            damping, ratio, *empty = panels[:, 2:].flat
+            _draw_panel(damping, "Damping", groups, curves["damping"], "epochs", partial(_log_axis, whole=True))
             title = "Reduction ratio ρ, running median"
-            _draw_panel(panels[1, 2], title, groups, curves["ratio"], "epochs", _ratio_axis)
+            _draw_panel(ratio, title, groups, curves["ratio"], "epochs", _ratio_axis)
+            for panel in empty:
+                panel.remove()
         _draw_heading(figure, groups)
     return figure
 
@@ -137,9 +142,15 @@ def _line_style(look: Look) -> dict[str, Any]:
 def _log_axis(panel: Axes, curves: Sequence[Curve], whole: bool = False) -> tuple[float, float]:
     """A logarithmic axis for values from zero on; a zero is drawn, and labelled, at its lower edge.
 
-    Unless the `whole` of the curves is wanted, the axis ends where `_highest` says.
+    Unless the `whole` of the curves is wanted, the axis ends where `_highest` says. Where there are values below
+    zero, the axis is linear.
     """
     values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
+    if min(values, default=0) < 0:
+        low, high = min(values), max(value for value in values if value < math.inf)
+        room = 0.05 * (high - low) or 1
+        panel.set_ylim(low - room, high + room)
+        return low - room, high + room
     positive = [value for value in values if 0 < value < math.inf]
     if not positive:  # nothing but zeros
         panel.set_ylim(-0.05, 1)
@@ -244,8 +255,11 @@ def _literal(text: str) -> str:
 
 def _draw_heading(figure: Figure, groups: Sequence[Group]) -> None:
     """The title above the panels and the legend below them."""
-    config, seeds = groups[0].runs[0].config, max(group.seeds for group in groups)
-    title = f"{_literal(config.dataset)}: network {network_name(config.widths)}, batches of {config.batch_size}"
+    seeds = max(group.seeds for group in groups)
+    title = _literal(groups[0].runs[0].config.dataset)
+    known = (run.config for group in groups for run in group.runs if not run.config.recorded)
+    if (config := next(known, None)) is not None:
+        title += f": network {network_name(config.widths)}, batches of {config.batch_size}"
     if seeds > 1:
         title += f"; median over {seeds} seeds, bands from smallest to largest"
     figure.suptitle(title, x=0.012, ha="left", fontsize=12)

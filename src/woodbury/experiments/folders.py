@@ -8,6 +8,7 @@ from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
 
 MODEL_FILE = "model.pt"  # the trained network; where it exists the run is complete
+COMPLETE_FILE = "complete"  # the same of a run that a `woodbury.Recorder` wrote, which has no network
 
 
 def run_folder(folder: Path, config: RunConfig) -> Path:
@@ -17,7 +18,7 @@ def run_folder(folder: Path, config: RunConfig) -> Path:
 
 def is_complete(folder: Path) -> bool:
     """Whether the run in this folder has finished."""
-    return (folder / MODEL_FILE).exists()
+    return (folder / MODEL_FILE).exists() or (folder / COMPLETE_FILE).exists()
 
 
 def new_folder(out: Path, dataset: str) -> Path:

@@ -40,11 +40,21 @@ _OWN = {
 
 
 def looks_of(optimizers: Sequence[str]) -> list[Look]:
-    """One look per name: the optimizer's own where the name first appears, else an unused one, dashed."""
+    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed.
+
+    After all colours come the same with other markers.
+    """
+    markers = list(MARKERS)
     unused = [look for name, look in _OWN.items() if name not in optimizers]
-    spare = itertools.chain(unused, itertools.cycle(look for look in _OWN.values() if not look.dashed))
+    others = [
+        dataclasses.replace(look, marker=markers[(markers.index(look.marker) + shift) % len(markers)])
+        for shift in range(len(markers))
+        for look in _OWN.values()
+        if not look.dashed
+    ]
+    spare = itertools.cycle(dict.fromkeys(dataclasses.replace(look, dashed=True) for look in [*unused, *others]))
     looks: list[Look] = []
     for index, name in enumerate(optimizers):
         own = name in _OWN and name not in optimizers[:index]
-        looks.append(_OWN[name] if own else dataclasses.replace(next(spare), dashed=True))
+        looks.append(_OWN[name] if own else next(spare))
     return looks

@@ -16,6 +16,7 @@ import numpy as np
 from woodbury.experiments.errors import printable
 from woodbury.experiments.looks import Look, looks_of
 from woodbury.experiments.runs import Run, even_indices
+from woodbury.experiments.storage import round_numbers
 
 RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
 _LONGEST = 200  # characters of a label
@@ -82,6 +83,7 @@ class Summary:
     seeds_started: int
     epochs: float  # number of the last one
     train_loss: float
+    test_loss: float  # NaN where it was not measured, like all that follows; else the last one measured
     test_error: float  # a fraction, like all errors here
     best_test_error: float  # over all epochs
     seconds: float
@@ -113,9 +115,11 @@ def summarise(runs: Iterable[Run]) -> list[Summary]:
 
 def summary_of(group: Group) -> Summary:
     """Where the runs of a group ended."""
-    last = max(run.epochs[-1]["step"] for run in group.runs)
-    runs = [run for run in group.runs if run.epochs[-1]["step"] == last]
+    last = max(_place(run, run.epochs[-1]) for run in group.runs)
+    runs = [run for run in group.runs if _place(run, run.epochs[-1]) == last]
     ends = [run.epochs[-1] for run in runs]
+    losses, errors = ([_measured(run, key) for run in runs] for key in ("test_loss", "test_error"))
+    paces = [end["seconds"] / end["step"] for end in ends if end["step"] > 0]
     damped = any(_has_quantity(run, "damping") for run in runs)
     return Summary(
         dataset=runs[0].config.dataset,
@@ -125,44 +129,85 @@ def summary_of(group: Group) -> Summary:
         seeds_started=group.seeds,
         epochs=ends[0]["epoch"],
         train_loss=median(_number(end["train_loss"]) for end in ends),
-        test_error=median(_number(end["test_error"]) for end in ends),
-        best_test_error=median(min(_number(record["test_error"]) for record in run.epochs) for run in runs),
+        test_loss=_median(values[-1] for values in losses if values),
+        test_error=_median(values[-1] for values in errors if values),
+        best_test_error=_median(min(values) for values in errors if values),
         seconds=median(end["seconds"] for end in ends),
-        seconds_per_step=median(end["seconds"] / end["step"] for end in ends) if last > 0 else math.nan,
-        damping=median(_damping(run, last) for run in runs if run.steps) if damped else math.nan,
+        seconds_per_step=_median(paces),
+        damping=median(_damping(run) for run in runs if run.steps) if damped else math.nan,
     )
 
 
-def _damping(run: Run, last: int) -> float:
-    """The damping at step `last`, or at the nearest recorded step before it; an interrupted run has later ones."""
-    before = [step for step in run.steps if step["step"] <= last] or run.steps
+def _measured(run: Run, key: str) -> list[float]:
+    """The values of a quantity at the evaluations that measured it."""
+    return [_number(record[key]) for record in run.epochs if key in record]
+
+
+def _median(values: Iterable[float]) -> float:
+    """The median, NaN of nothing."""
+    values = list(values)
+    return median(values) if values else math.nan
+
+
+def _damping(run: Run) -> float:
+    """The damping at the last evaluation, or at the nearest step before it; an interrupted run has later ones."""
+    before = [step for step in run.steps if step["step"] <= run.epochs[-1]["step"]] or run.steps
     return _number(before[-1]["damping"])
 
 
 def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
-    """One curve per quantity and group, as figure and page draw them; None if the group lacks the quantity."""
+    """One curve per quantity and group, as figure and page draw them; None if the group lacks the quantity.
+
+    The test loss is for problems without a test error: no group has it if each that could have it has an error.
+    """
     # How many steps an epoch has is not known from a run killed in its first epoch, but perhaps from another one.
-    ends = [(run.config.batch_size, run.epochs[-1]) for group in groups for run in group.runs]
-    per_epoch = {batch_size: end["step"] / end["epoch"] for batch_size, end in ends if end["epoch"] > 0}
+    per_epoch = {
+        run.config.batch_size: length
+        for group in groups
+        for run in group.runs
+        if run.config.batch_size and (length := _epoch_length([run])) is not None
+    }
     lowest, highest = RATIO_RANGE
-    curves: dict[str, list[Curve | None]] = {"train_loss": [], "test_error": [], "damping": [], "ratio": []}
+    curves: dict[str, list[Curve | None]] = {
+        name: [] for name in ("train_loss", "test_error", "test_loss", "damping", "ratio")
+    }
     for runs in (group.runs for group in groups):
-        steps = per_epoch.get(runs[0].config.batch_size)
-        curves["train_loss"].append(_epoch_curve(runs, "train_loss"))
-        curves["test_error"].append(_epoch_curve(runs, "test_error"))
+        steps = _epoch_length(runs) or per_epoch.get(runs[0].config.batch_size)
+        for name in ("train_loss", "test_error", "test_loss"):
+            curves[name].append(_epoch_curve(runs, name))
         curves["damping"].append(_step_curve(runs, "damping", math.inf, _nearest_value, steps))
         ratio = _step_curve(runs, "ratio", -math.inf, _running_median, steps)  # not finite: the step failed
         curves["ratio"].append(ratio and ratio.map(lambda value: min(max(value, lowest), highest)))
+    pairs = zip(curves["test_loss"], curves["test_error"], strict=True)
+    if not any(loss is not None and error is None for loss, error in pairs):
+        curves["test_loss"] = [None] * len(groups)
     return curves
 
 
-def _epoch_curve(runs: Sequence[Run], key: str) -> Curve:
-    """A quantity recorded at each evaluation."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
+def _epoch_length(runs: Sequence[Run]) -> float | None:
+    """Steps per epoch of the first run that has got through one; None if none has."""
+    ends = [run.epochs[-1] for run in runs]
+    return next((end["step"] / end["epoch"] for end in ends if end["epoch"] > 0 and end["step"] > 0), None)
+
+
+def _place(run: Run, record: dict[str, Any]) -> float:
+    """What evaluations of several seeds share if they were made at the same place.
+
+    The step; of a recorded run the epoch (with the digits of a compact file), as its loop may record no steps.
+    """
+    return float(round_numbers(record["epoch"])) if run.config.recorded else float(record["step"])
+
+
+def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
+    """A quantity measured at evaluations."""
+    by_place: dict[float, list[dict[str, Any]]] = {}
     for run in runs:
         for record in run.epochs:
-            by_step.setdefault(record["step"], []).append(record)
-    points = [by_step[step] for step in sorted(by_step)]
+            if key in record:
+                by_place.setdefault(_place(run, record), []).append(record)
+    if not by_place:
+        return None
+    points = [by_place[place] for place in sorted(by_place)]
     epochs = [records[0]["epoch"] for records in points]
     seconds = [median(record["seconds"] for record in records) for records in points]
     return _curve(epochs, seconds, [[_number(record[key]) for record in records] for records in points])

@@ -21,9 +21,11 @@ from woodbury.experiments.storage import read_json, write_whole
 
 RECORDS_FILE, CHECKS_FILE = "records.jsonl", "records.crc32"
 EPOCH_KEYS = ("epoch", "step", "seconds", "train_loss", "test_error")
-# What a record must hold, and what it may hold. A number that must be there is finite and not negative.
+# What a record must hold, and what it may hold. A number that must be there is finite and not negative. Null is a
+# number that is not finite; what was not measured is absent.
 _KEYS = {"epoch": EPOCH_KEYS, "step": ("step", "damping")}
-_OPTIONAL: dict[str, tuple[str, ...]] = {"epoch": (), "step": ("ratio",)}
+_OPTIONAL: dict[str, tuple[str, ...]] = {"epoch": ("test_loss",), "step": ("ratio", "seconds")}
+_MEASURED = ("test_error",)  # which `woodbury train` always writes, and a recorded run may lack
 _NEEDED = ("epoch", "step", "seconds")
 _LARGEST = 2**53  # whole numbers up to here are exact as floats
 _REMEDY = f"delete {CHECKS_FILE} to read the records as they are"
@@ -120,8 +122,10 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def read_records(folder: Path, complete: bool) -> dict[str, list[dict[str, Any]]]:
-    """The records of a run folder by kind; `complete` says that the run has ended.
+def read_records(folder: Path, complete: bool, recorded: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """The records of a run folder by kind.
+
+    `complete` says that the run has ended, `recorded` that a `woodbury.Recorder` wrote it.
 
     Raises RunFolderError that names the first line which is not a record or does not agree with its check value.
     """
@@ -142,7 +146,7 @@ def read_records(folder: Path, complete: bool) -> dict[str, list[dict[str, Any]]
             record = read_json(line)
         except ValueError:
             raise RunFolderError(f"{where} is not JSON") from None
-        kind = kind_of(record, where)
+        kind = kind_of(record, where, recorded)
         check_order(records[kind][-1:], record, kind, where)
         records[kind].append(record)
     return records
@@ -189,12 +193,14 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def kind_of(record: Any, where: str) -> str:
+def kind_of(record: Any, where: str, recorded: bool = False) -> str:
     """ "step" or "epoch", the kind of a record; raises RunFolderError if it is neither or lacks a number."""
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _KEYS:
         raise RunFolderError(f"{where} is not the record of a step or an epoch")
     for key in _KEYS[kind]:
+        if recorded and key in _MEASURED and key not in record:
+            continue
         value = record.get(key, "")
         if not _is_number(value) and not (value is None and key not in _NEEDED):
             raise RunFolderError(f"{where} has no number '{key}'")

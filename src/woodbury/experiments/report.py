@@ -6,6 +6,7 @@ and asks for nothing from a network.
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -79,6 +80,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     groups = groups_of(runs)
     tables = [group.runs[0].settings() for group in groups]
     curves = curves_of(groups)
+    hidden = () if any(curves["test_loss"]) else ("test_loss",)
     entries = []
     for index, (group, table) in enumerate(zip(groups, tables, strict=True)):
         summary = dataclasses.asdict(summary_of(group))
@@ -88,7 +90,11 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
                 "label": group.label,
                 "look": dataclasses.asdict(group.look),
                 "curves": {name: dataclasses.asdict(curve) for name, curve in own.items()},
-                "figures": {name: value for name, value in summary.items() if isinstance(value, int | float)},
+                "figures": {
+                    name: value
+                    for name, value in summary.items()
+                    if isinstance(value, int | float) and not math.isnan(value) and name not in hidden
+                },
                 "settings": {name: str(value) for name, value in table.items()},
             }
         )
@@ -100,7 +106,15 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
         "log_time_above": LOG_TIME_ABOVE,
         "thresholds": THRESHOLDS,
         "ratio_range": RATIO_RANGE,
+        "time_of": _time_of(runs),
     }
+
+
+def _time_of(runs: Sequence[Run]) -> str:
+    """What the seconds of the runs count, in a sentence."""
+    steps, loops = "the steps of the optimizer alone, not the evaluation", "all of a recorded loop but its pauses"
+    kinds = {run.config.recorded for run in runs}
+    return f"Time counts {steps if kinds == {False} else loops if kinds == {True} else f'{steps}; {loops}'}."
 
 
 def _differing_names(tables: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -117,7 +131,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         samples = config.settings.get("curvature_samples", "")
         values = {
             "network": network_name(config.widths),
-            "batch": f"{config.batch_size} samples",
+            "batch": f"{config.batch_size} samples" if config.batch_size else "",
             "curvature from": _part_of_batch(samples) if samples != "" else "",
             "date": run.day,
             "machine": _machine(config),
@@ -129,10 +143,12 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     return [(name, "; ".join(values)) for name, values in facts.items()]
 
 
-def _part_of_batch(samples: int | float | None) -> str:
-    """Curvature samples in words: a number of samples, or a fraction of the batch."""
+def _part_of_batch(samples: int | float | str | None) -> str:
+    """Curvature samples in words: a number of samples, a fraction of the batch, or a rule by its name."""
     if samples is None:
         return "the whole batch"
+    if isinstance(samples, str):
+        return samples
     return f"{samples:.3g} of the batch" if isinstance(samples, float) else f"{samples} samples"
 
 

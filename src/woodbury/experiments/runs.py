@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, FORMAT, RunConfig, check_format, check_seal
+from woodbury.experiments.config import CONFIG_FILE, FORMAT, UNKNOWN, RunConfig, check_format, check_seal
 from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.folders import is_complete
 from woodbury.experiments.models import network_name
@@ -22,6 +22,7 @@ from woodbury.optim import OPTIMIZERS
 
 COMPACT = "records.json"
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_ABSENT = ""  # in a column
 _POINTS = 250  # steps of a run in a compact file and in a curve, at most
 
 
@@ -41,6 +42,8 @@ class Run:
             del values[name]
         settings = {key: value for key, value in values.pop("settings").items() if key != "seed"}
         values["widths"] = network_name(self.config.widths)
+        if self.config.recorded:
+            values = {name: value for name, value in values.items() if name not in (*UNKNOWN, "evaluations")}
         flat: dict[str, Any] = {}
         for name, value in {**settings, **values}.items():
             flat[name] = value
@@ -75,7 +78,7 @@ def load(paths: Iterable[Path]) -> list[Run]:
 
 def _identity(run: Run) -> str:
     """A key that two copies of a run share, even if one of them has the few digits of a compact file."""
-    epochs = [[record[key] for key in EPOCH_KEYS] for record in run.epochs]
+    epochs = [[record.get(key) for key in EPOCH_KEYS] for record in run.epochs]
     return json.dumps(round_numbers([dataclasses.asdict(run.config), epochs]), sort_keys=True)
 
 
@@ -97,7 +100,7 @@ def _load_run(folder: Path) -> Run:
     """Read one run folder; a run that has only just started has no records."""
     path = folder / RECORDS_FILE
     config = RunConfig.load(folder)
-    records = read_records(folder, is_complete(folder))
+    records = read_records(folder, is_complete(folder), config.recorded)
     try:
         day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat()
     except (OSError, ValueError, OverflowError):
@@ -129,7 +132,7 @@ def _load_compact(path: Path) -> list[Run]:
             raise RunFolderError(f"{where} has no proper records") from None
         for kind, records in (("step", steps), ("epoch", epochs)):
             for index, record in enumerate(records):
-                kind_of({**record, "kind": kind}, where)
+                kind_of({**record, "kind": kind}, where, config.recorded)
                 check_order(records[max(index - 1, 0) : index], record, kind, where)
         runs.append(Run(config, steps, epochs, day))
     check_seal({"format": 2, **content}, str(path))
@@ -168,11 +171,14 @@ def compact(runs: Sequence[Run]) -> str:
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The records as one list per key, or as one value for a key whose value never changes."""
+    """The records as one list per key, or as one value for a key whose value never changes.
+
+    `_ABSENT` stands for what a record has not, while others have it.
+    """
     names = dict.fromkeys(name for record in records for name in record if name != "kind")
     columns: dict[str, Any] = {"count": len(records)}
     for name in names:
-        column = [record.get(name) for record in records]
+        column = [record.get(name, _ABSENT) for record in records]
         columns[name] = column[0] if all(value == column[0] for value in column) else column
     return columns
 
@@ -188,7 +194,10 @@ def _from_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         for name, column in columns.items()
         if name != "count"
     }
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    return [
+        {name: value for name, value in zip(lists, values, strict=True) if value != _ABSENT}
+        for values in zip(*lists.values(), strict=True)
+    ]
 
 
 def even_indices(length: int) -> list[int]:

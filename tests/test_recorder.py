@@ -1,0 +1,664 @@
+"""Runs that loops of one's own record: written, read back, resumed and refused, against what was passed."""
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import woodbury
+from woodbury.experiments import recorder as module
+from woodbury.experiments.config import FORMAT, RECORDED, RunConfig
+from woodbury.experiments.errors import RunFolderError
+from woodbury.experiments.folders import is_complete
+from woodbury.experiments.looks import looks_of
+from woodbury.experiments.runs import Run, compact, load
+from woodbury.experiments.storage import SEAL, seal
+
+EPOCHS, BATCHES = 3, 4
+
+
+def start(folder: Path, method: str = "mine", seed: int = 0, **more: Any) -> woodbury.Recorder:
+    return woodbury.Recorder(folder, problem="waves", method=method, seed=seed, **more)
+
+
+def read(*folders: Path) -> list[Run]:
+    return load(folders)
+
+
+def numbers_of(folder: Path) -> list[int]:
+    """The steps that a folder holds."""
+    (run,) = read(folder)
+    return [record["step"] for record in run.steps]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def problem(seed: int) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    inputs = torch.randn(40, 3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    return model, nn.MSELoss(), inputs, inputs[:, :1].sin()
+
+
+def loop(folder: Path, method: str, seed: int, errors: bool = False) -> tuple[list[Any], list[dict[str, float]]]:
+    """Train as a user would; what was told to the recorder in each step and each epoch."""
+    model, loss, inputs, targets = problem(seed)
+    newton = woodbury.GaussNewton(model, loss) if method == "newton" else None
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    steps: list[Any] = []
+    epochs: list[dict[str, float]] = []
+    with start(folder, method, seed, settings={"lr": 1.0 if newton else 0.01}) as record:
+        for _ in range(EPOCHS):
+            for batch in torch.arange(40).split(40 // BATCHES):
+                if newton is not None:
+                    steps.append(newton.step(inputs[batch], targets[batch]).as_dict())
+                    record.step(newton.last)
+                else:
+                    adam.zero_grad()
+                    value = loss(model(inputs[batch]), targets[batch])
+                    value.backward()
+                    adam.step()
+                    steps.append({"loss": value.item()})
+                    record.step(loss=value, lr=0.01)
+            with record.paused(), torch.no_grad():
+                now = loss(model(inputs), targets)
+            epochs.append({"train_loss": now.item(), "test_loss": 2 * now.item()})
+            if errors:
+                epochs[-1]["test_error"] = 0.25
+            record.epoch(**{**epochs[-1], "train_loss": now})
+    return steps, epochs
+
+
+@pytest.mark.parametrize("method", ["newton", "adam"])
+def test_what_a_loop_records_is_read_back(method: str, tmp_path: Path) -> None:
+    steps, epochs = loop(tmp_path / "run", method, seed=3)
+    (run,) = read(tmp_path / "run")
+    config = run.config
+    assert (config.dataset, config.optimizer, config.seed, config.format) == ("waves", method, 3, RECORDED)
+    assert config.settings == {"lr": 1.0 if method == "newton" else 0.01}
+    assert config.versions["torch"] == torch.__version__
+    assert [record["step"] for record in run.steps] == list(range(1, EPOCHS * BATCHES + 1))
+    assert [record["epoch"] for record in run.steps] == [1 + step // BATCHES for step in range(EPOCHS * BATCHES)]
+    for record, told in zip(run.steps, steps, strict=True):
+        assert {name: record[name] for name in told} == told
+    assert all((record["damping"] is not None) == (method == "newton") for record in run.steps)
+    assert [(record["epoch"], record["step"]) for record in run.epochs] == [(1, 4), (2, 8), (3, 12)]
+    for record, told in zip(run.epochs, epochs, strict=True):
+        assert {name: record[name] for name in told} == told and "test_error" not in record
+    seconds = [record["seconds"] for record in run.steps]
+    assert seconds == sorted(seconds) and seconds[0] > 0 and seconds[-1] <= run.epochs[-1]["seconds"]
+    assert is_complete(tmp_path / "run")
+
+
+def test_numbers_may_come_as_a_mapping_with_counts_of_their_own(tmp_path: Path) -> None:
+    with start(tmp_path) as record:
+        record.step({"step": 10, "seconds": 2.5, "loss": torch.tensor(0.5), "accepted": True, "samples": 40})
+        record.step({"loss": math.nan}, damping=3, ratio=None)
+        record.epoch(train_loss=1, seconds=7.0)
+    (run,) = read(tmp_path)
+    first, second = run.steps
+    assert first == {
+        **{"kind": "step", "epoch": 1, "step": 10, "seconds": 2.5, "damping": None},
+        **{"loss": 0.5, "accepted": True, "samples": 40},
+    }
+    assert (second["step"], second["loss"], second["damping"], second["ratio"]) == (11, None, 3, None)
+    assert run.epochs[0]["seconds"] == 7.0
+    assert (record.steps, record.epochs) == (11, 1)
+
+
+# -- the clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Lets time pass by a call, and by a second in each write."""
+    now = [100.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    write = module.Records.write
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module.Records, "write", lambda *arguments: (pass_time(1.0), write(*arguments)))
+    yield pass_time
+
+
+def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    record = start(tmp_path)
+    clock(50.0)  # before the block
+    with record:
+        clock(0.25)
+        record.step(loss=1.0)
+        clock(0.5)
+        with record.paused():
+            clock(8.0)
+            with record.paused():
+                clock(8.0)
+            record.epoch(train_loss=1.0)
+            clock(8.0)
+            assert record.seconds == 0.75
+        clock(2.0)
+        assert record.seconds == 2.75
+        record.step(loss=1.0)
+        record.step(loss=1.0, seconds=10.0)
+        clock(1.0)
+        record.epoch(train_loss=1.0)
+    (run,) = read(tmp_path)
+    assert [step["seconds"] for step in run.steps] == [0.25, 2.75, 10.0]
+    assert [epoch["seconds"] for epoch in run.epochs] == [0.75, 11.0]
+
+
+# -- numbers on a device
+
+
+def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    item = Tensor.item
+    monkeypatch.setattr(module, "_on_device", lambda tensor: True)
+    monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append(1), item(tensor))[1])
+    running = torch.zeros(())
+    model, loss, inputs, targets = problem(0)
+    optimizer = woodbury.GaussNewton(model, loss)
+    infos = [optimizer.step(inputs, targets) for _ in range(99)]
+    reads.clear()
+    with start(tmp_path) as record:
+        for info in infos:
+            running += 1  # in place: each record must keep its own value
+            record.step(info, total=running)
+        assert reads == [] and (tmp_path / "records.jsonl").read_bytes() == b""
+        record.step(total=running)
+        assert len(reads) >= 100 and (tmp_path / "records.jsonl").read_bytes().count(b"\n") == 100
+        record.step(total=running)
+        record.step(loss=0.5)  # a plain number waits behind it
+        assert (tmp_path / "records.jsonl").read_bytes().count(b"\n") == 100
+        record.epoch(train_loss=torch.tensor(2.0))
+    (run,) = read(tmp_path)
+    assert [step.get("total") for step in run.steps] == [*range(1, 100), 99, 99, None]
+    assert [step["step"] for step in run.steps] == list(range(1, 103))
+    assert run.steps[50]["damping"] > 0 and run.epochs[0]["train_loss"] == 2.0
+
+
+def test_steps_still_on_a_device_are_written_when_a_loop_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_on_device", lambda tensor: True)
+    with pytest.raises(KeyboardInterrupt), start(tmp_path) as record:
+        record.epoch(train_loss=1.0, epoch=0)
+        record.step(loss=torch.tensor(2.0))
+        raise KeyboardInterrupt
+    assert numbers_of(tmp_path) == [1]
+
+
+# -- interrupted and resumed
+
+
+def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), start(tmp_path, settings={"lr": 0.5, "betas": (0.9, 0.99)}) as record:
+        record.step(loss=3.0)
+        record.epoch(train_loss=2.0)
+        record.step(loss=1.5, seconds=4.0)
+        raise KeyboardInterrupt
+    assert not is_complete(tmp_path) and numbers_of(tmp_path) == [1, 2]
+    with woodbury.Recorder(tmp_path, resume=True, settings={"lr": 0.5, "betas": (0.9, 0.99)}) as record:
+        assert (record.steps, record.epochs) == (2, 1) and 4 <= record.seconds < 5
+        record.step(loss=1.0)
+        record.epoch(train_loss=1.0)
+    assert is_complete(tmp_path)
+    (run,) = read(tmp_path)
+    assert [(step["step"], step["epoch"], step["loss"]) for step in run.steps] == [
+        (1, 1, 3),
+        (2, 2, 1.5),
+        (3, 2, 1),
+    ]
+    assert [(epoch["epoch"], epoch["step"]) for epoch in run.epochs] == [(1, 1), (2, 3)]
+    with woodbury.Recorder(tmp_path, resume=True) as record:  # a complete run can go on too
+        assert not is_complete(tmp_path)
+        record.epoch(train_loss=0.5)
+    assert is_complete(tmp_path) and len(read(tmp_path)[0].epochs) == 3
+
+
+def test_a_killed_process_loses_the_current_line_at_most(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, woodbury\n"
+        f"record = woodbury.Recorder({str(tmp_path)!r}, problem='waves', method='mine')\n"
+        "record.epoch(train_loss=2.0, epoch=0)\n"
+        "for step in range(7): record.step(loss=1.0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert numbers_of(tmp_path) == list(range(1, 8))
+    with (tmp_path / "records.jsonl").open("ab") as file:  # killed in the middle of the next one
+        file.write(b'{"kind": "step", "ep')
+    with woodbury.Recorder(tmp_path, resume=True) as record:
+        record.step(loss=1.0)
+    assert numbers_of(tmp_path) == list(range(1, 9))
+
+
+class _Interrupted:
+    """A file in which Ctrl-C arrives before, or after, a call of one method."""
+
+    def __init__(self, file: Any, method: str, after: bool) -> None:
+        self.file, self.method, self.after = file, method, after
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self.file, name)
+        if name != self.method:
+            return own
+        self.method = ""  # once
+
+        def call(*arguments: Any) -> None:
+            if self.after:
+                own(*arguments)
+            raise KeyboardInterrupt
+
+        return call
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("method", ["write", "flush"])
+@pytest.mark.parametrize("file", ["_file", "_checks"])
+def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(
+    file: str, method: str, after: bool, tmp_path: Path
+) -> None:
+    with start(tmp_path) as record:
+        record.epoch(train_loss=1.0, epoch=0)
+        record.step(loss=1.0)
+        records: Any = record._records
+        setattr(records, file, _Interrupted(getattr(records, file), method, after))
+        with pytest.raises(KeyboardInterrupt):
+            record.step(loss=2.0)
+        record.step(loss=3.0)
+        record.epoch(train_loss=0.5)
+    assert numbers_of(tmp_path) == [1, 3]
+
+
+def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path: Path) -> None:
+    for method in ("first", "second"):
+        with pytest.raises(RuntimeError), start(tmp_path, method):
+            raise RuntimeError
+    assert RunConfig.load(tmp_path).optimizer == "second"
+    with woodbury.Recorder(tmp_path / "new", problem="waves", method="mine", resume=True) as record:
+        record.epoch(train_loss=1.0)  # nothing to resume: a start
+    assert len(read(tmp_path / "new")) == 1
+
+
+# -- refusals
+
+
+def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    loop(tmp_path / "run", "adam", 0)
+    before = contents(tmp_path / "run")
+    with pytest.raises(RunFolderError, match=r"another folder, resume=True .* or overwrite=True") as raised:
+        start(tmp_path / "run")
+    assert str(tmp_path / "run") in str(raised.value)
+    assert contents(tmp_path / "run") == before
+    with start(tmp_path / "run", "other", overwrite=True) as record:
+        assert not is_complete(tmp_path / "run")
+        record.epoch(train_loss=4.0)
+    (run,) = read(tmp_path / "run")
+    assert run.config.optimizer == "other" and run.steps == [] and run.epochs[0]["train_loss"] == 4.0
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_run_of_woodbury_train_is_never_touched(how: dict[str, bool], tmp_path: Path) -> None:
+    config = RunConfig("waves", "mine", {}, widths=(3, 1), batch_size=4, epochs=2, seed=0)
+    config.save(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(RunFolderError, match="a run of `woodbury train`: record in another folder"):
+        start(tmp_path, **how)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"problem": "others"}, "it has problem waves, and others was asked for"),
+        ({"method": "adam"}, "it has method mine, and adam was asked for"),
+        ({"seed": 1}, "it has seed 0, and 1 was asked for"),
+        ({"settings": {"lr": 0.2}}, "it has settings lr 0.1, and 0.2 was asked for"),
+        ({"settings": {}}, "it has settings lr 0.1, and None was asked for"),
+    ],
+)
+def test_another_run_is_not_resumed(asked: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with start(tmp_path, settings={"lr": 0.1}) as record:
+        record.epoch(train_loss=1.0)
+    before = contents(tmp_path)
+    with pytest.raises(RunFolderError, match=message):
+        woodbury.Recorder(tmp_path, resume=True, **asked)
+    assert contents(tmp_path) == before
+
+
+def test_damaged_records_are_not_resumed(tmp_path: Path) -> None:
+    with start(tmp_path) as record:
+        record.epoch(train_loss=1.25)
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1.25", b"1.35"))
+    before = contents(tmp_path)
+    with pytest.raises(RunFolderError, match=r"line 1 does not agree with records\.crc32"):
+        woodbury.Recorder(tmp_path, resume=True)
+    assert contents(tmp_path) == before
+    with pytest.raises(RunFolderError, match="does not agree"):
+        read(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(RunFolderError, match=r"cannot resume .* it has no config\.json; give another folder"):
+        start(tmp_path, resume=True)
+    assert path.read_bytes() == before["records.jsonl"]
+
+
+def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
+    with start(tmp_path) as record:
+        record.epoch(train_loss=1.0)
+        with pytest.raises(RunFolderError, match="another process"):
+            woodbury.Recorder(tmp_path, resume=True)
+        record.epoch(train_loss=0.5)
+    for call in (lambda: record.step(loss=1.0), lambda: record.epoch(train_loss=1.0), record.__enter__):
+        with pytest.raises(RunFolderError, match=r"closed: Recorder\(folder, resume=True\) goes on"):
+            call()
+    assert len(read(tmp_path)[0].epochs) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"problem": None}, ValueError, r"needs its problem: Recorder\(folder, problem=\.\.\.\)"),
+        ({"method": None}, ValueError, "needs its method"),
+        ({"problem": ""}, ValueError, "problem must be a short line of printable text, got ''"),
+        ({"method": "a\nb"}, ValueError, "method must be a short line"),
+        ({"method": 5}, ValueError, "method must be a short line of printable text, got 5"),
+        ({"seed": -1}, ValueError, "seed must be a whole number from 0 on, got -1"),
+        ({"seed": 0.5}, ValueError, "seed must be a whole number"),
+        ({"settings": [1]}, TypeError, "settings must be a mapping of names to values, got list"),
+        ({"settings": {"lr": math.inf}}, ValueError, r"settings: lr must be a finite number.*got inf"),
+        ({"settings": {"model": nn.ReLU()}}, ValueError, r"settings: model must be .* got ReLU\(\)"),
+        ({"settings": {"data": {"rows": 5}}}, ValueError, "settings: data is a mapping that is no policy"),
+        ({"resume": True, "overwrite": True}, ValueError, "choose one"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_is_written(
+    arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        woodbury.Recorder(tmp_path / "run", **{"problem": "waves", "method": "mine", **arguments})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunFolderError, match="is in the way of a run folder: give another folder"):
+            start(folder)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda record: record.step(0.5), TypeError, r"such as loss=0\.5, not float"),
+        (
+            lambda record: record.step(loss=torch.ones(2)),
+            TypeError,
+            r"loss must be one real number, got a tensor of",
+        ),
+        (
+            lambda record: record.step(loss="low"),
+            TypeError,
+            "loss must be a number or a tensor with one element, got s",
+        ),
+        (lambda record: record.step(damping=True), TypeError, "damping must be a number, got True"),
+        (lambda record: record.step({"kind": 1}), ValueError, "'kind' cannot be the name of a number"),
+        (lambda record: record.step({"a\n": 1}), ValueError, "cannot be the name of a number"),
+        (
+            lambda record: record.step(step=2),
+            ValueError,
+            "step must be a whole number above 2, the last one, got 2",
+        ),
+        (lambda record: record.step(step=3.5), ValueError, r"above 2, the last one, got 3\.5"),
+        (lambda record: record.step(seconds=-1), ValueError, "seconds must be a finite number from 0 on, got -1"),
+        (lambda record: record.epoch(train_loss=None), TypeError, "every epoch needs the train loss"),
+        (lambda record: record.epoch(train_loss=1, test_error=-0.1), ValueError, "test_error must be a fraction"),
+        (lambda record: record.epoch(train_loss=1, epoch=1), ValueError, "from 0 on above 1, the last one, got 1"),
+        (
+            lambda record: record.epoch(train_loss=1, epoch=math.nan),
+            ValueError,
+            "epoch must be a number from 0 on",
+        ),
+        (
+            lambda record: record.epoch(train_loss=1, seconds=math.inf),
+            ValueError,
+            "seconds must be a finite number",
+        ),
+        (lambda record: record.epoch(train_loss=[1]), TypeError, "train_loss must be a number or a tensor"),
+    ],
+)
+def test_a_wrong_number_is_named_and_leaves_no_record(
+    call: Callable[[woodbury.Recorder], None], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with start(tmp_path) as record:
+        record.step(loss=1.0, step=2)
+        record.epoch(train_loss=1.0)
+        with pytest.raises(error, match=message):
+            call(record)
+        record.step(loss=0.5)
+    (run,) = read(tmp_path)
+    assert [step["step"] for step in run.steps] == [2, 3] and len(run.epochs) == 1
+
+
+# -- what a report makes of it
+
+
+def test_the_example_in_the_docs_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "runs.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/runs.md", "exec"), {})
+    runs = read(Path("runs/sine"))
+    assert [run.config.optimizer for run in runs] == ["Adam", "GaussNewton"]
+    assert [(len(run.steps), len(run.epochs)) for run in runs] == [(40, 5), (40, 5)]
+    assert all(run.epochs[-1]["train_loss"] < run.epochs[0]["train_loss"] for run in runs)
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    """Change the configuration together with its checksum."""
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({**values, SEAL: seal(values)}))
+
+
+def test_neither_kind_of_run_passes_for_the_other(tmp_path: Path) -> None:
+    with start(tmp_path / "loop") as record:
+        record.epoch(train_loss=1.0)
+    resealed(tmp_path / "loop", format=FORMAT)
+    with pytest.raises(RunFolderError, match="no proper 'widths'"):
+        read(tmp_path / "loop")
+    resealed(tmp_path / "loop", widths=[3, 1], batch_size=4, epochs=1, dtype="float32")
+    with pytest.raises(RunFolderError, match="line 1 has no number 'test_error'"):
+        read(tmp_path / "loop")
+    resealed(tmp_path / "loop", format=RECORDED)
+    with pytest.raises(RunFolderError, match="no proper 'widths'"):
+        read(tmp_path / "loop")
+    resealed(tmp_path / "loop", widths=[], batch_size=0, epochs=0, dtype="")
+    assert len(read(tmp_path / "loop")) == 1
+    (tmp_path / "loop" / "config.json").write_text(
+        (tmp_path / "loop" / "config.json").read_text().replace("waves", "wavex")
+    )
+    with pytest.raises(RunFolderError, match="changed since it was written"):
+        read(tmp_path / "loop")
+
+
+def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp_path: Path) -> None:
+    with start(tmp_path / "run") as record:
+        record.step(loss=1.0)
+        record.step(damping=2.0)
+        record.epoch(train_loss=2.0)
+        record.epoch(train_loss=1.0, test_loss=math.nan)
+        record.epoch(train_loss=0.5, test_loss=0.25, test_error=0.125)
+    runs = read(tmp_path / "run")
+    (tmp_path / "records.json").write_text(compact(runs))
+    (again,) = read(tmp_path / "records.json")
+    for kind in ("steps", "epochs"):
+        whole = [
+            {name: value for name, value in each.items() if name not in ("kind", "seconds")}
+            for each in getattr(runs[0], kind)
+        ]
+        few = [{name: value for name, value in each.items() if name != "seconds"} for each in getattr(again, kind)]
+        assert few == whole
+    assert "test_loss" not in again.epochs[0] and again.epochs[1]["test_loss"] is None
+    assert len(read(tmp_path / "run", tmp_path / "records.json")) == 1  # the same run
+
+
+def test_to_import_woodbury_is_to_import_nothing_but_torch() -> None:
+    program = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import woodbury\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not new & {'numpy', 'matplotlib', 'sklearn', 'typer', 'rich', 'pooch'}, new\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path) -> None:
+    typer_testing = pytest.importorskip("typer.testing")
+    pytest.importorskip("matplotlib")
+    from test_report import page_data, write_run
+    from woodbury import cli
+    from woodbury.experiments import report
+
+    told = {}
+    for seed in range(2):
+        for method in ("newton", "adam"):
+            told[method, seed] = loop(tmp_path / f"{method}-{seed}", method, seed, errors=True)[1]
+    write_run(tmp_path / "sgd", "sgd", dataset="waves")
+    result = typer_testing.CliRunner().invoke(cli.app, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert {"report.html", "records.json", "waves.png", "waves.svg"} <= {path.name for path in tmp_path.iterdir()}
+    assert all(word in result.output for word in ("newton", "sgd", "25.00 %")) and "test loss" not in result.output
+    runs = report.load([tmp_path])
+    summaries = {summary.optimizer: summary for summary in report.summarise(runs)}
+    assert list(summaries) == ["sgd", "adam", "newton"]
+    for method in ("newton", "adam"):
+        ends = [told[method, seed][-1]["train_loss"] for seed in range(2)]
+        assert summaries[method].train_loss == median(ends)
+        assert (summaries[method].seeds, summaries[method].epochs) == (2, EPOCHS)
+    (section,) = page_data(runs)
+    labels = [entry["label"] for entry in section["entries"]]
+    assert sorted(label.split()[0] for label in labels) == ["adam", "newton", "sgd"]
+    assert len({tuple(entry["look"].values()) for entry in section["entries"]}) == 3
+    own = next(entry for entry in section["entries"] if entry["label"] == "newton")
+    middles = [median(told["newton", seed][epoch]["train_loss"] for seed in range(2)) for epoch in range(EPOCHS)]
+    assert own["curves"]["train_loss"]["middle"] == pytest.approx(middles, rel=1e-4)  # five digits
+    assert own["curves"]["train_loss"]["epochs"] == [1, 2, 3] and "test_loss" not in own["figures"]
+    assert own["curves"]["damping"]["epochs"][-1] == EPOCHS
+    assert dict(section["facts"])["batch"] == "60 samples" and section["time_of"].count("; ") == 1
+    figure = report.draw(runs)
+    assert figure.get_suptitle().startswith("waves: network 4-3-2, batches of 60")
+
+
+def panels(runs: list[Run]) -> list[str]:
+    from woodbury.experiments import report
+
+    return [panel.get_title(loc="left") for panel in report.draw(runs).axes]
+
+
+def test_the_figure_has_panels_for_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ratio = "Reduction ratio ρ, running median"
+    with start(tmp_path / "a", "a") as record:
+        record.epoch(train_loss=1.0)
+    assert panels(read(tmp_path / "a")) == ["Train loss"] * 2
+    with start(tmp_path / "b", "b") as record:
+        record.step(damping=1.0, ratio=0.5)
+        record.epoch(train_loss=1.0)
+    assert panels(read(tmp_path / "b")) == ["Train loss", "Train loss", "Damping", ratio]
+    with start(tmp_path / "c", "c") as record:
+        record.epoch(train_loss=1.0, test_loss=2.0)
+    assert panels(read(tmp_path / "c")) == ["Train loss"] * 2 + ["Test loss"] * 2
+    with start(tmp_path / "d", "d") as record:
+        record.epoch(train_loss=1.0, test_loss=2.0, test_error=0.5)
+    assert panels(read(tmp_path / "d")) == ["Train loss"] * 2 + ["Test error, %"] * 2
+    every = [
+        "Train loss",
+        "Train loss",
+        "Damping",
+        "Test error, %",
+        "Test error, %",
+        ratio,
+        "Test loss",
+        "Test loss",
+    ]
+    assert panels(read(tmp_path)) == every
+    from woodbury.experiments import report
+
+    assert report.draw(read(tmp_path)).get_suptitle() == "waves"  # neither network nor batch size is known
+    summaries = {summary.label: summary for summary in report.summarise(read(tmp_path))}
+    assert math.isnan(summaries["a"].test_loss) and math.isnan(summaries["c"].test_error)
+    assert (summaries["c"].test_loss, summaries["d"].test_error) == (2.0, 0.5)
+    typer_testing = pytest.importorskip("typer.testing")
+    from woodbury import cli
+
+    result = typer_testing.CliRunner().invoke(
+        cli.app, ["report", str(tmp_path / "a"), "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0 and "test" not in result.output.split("wrote")[0]
+    result = typer_testing.CliRunner().invoke(cli.app, ["report", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0 and "50.00 %" in result.output and "-" in result.output
+
+
+def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    from woodbury.experiments.medians import curves_of, groups_of, summary_of
+
+    for seed, steps in enumerate((2, 5, 0)):
+        with start(tmp_path / str(seed), seed=seed) as record:
+            for epoch in range(4):
+                for _ in range(steps):
+                    record.step(damping=1.0 + seed)
+                more = {"test_loss": 10.0 + epoch} if epoch % 2 else {}
+                record.epoch(train_loss=seed + epoch / 8, **more)
+    (group,) = groups_of(read(tmp_path))
+    curves = {name: own for name, (own,) in curves_of([group]).items()}
+    train, test = curves["train_loss"], curves["test_loss"]
+    assert train is not None and test is not None and curves["test_error"] is None
+    assert (train.epochs, train.seeds, train.middle) == ([1, 2, 3, 4], [3] * 4, [1.0, 1.125, 1.25, 1.375])
+    assert (test.epochs, test.middle) == ([2, 4], [11.0, 13.0])
+    summary = summary_of(group)
+    assert (summary.seeds, summary.epochs, summary.train_loss, summary.test_loss) == (3, 4, 1.375, 13.0)
+    assert summary.damping == 1.5 and summary.seconds_per_step > 0
+    (tmp_path / "alone").mkdir()
+    with start(tmp_path / "alone" / "run") as record:
+        record.epoch(train_loss=1.0)
+    assert math.isnan(summary_of(groups_of(read(tmp_path / "alone"))[0]).seconds_per_step)
+
+
+def test_losses_below_zero_have_a_linear_axis(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from woodbury.experiments import report
+
+    with start(tmp_path) as record:
+        for loss in (2.0, math.inf, -1.0, -3.0):
+            record.epoch(train_loss=loss)
+    panel = report.draw(read(tmp_path)).axes[0]
+    assert panel.get_yscale() == "linear" and panel.get_ylim() == pytest.approx((-3.25, 2.25))
+    drawn = list(panel.lines[0].get_ydata())
+    assert [drawn[0], *drawn[2:]] == [2.0, -1.0, -3.0] and drawn[1] > 1e5
+
+
+def test_many_methods_have_as_many_looks() -> None:
+    names = [f"method {number}" for number in range(30)]
+    assert len(set(looks_of(names))) == 30
+    assert looks_of(["smw-gn", *names])[0] == looks_of(["smw-gn"])[0]
