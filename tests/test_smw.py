@@ -112,7 +112,7 @@ def test_weight_decay_of_each_group_enters_the_one_system(kind, subset):
 def test_predicted_decrease_norm_and_ratio_match_the_dense_model(name, kind, blocks, subset):
     problem = problems.make(name)
     lr, damping = 0.3, 0.2
-    optimizer = METHODS[kind](problem.model, problem.loss, lr=lr, damping=damping, blocks=blocks)
+    optimizer = METHODS[kind](problem.model, problem.loss, lr=lr, damping=damping, blocks=blocks, guard=None)
     p, B, g = dense(problem, subset, damping, kind, blocks=blocks)
     theta = {n: q.detach().clone() for n, q in reference.parameters(problem.model).items()}
     loss = reference.value_of(problem.loss, problem.model(problem.inputs), problem.targets)
