@@ -100,7 +100,7 @@ def test_what_a_loop_records_is_read_back(method: str, tmp_path: Path) -> None:
         assert {name: record[name] for name in told} == told and "test_error" not in record
     seconds = [record["seconds"] for record in run.steps]
     assert seconds == sorted(seconds) and seconds[0] > 0 and seconds[-1] <= run.epochs[-1]["seconds"]
-    assert is_complete(tmp_path / "run")
+    assert is_complete(tmp_path / "run", recorded=True)
 
 
 def test_numbers_may_come_as_a_mapping_with_counts_of_their_own(tmp_path: Path) -> None:
@@ -213,12 +213,12 @@ def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> 
         record.epoch(train_loss=2.0)
         record.step(loss=1.5, seconds=4.0)
         raise KeyboardInterrupt
-    assert not is_complete(tmp_path) and numbers_of(tmp_path) == [1, 2]
+    assert not is_complete(tmp_path, recorded=True) and numbers_of(tmp_path) == [1, 2]
     with woodbury.Recorder(tmp_path, resume=True, settings={"lr": 0.5, "betas": (0.9, 0.99)}) as record:
         assert (record.steps, record.epochs) == (2, 1) and 4 <= record.seconds < 5
         record.step(loss=1.0)
         record.epoch(train_loss=1.0)
-    assert is_complete(tmp_path)
+    assert is_complete(tmp_path, recorded=True)
     (run,) = read(tmp_path)
     assert [(step["step"], step["epoch"], step["loss"]) for step in run.steps] == [
         (1, 1, 3),
@@ -227,9 +227,9 @@ def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> 
     ]
     assert [(epoch["epoch"], epoch["step"]) for epoch in run.epochs] == [(1, 1), (2, 3)]
     with woodbury.Recorder(tmp_path, resume=True) as record:  # a complete run can go on too
-        assert not is_complete(tmp_path)
+        assert not is_complete(tmp_path, recorded=True)
         record.epoch(train_loss=0.5)
-    assert is_complete(tmp_path) and len(read(tmp_path)[0].epochs) == 3
+    assert is_complete(tmp_path, recorded=True) and len(read(tmp_path)[0].epochs) == 3
 
 
 def test_a_killed_process_loses_the_current_line_at_most(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path: Path) -> N
     assert str(tmp_path / "run") in str(raised.value)
     assert contents(tmp_path / "run") == before
     with start(tmp_path / "run", "other", overwrite=True) as record:
-        assert not is_complete(tmp_path / "run")
+        assert not is_complete(tmp_path / "run", recorded=True)
         record.epoch(train_loss=4.0)
     (run,) = read(tmp_path / "run")
     assert run.config.optimizer == "other" and run.steps == [] and run.epochs[0]["train_loss"] == 4.0
@@ -361,10 +361,25 @@ def test_damaged_records_are_not_resumed(tmp_path: Path) -> None:
     assert path.read_bytes() == before["records.jsonl"]
 
 
+def test_lines_that_a_complete_run_has_lost_are_missed(tmp_path: Path) -> None:
+    with start(tmp_path) as record:
+        record.epoch(train_loss=1.0)
+        record.epoch(train_loss=0.5)
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    for call in (lambda: read(tmp_path), lambda: woodbury.Recorder(tmp_path, resume=True)):
+        with pytest.raises(RunFolderError, match="it ends after line 1"):
+            call()
+    (tmp_path / "complete").unlink()
+    assert len(read(tmp_path)[0].epochs) == 1  # of an unfinished run a kill may have taken them
+
+
 def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0)
-        with pytest.raises(RunFolderError, match="another process"):
+        with pytest.raises(
+            RunFolderError, match="in use, by another process or by a recorder that was not closed"
+        ):
             woodbury.Recorder(tmp_path, resume=True)
         record.epoch(train_loss=0.5)
     for call in (lambda: record.step(loss=1.0), lambda: record.epoch(train_loss=1.0), record.__enter__):
@@ -420,6 +435,11 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
             "loss must be a number or a tensor with one element, got s",
         ),
         (lambda record: record.step(damping=True), TypeError, "damping must be a number, got True"),
+        (
+            lambda record: record.step(ratio=torch.tensor(True)),
+            TypeError,
+            "ratio must be one real number, got a tens",
+        ),
         (lambda record: record.step({"kind": 1}), ValueError, "'kind' cannot be the name of a number"),
         (lambda record: record.step({"a\n": 1}), ValueError, "cannot be the name of a number"),
         (

@@ -16,9 +16,9 @@ def run_folder(folder: Path, config: RunConfig) -> Path:
     return folder / f"{config.optimizer}-seed{config.seed}"
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the run in this folder has finished."""
-    return (folder / MODEL_FILE).exists() or (folder / COMPLETE_FILE).exists()
+def is_complete(folder: Path, recorded: bool = False) -> bool:
+    """Whether the run in this folder has finished; `recorded` says that a `woodbury.Recorder` writes it."""
+    return (folder / (COMPLETE_FILE if recorded else MODEL_FILE)).exists()
 
 
 def new_folder(out: Path, dataset: str) -> Path:

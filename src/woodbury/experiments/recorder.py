@@ -93,7 +93,14 @@ class Recorder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise RunFolderError(f"{self.folder} is in the way of a run folder: give another folder") from None
-        self._records: Records | None = Records(self.folder)
+        self._records: Records | None = None
+        try:
+            self._records = Records(self.folder)
+        except RunFolderError:
+            raise RunFolderError(
+                f"{self.folder} is in use, by another process or by a recorder that was not closed: close it, "
+                "or give another folder"
+            ) from None
         try:
             config = self._config(asked, resume, overwrite)  # another process may just have been here
             self._begin(self._records, config, resume)
@@ -148,7 +155,7 @@ class Recorder:
 
     def _restore(self) -> int:
         """Take up the numbers of the last whole records; return their length in bytes."""
-        kinds = read_records(self.folder, is_complete(self.folder), recorded=True)
+        kinds = read_records(self.folder, is_complete(self.folder, recorded=True), recorded=True)
         last = [records[-1] for records in kinds.values() if records]
         self._step = max((record["step"] for record in last), default=0)
         self._clock.seconds = max((record.get("seconds") or 0.0 for record in last), default=0.0)
@@ -378,7 +385,7 @@ def _wait_for_device() -> None:
 def _number(name: str, value: Any) -> Any:
     """The value as a plain number, or None; a tensor on a device as a copy of its own, to be read later."""
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
+        if value.numel() != 1 or value.is_complex() or (value.dtype == torch.bool and name in _NO_TRUTHS):
             raise TypeError(
                 f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
             )

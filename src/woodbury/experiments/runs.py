@@ -100,7 +100,7 @@ def _load_run(folder: Path) -> Run:
     """Read one run folder; a run that has only just started has no records."""
     path = folder / RECORDS_FILE
     config = RunConfig.load(folder)
-    records = read_records(folder, is_complete(folder), config.recorded)
+    records = read_records(folder, is_complete(folder, config.recorded), config.recorded)
     try:
         day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat()
     except (OSError, ValueError, OverflowError):

@@ -148,7 +148,9 @@ class GraphCapture:
         Raises an error that names a parameter where the fallback is needed and there is none.
         """
         plan = self.plan
-        lacking = [*plan.uncovered, *unseen]
+        hindered = [plan.layer_named[layer] for layer in self.obstacles]
+        own = [name for layer in hindered for name in layer.parameters.values()]
+        lacking = list(dict.fromkeys([*plan.uncovered, *unseen, *own]))
         blocks = {plan.block_of[name][0] for name in lacking}
         wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
         bare = find_bare(plan, graph, wanted, len(self.outputs))
