@@ -11,18 +11,18 @@ import problems
 import reference
 import woodbury
 from woodbury.damping import FORGETTING, next_scale
-from woodbury.optim.guard import LEAST, RUNAWAY, SMOOTHING, Course
+from woodbury.optim.guard import LEAST, RUNAWAY, SMOOTHING, WARM_UP, Course
 
 
 def test_the_level_is_the_smoothed_loss_and_the_best_its_least():
     course = Course.read({}, 2.0)
-    assert course == (2.0, 2.0, 2.0)
+    assert course == (2.0, 2.0, 2.0, 0)
     level, best = 2.0, 2.0
-    for loss in (1.0, 3.0, 0.5):
+    for count, loss in enumerate((1.0, 3.0, 0.5), start=1):
         course = course.after(loss)
         level = (1 - SMOOTHING) * level + SMOOTHING * loss
         best = min(best, level)
-        assert course == pytest.approx((2.0, level, best))
+        assert course == pytest.approx((2.0, level, best, count))
     assert Course.read(course._asdict(), 7.0) == course
 
 
@@ -41,13 +41,16 @@ def test_the_level_is_the_smoothed_loss_and_the_best_its_least():
     ],
 )
 def test_what_a_step_may_do(course, decrease, loss, rate, allowed):
-    assert course.allows(decrease, loss, rate, 1.0) is allowed
+    assert course._replace(steps=WARM_UP).allows(decrease, loss, rate, 1.0) is allowed
+    assert course._replace(steps=WARM_UP - 1).allows(decrease, loss, rate, 1.0)
 
 
 def test_running_away_is_far_above_the_best():
-    assert not Course(1.0, 0.1 * (1 + RUNAWAY) - 1e-9, 0.1).runs_away()
-    assert Course(1.0, 0.1 * (1 + RUNAWAY) + 1e-9, 0.1).runs_away()
-    assert not Course(1.0, LEAST * RUNAWAY - 1e-9, 1e-9).runs_away()  # next to nothing beside the first loss
+    assert not Course(1.0, 0.1 * (1 + RUNAWAY) - 1e-9, 0.1, WARM_UP).runs_away()
+    assert Course(1.0, 0.1 * (1 + RUNAWAY) + 1e-9, 0.1, WARM_UP).runs_away()
+    assert not Course(1.0, 0.1 * (1 + RUNAWAY) + 1e-9, 0.1, WARM_UP - 1).runs_away()
+    # next to nothing beside the first loss
+    assert not Course(1.0, LEAST * RUNAWAY - 1e-9, 1e-9, WARM_UP).runs_away()
 
 
 def noisy():
@@ -78,7 +81,8 @@ def test_a_step_that_raises_the_loss_too_far_is_rejected_and_without_a_guard_tak
         torch.manual_seed(0)
         model, inputs = nn.Linear(1, 1).double(), torch.ones(4, 1, dtype=torch.float64)
         optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1e-3, momentum=0.9, guard=guard)
-        optimizer.step(inputs, torch.zeros(4, 1, dtype=torch.float64))
+        for _ in range(WARM_UP):
+            optimizer.step(inputs, torch.zeros(4, 1, dtype=torch.float64))
         # a huge earlier step, which momentum repeats: the loss rises by far more than its level
         optimizer.state["momentum"] = {name: torch.full_like(own, 1e3) for name, own in model.named_parameters()}
         optimizer.state["damping"] = 1e3

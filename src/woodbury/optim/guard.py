@@ -8,7 +8,7 @@ rises by at most
 A step is rejected if rise > guard max(|level|, |f(theta)|), where the level is the loss smoothed over about 20
 steps. In training that works this hardly ever happens. Where it does not work, the level itself climbs: while it
 lies more than 4 times the best level above that (1 % of the first loss at least), a step is taken only if
-f(theta + p) <= f(theta).
+f(theta + p) <= f(theta). The first ten steps are free: they show what losses there are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from woodbury.optim.settings import Hyperparameters
 
 SMOOTHING = 0.05  # share of the last loss in the level
 RUNAWAY = 4.0  # times the best level above it
+WARM_UP = 10  # steps
 LEAST = 0.01  # of the first loss: below, losses of single batches differ by more than that
 ADVICE = (
     "a smaller lr, or one that decays to zero; momentum=0.9 with lr=0.3; larger batches; or woodbury.fit(model, "
@@ -34,19 +35,24 @@ class Course(NamedTuple):
     first: Scalar
     level: Scalar  # smoothed
     best: Scalar  # the lowest level
+    steps: int = 0
 
     @classmethod
     def read(cls, state: Mapping[str, Any], loss: Scalar) -> Course:
         """What a step left behind, or the start of a course."""
-        return cls(*(as_number(state[name]) for name in cls._fields)) if state else cls(loss, loss, loss)
+        return cls(**state) if state else cls(loss, loss, loss)
 
     def runs_away(self) -> Truth:
         """Whether the level lies far above its best."""
+        if self.steps < WARM_UP:
+            return False
         best, least = magnitude(self.best), LEAST * magnitude(self.first)
         return self.level - self.best > RUNAWAY * where(best > least, best, least)
 
     def allows(self, decrease: Scalar, loss: Scalar, rate: Scalar, guard: float) -> Truth:
         """Whether a step with f(theta) - f(theta + p) = decrease may be taken."""
+        if self.steps < WARM_UP:
+            return True
         level, own = magnitude(self.level), magnitude(loss)
         limit = where(self.runs_away(), 0.0, guard * where(level > own, level, own))
         return where(rate < 1, rate, 1.0) * decrease >= -limit
@@ -54,7 +60,7 @@ class Course(NamedTuple):
     def after(self, loss: Scalar) -> Course:
         """With the loss of one more batch."""
         level = self.level + SMOOTHING * (loss - self.level)
-        return Course(self.first, level, where(level < self.best, level, self.best))
+        return Course(self.first, level, where(level < self.best, level, self.best), self.steps + 1)
 
 
 def largest_rate(hyper: Hyperparameters) -> Scalar:
