@@ -376,3 +376,14 @@ def test_several_processes_are_refused_without_a_word_of_consent(world, tmp_path
         shown, _ = process.communicate(timeout=120)
         second = "stepped" if world == 1 else "refused True"
         assert shown.split("\n")[:3] == ["ddp True", second, "own True"]
+
+
+def test_the_dictionary_of_a_step_is_what_its_tensors_show():
+    torch.manual_seed(0)
+    optimizer = woodbury.GaussNewton(torch.nn.Linear(3, 1), torch.nn.MSELoss())
+    info = optimizer.step(torch.randn(5, 3), torch.randn(5, 1))
+    shown = info.as_dict()
+    for name, value in shown.items():
+        own = getattr(info, name).item()
+        assert value == own and type(value) is type(own), name
+    assert shown["accepted"] is True and shown["step_norm"] > 0

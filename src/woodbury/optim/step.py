@@ -13,7 +13,7 @@ from woodbury import _vector
 from woodbury._batch import Batch
 from woodbury._random import Snapshot
 from woodbury._vector import Vector
-from woodbury.device.scalars import Scalar, Truth, as_double, as_truth, root, scalar
+from woodbury.device.scalars import Scalar, Truth, as_double, as_truth, is_known, root, scalar
 from woodbury.displacement import Displacement
 from woodbury.model.chain import Chain
 from woodbury.model.plan import Plan
@@ -70,7 +70,12 @@ class StepInfo:
 
     def as_dict(self) -> dict[str, float | bool]:
         """The same as plain Python numbers."""
-        return {entry.name: getattr(self, entry.name).item() for entry in fields(self)}
+        names, numbers = [entry.name for entry in fields(self)], vars(self).get("_numbers")
+        if isinstance(numbers, Numbers) and all(map(is_known, numbers)):  # without a tensor for each
+            plain = {name: float(value) for name, value in zip(names, numbers, strict=True)}
+            plain["step_norm"] = float(root(plain["step_norm"]))
+            return plain | {name: bool(plain[name]) for name in ("accepted", "bent")}
+        return {name: getattr(self, name).item() for name in names}
 
 
 def _as_shown(name: str, value: Any) -> Tensor:
