@@ -15,7 +15,7 @@ from woodbury.optim.guard import LEAST, RUNAWAY, SMOOTHING, WARM_UP, Course
 
 
 def test_the_level_is_the_smoothed_loss_and_the_best_its_least():
-    course = Course.read({}, 2.0)
+    course = Course.read((), 2.0)
     assert course == (2.0, 2.0, 2.0, 0)
     level, best = 2.0, 2.0
     for count, loss in enumerate((1.0, 3.0, 0.5), start=1):
@@ -23,7 +23,7 @@ def test_the_level_is_the_smoothed_loss_and_the_best_its_least():
         level = (1 - SMOOTHING) * level + SMOOTHING * loss
         best = min(best, level)
         assert course == pytest.approx((2.0, level, best, count))
-    assert Course.read(course._asdict(), 7.0) == course
+    assert Course.read(list(course), 7.0) == course
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class TrainingRun(Run):
         self.losses.append(info.loss)
         course = self.optimizer.state.get("course")
         if course is not None:
-            self.fit.loss = float(course["level"])
+            self.fit.loss = float(course[1])  # its level
         if self.record is not None:
             self.record.step(info)
         if not self.batches.is_over:

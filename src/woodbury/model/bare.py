@@ -120,6 +120,11 @@ class Bare:
     def edges(self) -> list[GradientEdge]:
         return [meeting.edge for meeting in self.meetings]
 
+    @property
+    def goes_back_again(self) -> bool:
+        """Whether `rows` takes another pass back, through what values are computed from parameters by."""
+        return any(getattr(own.source.node, "variable", None) is None for own in self.meetings)
+
     def restrict(self, names: Collection[str]) -> Bare:
         """The same for some of the parameters."""
         kept = [replace(own, parameters=own.parameters & set(names)) for own in self.meetings]

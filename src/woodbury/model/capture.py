@@ -228,7 +228,8 @@ class GraphCapture:
         uses: dict[str, list[Use]] = {}
         meetings = bare.edges if bare_blocks else []
         unsure = bool(bare_blocks) and not bare.is_checked(plan, own_columns.shape)
-        grads = self._grads([*(call.edge for call in calls), *meetings], columns, keep_graph=unsure or not last)
+        keep_graph = unsure or not last or (bool(bare_blocks) and bare.goes_back_again)
+        grads = self._grads([*(call.edge for call in calls), *meetings], columns, keep_graph)
         if bare_blocks:
             rows = bare.rows(plan, grads[len(calls) :], own_columns.shape, window)
             if unsure and not bare.check(plan, rows, self.outputs, own_columns, start, self.autocast):

@@ -704,7 +704,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _course(self, proposal: Proposal) -> Course:
         """How the loss has gone before this step."""
-        return Course.read(self.state.get("course", {}), proposal.loss)
+        return Course.read(self.state.get("course", ()), proposal.loss)
 
     def _next_damping(self, problem: Problem, proposal: Proposal, ratio: Scalar) -> Scalar:
         """The value of the damping policy after a step with this ratio."""
@@ -724,7 +724,7 @@ class SecondOrder(torch.optim.Optimizer):
         state = {**proposal.memory, "damping": damping}
         if isinstance(proposal.loss, float):
             course = self._course(proposal).after(proposal.loss)
-            state["course"] = course._asdict()
+            state["course"] = list(course)
             if accepted and course.runs_away():
                 self._warn_once("course", guard_warning(course, self.guard is not None))
         if problem.hyper.any_momentum and vector is not None:

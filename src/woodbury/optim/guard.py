@@ -13,7 +13,7 @@ f(theta + p) <= f(theta). The first ten steps are free: they show what losses th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from woodbury.device.scalars import Scalar, Truth, as_number, magnitude, where
@@ -38,9 +38,9 @@ class Course(NamedTuple):
     steps: int = 0
 
     @classmethod
-    def read(cls, state: Mapping[str, Any], loss: Scalar) -> Course:
+    def read(cls, state: Sequence[Any], loss: Scalar) -> Course:
         """What a step left behind, or the start of a course."""
-        return cls(**state) if state else cls(loss, loss, loss)
+        return cls(*state) if state else cls(loss, loss, loss)
 
     def runs_away(self) -> Truth:
         """Whether the level lies far above its best."""
