@@ -169,42 +169,28 @@ class EmpiricalFisher(Curvature):
         return 1
 
 
-class OwnScale(Curvature):
+class OwnScale(GaussNewtonMatrix):
     """The same B with the columns of S over their largest entry s, e times s and D over s^2.
 
     A loss multiplied by a constant then has the same rows to the last bit, and so the same Gram matrix: at small
-    damping even its rounding decides about p. s is that of the last `factor` or `seeds`, and `divisor` follows it.
+    damping even its rounding decides about p. s is that of the last `factor`, and the divisors follow it.
     """
 
-    def __init__(self, curvature: Curvature) -> None:
-        self._curvature, self._scale = curvature, 1.0
-        self.name, self.fits_loss, self.one_pass = curvature.name, curvature.fits_loss, curvature.one_pass  # type: ignore[misc]
+    def __init__(self) -> None:
+        self._scale = 1.0
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        factor = self._curvature.factor(rule, loss, outputs, targets)
+        factor = super().factor(rule, loss, outputs, targets)
         assert factor.e is not None
         columns = factor.columns()
         self._scale = _largest(columns)
         return DenseFactor(factor.e * self._scale, columns / self._scale, rest=factor.rest)
 
-    def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
-        (columns, *others), e, rest = self._curvature.seeds(rule, loss, outputs, targets, m)
-        assert e is not None
-        self._scale = _largest(columns)
-        return Seeds([columns / self._scale, *others], e * self._scale, rest)
-
-    @property
-    def at_outputs(self) -> OutputProduct:
-        return self._curvature.at_outputs
-
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
-        return self._curvature.divisor(term_count, samples) / self._scale**2
+        return super().divisor(term_count, samples) / self._scale**2
 
     def divisor_of_sum(self, samples: int, of: int) -> Scalar:
-        return self._curvature.divisor_of_sum(samples, of) / self._scale**2
-
-    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
-        return self._curvature.column_count(rule, shape)
+        return super().divisor_of_sum(samples, of) / self._scale**2
 
 
 def _largest(columns: Tensor) -> float:

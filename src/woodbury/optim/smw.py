@@ -323,7 +323,7 @@ class _SampleSpace(SecondOrder):
         return linearize(problem, self._scaled_curvature(), products_by, check_memory)
 
     def _scaled_curvature(self) -> Curvature:
-        return self.curvature if self.search is None else OwnScale(self.curvature)
+        return self.curvature if self.search is None else OwnScale()
 
     def affordable_samples(self, samples: int) -> int:
         chosen = self.state.get("curvature_samples")  # by `woodbury.fit`
