@@ -81,9 +81,9 @@ def fit(
         patience: with a loader and validation data: stop after so many epochs without a lower validation loss (by
             default a quarter of all epochs, at least 5).
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
-            `GaussNewton`. "auto" takes as many as keep a step within three SGD steps, by the shapes of the model
-            and, on the CPU, by what steps are seen to cost: then two runs may differ. A number makes them
-            repeatable.
+            `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
+            number), by the shapes of the model and, on the CPU, by what steps are seen to cost: then two runs may
+            differ. A number makes them repeatable.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.

@@ -7,9 +7,9 @@ step takes about so many operations beside the 6 N1 P of an SGD step:
     2 R^2 W    Gram matrix
     R^3 / 3    Cholesky factorisation
 
-R is the largest with a sum of at most 12 N1 P, which makes a step as dear as three SGD steps; steps so small that
-they are bound by the number of operations, and not by their size, get more. `woodbury.fit` goes on from there by
-what steps are seen to cost.
+R is the largest with a sum of at most 12 N1 P: then a step has the operations of three SGD steps. Steps so small
+that they are bound by the number of operations, and not by their size, get more. `woodbury.fit` goes on from there
+by what steps are seen to cost.
 """
 
 from __future__ import annotations
