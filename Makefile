@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test test-slow test-all fuzz fuzz-api fuzz-files soak lint format clean
+.PHONY: help demo doors test test-slow test-all fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -24,6 +24,8 @@ test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take giga
 	$(BIN)/pytest -m slow
 
 test-all: test test-slow  ## Both
+
+doors: .venv/.doors  ## Install Lightning, skorch, transformers and accelerate; without them their tests are skipped
 
 fuzz: fuzz-api fuzz-files  ## Look for wrong steps and for damaged files that are taken for good ones
 
@@ -56,4 +58,8 @@ $(STAMP): pyproject.toml constraints.txt requirements-peers.txt
 	$(INSTALL) $(TORCH)
 	$(INSTALL) --editable ".[dev]"
 	$(INSTALL) --no-deps --requirement requirements-peers.txt
+	@touch $@
+
+.venv/.doors: $(STAMP)
+	$(INSTALL) --editable ".[doors]"
 	@touch $@
