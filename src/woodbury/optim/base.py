@@ -422,7 +422,7 @@ class SecondOrder(torch.optim.Optimizer):
             return None
         plan, moving = self._plan(), self._moving_state(device)
         curvature_samples = self._curvature_count(samples)
-        key = Key((self._fingerprint(plan, moving), curvature_samples), shape)
+        key = Key(self._fingerprint(plan, moving), (shape, curvature_samples))
         replayable = recordings.find(key)
         if replayable is None:
             if not recordings.is_due(key, device):
