@@ -22,7 +22,7 @@ ROOMS = [
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
+    "losses": [["factors", "tape"], ["rules"], ["elementwise", "robust", "softmax", "seen"]],
     "layers": [
         ["forms"],
         ["registry", "shared"],
@@ -42,7 +42,7 @@ FLOORS = {
     ],
     "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction", "price"],
+        ["settings", "passes", "transaction", "price", "watch"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],
