@@ -139,6 +139,16 @@ class Plan:
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
+    def _outside_layers(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """The modules that own parameters and are no layers, with these parameters."""
+        return [
+            (self.model.get_submodule(block), local, self.parameters[full])
+            for block, names in self.owned.items()
+            if block not in self.layer_named
+            for local, full in names.items()
+        ]
+
+    @cached_property
     def fast_paths(self) -> tuple[nn.Module, ...]:
         """Modules that in eval mode may give other numbers where no gradient is asked for."""
         return tuple(module for module in self.model.modules() if isinstance(module, FAST_PATHS))
@@ -162,10 +172,9 @@ class Plan:
                     return False
             if "forward" in vars(layer.module):
                 return False
-        for name in self.uncovered:
-            block, local = self.block_of[name]
-            own = model.get_submodule(block)._parameters
-            if local not in own or own[local] is not self.parameters[name]:  # a scripted module has no `get`
+        for module, local, parameter in self._outside_layers:
+            own = module._parameters
+            if local not in own or own[local] is not parameter:  # a scripted module has no `get`
                 return False
         return (
             all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
@@ -273,6 +282,10 @@ def plan_layers(
             layers.append(Layer(path, module, rule, used))
         else:
             uncovered.update({full: _no_rule(full, path, module) for full in used.values()})
+    # A module may hold what a layer inside it uses (the bias of a tied head); that all uses are those of layers, a
+    # pass shows.
+    ruled = {full for layer in layers for full in layer.parameters.values()}
+    uncovered = {full: why for full, why in uncovered.items() if full not in ruled}
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
     return Plan(
         model,
