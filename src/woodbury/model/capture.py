@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,7 @@ from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
 from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
-from woodbury.model.graph import PassGraph, chain_of, fewest_digits, unseen_parameters
+from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled, unseen_parameters
 from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
 
@@ -48,7 +48,7 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 
 def calls_model(forward: Forward) -> bool:
     """Whether a forward is the default one, as it is or wrapped."""
-    return getattr(forward, "__wrapped__", forward) is call_model
+    return unwrap(forward) is call_model
 
 
 class Capture(Protocol):
@@ -470,6 +470,29 @@ def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> N
             )
 
 
+def _first_capture(
+    plan: Plan,
+    model: nn.Module,
+    forward: Forward,
+    inputs: Any,
+    samples: int,
+    autocast: torch.dtype | None,
+) -> GraphCapture:
+    """`capture`, and again without compiled code if the model turns out to run some inside."""
+    random, findings = _random.snapshot(plan.device), plan.findings
+    findings.compiled = False
+    try:
+        captured = capture(plan, model, forward, inputs, samples, autocast)
+        if not runs_compiled(captured.outputs):
+            return captured
+        findings.compiled = True
+    except BaseException:
+        findings.compiled = None  # nothing was shown
+        raise
+    _random.restore(random)
+    return capture(plan, model, forward, inputs, samples, autocast)
+
+
 def capture(
     plan: Plan,
     model: nn.Module,
@@ -479,6 +502,8 @@ def capture(
     autocast: torch.dtype | None = None,
 ) -> GraphCapture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
+    if plan.findings.compiled is None:
+        return _first_capture(plan, model, forward, inputs, samples, autocast)
     calls: list[Call] = []
     obstacles: dict[str, str] = {}
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)

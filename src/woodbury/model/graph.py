@@ -116,6 +116,11 @@ def fewest_digits(outputs: Tensor) -> torch.dtype:
     return dtype
 
 
+def runs_compiled(outputs: Tensor) -> bool:
+    """Whether the pass ran code that torch.compile made, which autograd cannot see inside."""
+    return any("CompiledFunctionBackward" in (node.name(), below.name()) for node, below in graph_edges(outputs))
+
+
 _LOOKED_AT = frozenset(("CheckpointFunctionBackward", "EmbeddingBackward0", "EmbeddingBagBackward0"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ class Layer:
     parameters: dict[str, str]  # the module's own name -> name in the model
 
 
-# a module, its submodules, and whether it is in training mode
-ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool]
+# a module, its submodules, whether it is in training mode, and what runs in its place if it was compiled
+ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool, Any]
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Findings:
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
+    compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
     warned: bool = False  # whether someone was told how many passes a step takes
     passes: int = 0  # how many, over more than one sample
@@ -63,6 +65,11 @@ def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, in place or as another module around it."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _mixes_samples(norm: nn.Module) -> bool:
@@ -162,8 +169,12 @@ class Plan:
         """Whether a new plan would be the same, and what passes have shown still holds."""
         if model is not self.model:
             return False
-        for module, children, training in self.modules:
-            if module.training is not training or tuple(module._modules.values()) != children:
+        for module, children, training, compiled in self.modules:
+            if (
+                module.training is not training
+                or tuple(module._modules.values()) != children
+                or module._compiled_call_impl is not compiled
+            ):
                 return False
         for layer in self.layers:
             own = layer.module._parameters
@@ -300,6 +311,10 @@ def plan_layers(
         tuple(norms),
         tuple(lookups),
         tied,
-        tuple((module, tuple(module._modules.values()), module.training) for module in model.modules()),
+        tuple(
+            (module, tuple(module._modules.values()), module.training, module._compiled_call_impl)
+            for module in model.modules()
+        ),
         changing_buffers(model),
+        Findings(compiled=any(map(_is_compiled, model.modules())) or None),
     )
