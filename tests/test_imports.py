@@ -35,7 +35,7 @@ FLOORS = {
         ["buffers", "noise"],
         ["fallback"],
         ["plan", "tangents"],
-        ["call", "chain"],
+        ["call", "chain", "compiled"],
         ["graph"],
         ["bare"],
         ["capture"],

@@ -25,6 +25,7 @@ from woodbury.linalg import full_precision
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model, capture
+from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan, plan_layers
@@ -269,13 +270,15 @@ def rows(
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd.
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
+    model, loss = written_model(model), written_model(loss)
     kind, rule = part_named("curvature", curvature, CURVATURES), loss_rule(loss)
     has_fallback = part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
     buffers = Buffers(plan.buffers, {})
     try:
-        captured = capture(plan, model, buffers.preserved(forward or call_model, inputs), inputs, samples)
+        run = buffers.preserved(run_as_written(plan, forward or call_model), inputs)
+        captured = capture(plan, model, run, inputs, samples)
         check_samples_apart(captured)
         outputs = captured.outputs.detach()
         prepared = prepare(rule, loss, captured.raw, targets)

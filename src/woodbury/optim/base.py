@@ -48,6 +48,7 @@ from woodbury.losses.seen import NoLoss
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
+from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
@@ -119,6 +120,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
+        model, loss = written_model(model), written_model(loss)
         check_model_and_loss(model, loss)
         part_named("bad_samples", bad_samples, BAD_SAMPLES)
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
@@ -637,6 +639,7 @@ class SecondOrder(torch.optim.Optimizer):
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain, forward = chain is not None, self.forward
         if not is_chain:
+            forward = run_as_written(plan, forward)
             transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
             if transaction.buffers is not None:
                 forward = transaction.buffers.preserved(forward, batch.inputs)
