@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import woodbury
-from woodbury.bench import draw, laplacian, models, peer_steps, peers, scale, tables
+from woodbury.bench import draw, laplacian, models, peer_steps, peers, scale, step, tables
 from woodbury.bench.__main__ import main
 from woodbury.bench.timing import Network
 from woodbury.experiments.models import parameter_count

@@ -612,3 +612,26 @@ def test_outputs_in_a_loop_behave_as_tensors():
     assert torch.equal(part, model[0].weight.grad)
     assert f"{loss:.3f}" and repr(outputs)
     assert float(optimizer.step().loss) == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize("how", ["closure", "watch"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
+def test_compiled_models_in_a_loop(how, in_place):
+    """The steps of the model as it was written, and no new compilation once the first have been taken."""
+    dynamo = pytest.importorskip("torch._dynamo")
+    dynamo.reset()
+    inputs, targets = batch("cross entropy")
+    plain, model = network(), network()
+    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
+    if in_place:
+        model.compile(backend="aot_eager")
+    called = model if in_place else torch.compile(model, backend="aot_eager")
+    optimizer = woodbury.GaussNewton(called, nn.CrossEntropyLoss(), watch=how == "watch")
+    counts = []
+    for _ in range(6):
+        expected.step(inputs, targets)
+        in_loop(optimizer, called, F.cross_entropy, inputs, targets, how)
+        counts.append(dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts[2:] == counts[2:3] * 4
+    assert difference(plain, model) < 1e-12
+    dynamo.reset()

@@ -120,6 +120,7 @@ class SecondOrder(torch.optim.Optimizer):
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
+        self._called = model  # in loops of the user's own: what torch.compile returned, if that was given
         model, loss = written_model(model), written_model(loss)
         check_model_and_loss(model, loss)
         part_named("bad_samples", bad_samples, BAD_SAMPLES)
@@ -342,7 +343,7 @@ class SecondOrder(torch.optim.Optimizer):
     # -- a loop of the user's own -------------------------------------------------------------------------
 
     def _new_watcher(self) -> Watcher | None:
-        return Watcher(self.model, self._trained(), runs_backward=True) if self.watch else None
+        return Watcher(self._called, self._trained(), runs_backward=True) if self.watch else None
 
     def _trained(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -357,7 +358,7 @@ class SecondOrder(torch.optim.Optimizer):
         watcher = self._watcher
         if watcher is None:
             assert closure is not None
-            seen = run_closure(self.model, self._trained(), closure, self.loss, self._seen_steps)
+            seen = run_closure(self._called, self._trained(), closure, self.loss, self._seen_steps)
         else:
             if closure is not None:
                 with torch.enable_grad():
@@ -834,6 +835,7 @@ class SecondOrder(torch.optim.Optimizer):
             "_options": None,
             "_recordings": None if self._recordings is None else Recordings(),
             "_watcher": None,
+            "_called": self.model,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
