@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo doors test test-slow test-all fuzz fuzz-api fuzz-files soak lint format clean
+.PHONY: help demo doors test test-slow test-all test-install fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -24,6 +24,9 @@ test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take giga
 	$(BIN)/pytest -m slow
 
 test-all: test test-slow  ## Both
+
+test-install: $(STAMP)  ## Install the wheel with torch alone, the lowest and the newest allowed, and run the first example
+	$(BIN)/python -m tests.install.wheel $(INSTALLS)
 
 doors: .venv/.doors  ## Install Lightning, skorch, transformers and accelerate; without them their tests are skipped
 
