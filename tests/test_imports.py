@@ -14,11 +14,11 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
+    *("_version", "_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
-    *("lightning", "skorch", "cli"),
+    *("lightning", "skorch", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],

@@ -27,7 +27,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, LevenbergMarquardt, as_damping, check_damping, is_relative
+from woodbury.damping import Constant, Damping, LevenbergMarquardt, as_damping, check_damping, is_relative
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -264,6 +264,28 @@ class SecondOrder(torch.optim.Optimizer):
     @blocks.setter
     def blocks(self, name: str) -> None:
         self._blocks = part_named("blocks", name, BLOCKS)
+
+    @property
+    def current_damping(self) -> float:
+        """lambda of the next step: what the damping policy has reached, plus its floor.
+
+        Setting a number, at least the floor, makes the next step use it; a policy goes on from there. Where the
+        policy is relative both are in units of the scale of K. A `search` chooses its own dampings instead.
+        To read it is to wait for the device.
+        """
+        return float(self.state["damping"]) + self.damping.floor
+
+    @current_damping.setter
+    def current_damping(self, damping: float) -> None:
+        if getattr(self, "search", None) is not None:
+            raise AttributeError("a search chooses its own dampings: give CurvedSearch(rungs=...) others")
+        check_number("current_damping", damping, above=0)
+        if damping < self.damping.floor:
+            raise ValueError(f"current_damping must be at least {self.damping.floor}, the floor of {self.damping}")
+        value = float(damping) - self.damping.floor
+        if isinstance(self.damping, Constant):
+            self.damping = replace(self.damping, initial=value)
+        self.state["damping"] = to_device(value, self._device())
 
     def direction(
         self,
