@@ -14,7 +14,18 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    *("_version", "_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
+    *(
+        "_version",
+        "_vector",
+        "_random",
+        "_process",
+        "_memory",
+        "_forward_mode",
+        "_batch",
+        "_choice",
+        "_group",
+        "device",
+    ),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
@@ -43,7 +54,7 @@ FLOORS = {
     ],
     "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction", "price", "watch"],
+        ["settings", "passes", "transaction", "price", "watch", "joint"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],

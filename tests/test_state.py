@@ -355,7 +355,7 @@ SCRIPT = """
         woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, targets)
         print("stepped")
     except RuntimeError as error:
-        print("refused", "process_group='self'" in str(error))
+        print("failed", error)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), process_group="self")
     print("own", bool(optimizer.step(inputs, targets).accepted))
     torch.distributed.destroy_process_group()
@@ -364,7 +364,7 @@ SCRIPT = """
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("world", [1, 2])
-def test_several_processes_are_refused_without_a_word_of_consent(world, tmp_path):
+def test_processes_train_together_or_each_its_own(world, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, str(script)]
@@ -374,8 +374,7 @@ def test_several_processes_are_refused_without_a_word_of_consent(world, tmp_path
     ]
     for process in ranks:
         shown, _ = process.communicate(timeout=120)
-        second = "stepped" if world == 1 else "refused True"
-        assert shown.split("\n")[:3] == ["ddp True", second, "own True"]
+        assert shown.split("\n")[:3] == ["ddp True", "stepped", "own True"]
 
 
 def test_the_dictionary_of_a_step_is_what_its_tensors_show():

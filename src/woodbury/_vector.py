@@ -26,6 +26,11 @@ def combine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Ten
     return {name: value + scale * b[name] for name, value in a.items()}
 
 
+def zeros_like(a: Mapping[str, Tensor]) -> Vector:
+    """0 with the names and shapes of a."""
+    return {name: torch.zeros_like(value) for name, value in a.items()}
+
+
 def restrict(a: Mapping[str, Tensor], names: Iterable[str]) -> Vector:
     """a with every entry outside `names` replaced by zero."""
     inside = set(names)

@@ -53,7 +53,7 @@ class Displacement:
         self.parameters = parameters
         self._factored: list[_Factored] = []
         self._vector: Vector = {}  # parameters whose p is formed
-        if rows is None or coefficients is None or base is not None or scales is not None:
+        if rows is None or coefficients is None or base is not None or scales is not None or rows.joint:
             self._vector = _form(rows, coefficients, base, scales)
             return
         by_layer = coefficients.dim() == 2

@@ -67,6 +67,8 @@ def forming_pays(shapes: tuple[tuple[int, int], ...], n: int, m: int, r: int, he
 class Rows:
     """The matrix U: rows stored layer by layer, times `scale`. See the module docstring for their order."""
 
+    joint = False  # whether they are those of several processes
+
     def __init__(self, plan: Plan, forms: Mapping[str, RowForm], row_count: int, scale: float = 1.0) -> None:
         self.plan = plan
         self.forms = forms
@@ -112,6 +114,10 @@ class Rows:
                     inner = head.input_gram(form.inputs, dtype=dtype)
                 grams.append(head.outer_gram(form, dtype).mul_(head.layout.spread(inner, form.layout)))
         return grams
+
+    def joined(self, own: Tensor) -> Tensor:
+        """Columns of the Gram matrix that belong to the rows here, and those of other processes if any."""
+        return own
 
     def forming_pays(self, head: int) -> bool:
         """`forming_pays` for these layers; False if one of them is not affine."""

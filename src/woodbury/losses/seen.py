@@ -130,6 +130,22 @@ def _factor(loss: Any) -> float:
     return float(loss.factor)
 
 
+class NoSamples(ScaledLoss):
+    """0 times a loss: of a process that has no sample in a batch, and has borrowed one for its shapes."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__(loss, 0.0)
+
+
+@register_loss(NoSamples)
+class _NoSamplesRule(_ScaledRule):
+    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
+        return 0
+
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        return 0
+
+
 class TapedLoss(nn.Module):
     """Any loss f(y) of the outputs y of a batch that is a sum of one term for each sample.
 

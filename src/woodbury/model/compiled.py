@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from woodbury._process import ForAllThreads
 from woodbury.model.fallback import Forward
@@ -22,6 +23,8 @@ uncompiled = ForAllThreads(lambda: torch.compiler.set_stance("force_eager"))
 
 def written_model(model: Any) -> Any:
     """The module inside what torch.compile returns for it, and anything else as it is."""
+    if isinstance(model, DistributedDataParallel):  # a step sums over processes by itself
+        return written_model(model.module)
     inside = getattr(model, "_orig_mod", None) if type(model).__name__ == "OptimizedModule" else None
     return inside if isinstance(inside, nn.Module) else model
 

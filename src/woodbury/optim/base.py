@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
+from woodbury._group import ALONE, Group
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
@@ -44,7 +46,7 @@ from woodbury.device.scalars import (
 from woodbury.layers.attention import plain_attention
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
-from woodbury.losses.seen import NoLoss
+from woodbury.losses.seen import NoLoss, NoSamples
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
@@ -73,12 +75,22 @@ from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo, decay_decr
 from woodbury.optim.transaction import Transaction
 from woodbury.optim.watch import UNWATCHED, Watcher, run_closure
 
-PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
+PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one process's own
 
 
 @cache
 def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def _samples_of(inputs: Any) -> int:
+    """The number of samples, 0 for an empty batch; of what is no batch 1, which is refused where it is checked."""
+    try:
+        return _batch.sample_count(inputs)
+    except ValueError as error:
+        return 0 if "empty" in str(error) else 1
+    except TypeError:
+        return 1
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -110,13 +122,14 @@ class SecondOrder(torch.optim.Optimizer):
         forward: Forward | None = None,
         seed: int | None = None,
         params: Iterable[Any] | None = None,
-        process_group: str | None = None,
+        process_group: Any = None,
         bad_samples: str = "raise",
         watch: bool = False,
     ) -> None:
         loss = NoLoss() if loss is None else loss
         self.process_group = process_group
-        part_named("process_group", process_group, PROCESS_GROUPS)
+        if process_group is None or isinstance(process_group, str):
+            part_named("process_group", process_group, PROCESS_GROUPS)
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
@@ -160,10 +173,11 @@ class SecondOrder(torch.optim.Optimizer):
         super().__init__(plain_groups(model, params), defaults)
         # Refuses now what no pass is needed for, rather than at the first step.
         self._plan()
-        self._check_processes()
+        self._group = self._new_group()
         self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
+        self._agree()
         self.watch = watch
         self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
         self._watcher = self._new_watcher()
@@ -230,14 +244,14 @@ class SecondOrder(torch.optim.Optimizer):
         transaction = self._begin()
         try:
             device = self._device()
-            recordings = self._recordings if device.type == "cuda" else None
+            recordings = self._recordings if device.type == "cuda" and self._group.size == 1 else None
             if recordings is not None and subset is None and full is None:
                 info = self._replay(recordings, inputs, targets, transaction)
                 if info is not None:
                     return info
 
             def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> StepInfo:
-                problem = self._pose(inputs, targets, subset, full, transaction, held_out)
+                problem = self._pose_together(inputs, targets, subset, full, transaction, held_out)
                 info = self._take(problem, transaction)
                 if recordings is not None:
                     recordings.ordinary_step_ended(device)
@@ -303,7 +317,7 @@ class SecondOrder(torch.optim.Optimizer):
         transaction = self._begin()
 
         def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Vector:
-            problem = self._pose(inputs, targets, subset, full, transaction, held_out)
+            problem = self._pose_together(inputs, targets, subset, full, transaction, held_out)
             with self._derivatives(problem):
                 return self._proposal(problem).displacement.dense()
 
@@ -317,6 +331,8 @@ class SecondOrder(torch.optim.Optimizer):
         and momentum it is the residual of the system they turn this into, with a search that of its smallest
         damping. Nothing changes.
         """
+        if self._group.size > 1:
+            raise ValueError("verify looks at the samples of one process: call it in a run with one")
         transaction = self._begin()
 
         def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Tensor:
@@ -414,8 +430,24 @@ class SecondOrder(torch.optim.Optimizer):
             proposal = self._proposal(problem, to_take=True)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
+            if self._group.size > 1:
+                proposal, actual = self._agreed(proposal, actual)
         with torch.no_grad():
             return self._conclude(problem, proposal, actual, transaction)
+
+    def _agreed(self, proposal: Proposal, actual: Scalar) -> tuple[Proposal, Scalar]:
+        """The numbers of a step as the first process has them, so that all judge alike to the last bit."""
+        own = (proposal.loss, proposal.predicted, proposal.squared_norm, proposal.damping, actual, proposal.usable)
+        loss, predicted, squared, damping, actual, usable = self._group.of_first([float(number) for number in own])
+        proposal = replace(
+            proposal,
+            loss=loss,
+            predicted=predicted,
+            squared_norm=squared,
+            damping=damping,
+            usable=bool(usable),
+        )
+        return proposal, actual
 
     def _on_good_samples(
         self,
@@ -619,6 +651,30 @@ class SecondOrder(torch.optim.Optimizer):
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
 
+    def _pose_together(
+        self,
+        inputs: Any,
+        targets: Tensor | None,
+        subset: Tensor | None,
+        full: Batches | None,
+        transaction: Transaction,
+        held_out: tuple[Any, Tensor | None] | None,
+    ) -> Problem:
+        """`_pose`, where the batch may be spread over processes: an error of one is an error of all.
+
+        A process without a sample borrows one of another, and counts it 0 times.
+        """
+        borrowed = self._borrowed(inputs, targets) if self._group.size > 1 else None
+        if borrowed is not None:
+            (inputs, targets), subset = borrowed, None
+        with self._group.together():
+            problem = self._pose(inputs, targets, subset, full, transaction, held_out)
+        if borrowed is None:
+            return problem
+        loss = NoSamples(self.loss)
+        passes = replace(problem.passes, chain=None, loss=loss, rule=loss_rule(loss), samples_count=False)
+        return replace(problem, passes=passes)
+
     def _pose(
         self,
         inputs: Any,
@@ -668,7 +724,7 @@ class SecondOrder(torch.optim.Optimizer):
                 forward = transaction.buffers.preserved(forward, batch.inputs)
             if self.autocast is None:  # which casts between layers
                 is_chain = self._structure.shows_chain(plan, forward, batch.inputs, batch.samples)
-        passes = Passes(plan, chain, forward, self.autocast, self.loss, self._rule)
+        passes = Passes(plan, chain, forward, self.autocast, self.loss, self._rule, self._group)
         if chain is None:
             passes.check_parts(batch)
         previous, random = self._previous(plan, hyper), None if chain is not None else transaction.random
@@ -712,7 +768,6 @@ class SecondOrder(torch.optim.Optimizer):
         check_groups(self.param_groups, self._most_momentum)
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
-        self._check_processes()
         device = self._device().type
         if device == "meta":
             raise ValueError("the model is on the meta device, which holds no numbers: bring it to another first")
@@ -722,16 +777,48 @@ class SecondOrder(torch.optim.Optimizer):
                 "to GaussNewton or NaturalGradient for passes through the model in that type"
             )
 
-    def _check_processes(self) -> None:
-        """Raise where several processes may take each other for parts of one run, without consent."""
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return
-        world_size = torch.distributed.get_world_size()
-        if world_size > 1 and not PROCESS_GROUPS[self.process_group]:
-            raise RuntimeError(
-                f"torch.distributed is initialised with {world_size} processes, and steps are not reduced between "
-                "them yet: their models would drift apart. Pass process_group='self' if each trains its own"
-            )
+    def _new_group(self) -> Group:
+        """The processes whose samples are one batch: those of torch.distributed, unless each trains for itself."""
+        own = isinstance(self.process_group, str) and PROCESS_GROUPS[self.process_group]
+        if own or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            if isinstance(self._called, DistributedDataParallel):
+                raise ValueError(
+                    "the model is wrapped in DistributedDataParallel, and process_group='self' asks for a model "
+                    "of each process's own: pass the module inside"
+                )
+            return ALONE
+        group = Group(self.process_group, alone=torch.distributed.get_world_size(self.process_group) == 1)
+        if group.size > 1:
+            self._check_joint()
+        return group
+
+    def _check_joint(self) -> None:
+        """Raise where a setting cannot be had by several processes."""
+        if self.bad_samples != "raise":
+            raise ValueError("bad_samples='skip' is for one process: several must agree on their samples")
+
+    def _agree(self) -> None:
+        """Start all processes from the parameters and the random state of the first."""
+        if self._group.size > 1:
+            with torch.no_grad():
+                for parameter in self._trained():
+                    parameter.copy_(self._group.same(parameter))
+            self.state["generator"] = self._group.same(self.state["generator"])
+
+    def _borrowed(self, inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None] | None:
+        """A sample of another process where this one has none; None if it has some. A collective."""
+        counts = self._group.gather_numbers(_samples_of(inputs))
+        if 0 not in counts:
+            return None
+        lender = next((rank for rank, count in enumerate(counts) if count), None)
+        if lender is None:
+            raise ValueError("empty batch: no process has a sample")
+        lent = None
+        if lender == self._group.rank:
+            first = torch.zeros(1, dtype=torch.long, device=self._device())
+            lent = tuple(_batch.take(tree, first, counts[lender]) for tree in (inputs, targets))
+        lent = self._group.gather_objects(lent)[lender]
+        return None if counts[self._group.rank] else lent
 
     def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:
         """Order the batch so that S2 leads."""
@@ -739,7 +826,14 @@ class SecondOrder(torch.optim.Optimizer):
             count = self._curvature_count(samples)
             if count == samples:
                 return Batch(inputs, targets, samples, samples)
-            order, self.state["generator"] = self._orders.draw(samples, self.state["generator"], self._device())
+            if self._group.size > 1:  # an order of its own for each process, and the same state for all
+                seed, self.state["generator"] = _random.draw_seed(self.state["generator"])
+                generator = torch.Generator().manual_seed(seed + self._group.rank)
+                order = torch.randperm(samples, generator=generator).to(self._device())
+            else:
+                order, self.state["generator"] = self._orders.draw(
+                    samples, self.state["generator"], self._device()
+                )
         else:
             order, count = _batch.subset_first(subset, samples)
             order = order.to(self._device())
@@ -755,6 +849,9 @@ class SecondOrder(torch.optim.Optimizer):
             return self.affordable_samples(samples)
         if isinstance(wanted, float):
             return max(1, round(wanted * samples))
+        if self._group.size > 1:  # its share of all
+            share = wanted // self._group.size + (self._group.rank < wanted % self._group.size)
+            return max(1, min(share, samples))
         if wanted > largest:
             raise ValueError(
                 f"curvature_samples={wanted} is more than the {samples} samples of the batch; "
@@ -858,10 +955,12 @@ class SecondOrder(torch.optim.Optimizer):
             "_recordings": None if self._recordings is None else Recordings(),
             "_watcher": None,
             "_called": self.model,
+            "_group": ALONE,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._group = self._new_group()
         self._watcher = self._new_watcher()
 
     def __repr__(self) -> str:

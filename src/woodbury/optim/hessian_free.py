@@ -84,6 +84,7 @@ class HessianFree(SecondOrder):
             progress=self.progress,
             max_iterations=self.max_iterations,
         )
+        minimum = minimum._replace(x=problem.passes.group.same(minimum.x))
         squared = float(minimum.x @ minimum.x)
         return Proposal(
             displacement=Displacement(parameters, base=_vector.unflatten(minimum.x, parameters)),
@@ -101,14 +102,15 @@ class HessianFree(SecondOrder):
     def _curvature_product(self, problem: Problem, objective: Objective) -> Callable[[Tensor], Tensor]:
         """x -> B x on flat vectors."""
         parameters, piece = problem.plan.parameters, objective.pieces[0]
-        factor = self.curvature.factor(self._rule, self.loss, objective.outputs, piece.targets)
+        passes = problem.passes
+        factor = self.curvature.factor(passes.rule, passes.loss, objective.outputs, piece.targets)
         samples = problem.batch.curvature
-        divisor = problem.passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
+        divisor = passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
         rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
 
         def product(x: Tensor) -> Tensor:
             image = rows.matvec(_vector.unflatten(x, parameters)) / divisor  # S^T J x / D
-            return _vector.flatten(rows.rmatvec(image))
+            return passes.group.sum(_vector.flatten(rows.rmatvec(image)))
 
         return product
 

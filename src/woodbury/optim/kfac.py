@@ -80,16 +80,23 @@ class KFAC(SecondOrder):
         super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, **common)
 
     def _propose(self, problem: Problem) -> Proposal:
-        objective = problem.passes.objective(problem.batch, problem.full)
+        passes, group = problem.passes, problem.passes.group
+        objective = passes.objective(problem.batch, problem.full)
         piece, outputs = objective.pieces[0], objective.outputs
-        factor = self.curvature.factor(self._rule, self.loss, outputs, piece.targets)
-        forms = piece.capture.rows([factor.columns()])
         samples = problem.batch.curvature
-        divisor = problem.passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
+        with group.together():
+            factor = self.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+            forms = piece.capture.rows([factor.columns()])
+            outer = {name: self._outer(name, form) for name, form in forms.items()}
+        divisor = passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
         with full_precision():
-            fresh = {name: kronecker_factors(self._outer(name, form), divisor) for name, form in forms.items()}
+            fresh = {name: kronecker_factors(form, divisor) for name, form in outer.items()}
+            if group.size > 1:
+                share = passes.share_of(samples)
+                fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
             memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))
             vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
+            vector = {name: group.same(value) for name, value in vector.items()}
         return Proposal(
             displacement=Displacement(problem.plan.parameters, base=vector),
             predicted=predicted,

@@ -13,6 +13,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
+from woodbury.optim.joint import JointRows
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
@@ -60,7 +61,7 @@ def linearize(
     batch = problem.batch
     # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
     at_once = batch.curvature == batch.samples or curvature.one_pass or problem.is_chain
-    if at_once and products_by is None and problem.full is None:
+    if at_once and products_by is None and problem.full is None and problem.passes.group.size == 1:
         return _at_once(problem, curvature, check_memory)
     return _in_pieces(problem, curvature, products_by, check_memory)
 
@@ -98,14 +99,16 @@ def _in_pieces(
     """The same with S2 and the samples outside it run through the model one after the other."""
     passes, batch = problem.passes, problem.batch
     from_loader = problem.full is not None  # g comes from the loader: S2 is all we need
-    evaluated = [passes.evaluate(*part) for part in batch.pieces()[: 1 if from_loader else None]]
-    pieces = [piece for piece, _ in evaluated]
+    group = passes.group
+    with group.together():
+        evaluated = [passes.evaluate(*part) for part in batch.pieces()[: 1 if from_loader else None]]
+        pieces = [piece for piece, _ in evaluated]
+        if products_by is None:
+            check_memory(pieces[0].capture.raw)
+        piece, outputs = evaluated[0]
+        factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
     term_count = passes.term_count(pieces)
-    loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
-    if products_by is None:
-        check_memory(pieces[0].capture.raw)
-    piece, outputs = evaluated[0]
-    factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+    loss = check_loss(passes.mean([piece.losses for piece in pieces], term_count))
     divisor = passes.divisor(curvature, pieces[0].term_count, batch.curvature, batch.samples)
     assert factor.e is not None
     width = batch.curvature * factor.width
@@ -125,7 +128,13 @@ def _in_pieces(
         columns = [factor.columns()]
         for piece, outputs in evaluated[1:in_rows]:
             columns.append(passes.residual(outputs, piece.targets).unsqueeze(1))
-        forms = [piece.capture.rows([own]) for piece, own in zip(pieces, columns, strict=False)]
-        height = sum(own.shape[0] * own.shape[1] for own in columns)
-        rows = Rows(problem.plan, concatenate_forms(forms), height)
+        with group.together():
+            forms = [piece.capture.rows([own]) for piece, own in zip(pieces, columns, strict=False)]
+            height = sum(own.shape[0] * own.shape[1] for own in columns)
+            rows = own_rows = Rows(problem.plan, concatenate_forms(forms), height)
+        if group.size > 1:
+            rows = joint_rows = JointRows(own_rows, forms[0], width, group)
+            width, e = joint_rows.factor_row_count, torch.cat(group.gather(e))
+            if group.sums(0.0 if gradient is None else 1.0)[0]:
+                gradient = group.sum_vector(gradient or _vector.zeros_like(problem.plan.parameters))
     return Linearization(rows, width, divisor, term_count, e, gradient, loss), pieces

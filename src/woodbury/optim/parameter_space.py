@@ -77,7 +77,8 @@ def answer_in_parameter_space(
         condition = min(condition, solution.reciprocal_condition)
         vector |= _vector.unflatten(p.to(like.dtype), own)
         curvature, usable = curvature + curved, usable & solution.ok
-    displacement = Displacement(parameters, base={name: vector[name] for name in parameters})
+    group = problem.passes.group
+    displacement = Displacement(parameters, base={name: group.same(vector[name]) for name in parameters})
     answer = answer_of_vector(problem, displacement, damping, curvature, usable)
     return replace(answer, image=image, doubt=doubt_of_condition(condition, matrix.dtype) if look else None)
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _vector
 from woodbury._batch import BadSamplesError, Batch
+from woodbury._group import ALONE, Group
 from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
@@ -135,6 +136,8 @@ class Passes:
     autocast: torch.dtype | None
     loss: nn.Module
     rule: LossRule
+    group: Group = ALONE  # of processes whose samples are one batch
+    samples_count: bool = True  # whether those of this process do; not where it has borrowed one, having none
 
     @property
     def is_sum(self) -> bool:
@@ -143,12 +146,30 @@ class Passes:
 
     def term_count(self, pieces: Sequence[Piece]) -> Scalar:
         """M, what f over all pieces divides by; 1 where the loss is a sum."""
-        if len(pieces) == 1 or self.is_sum:
-            return check_term_count(pieces[0].term_count)
-        return check_term_count(sum(piece.term_count for piece in pieces))
+        if self.is_sum:
+            return 1.0
+        term_count = pieces[0].term_count if len(pieces) == 1 else sum(piece.term_count for piece in pieces)
+        return check_term_count(self._total(term_count))
+
+    def _total(self, number: Scalar) -> Scalar:
+        """The sum of a number over all processes."""
+        return number if self.group.size == 1 else self.group.sums(float(number))[0]
+
+    def share_of(self, samples: int) -> float:
+        """The share of so many samples of this process in those of all processes."""
+        own = float(samples) if self.samples_count else 0.0
+        return own / self.group.sums(own)[0]
+
+    def mean(self, losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
+        """Sum of all losses, of all processes, / M."""
+        return self._total(mean_of(losses, term_count))
 
     def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
         """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples."""
+        if self.group.size > 1:
+            share = 1.0 if self.samples_count else 0.0
+            terms, *counts = self.group.sums(float(term_count), share * samples, share * of)
+            term_count, (samples, of) = terms, map(round, counts)
         if self.is_sum:
             return curvature.divisor_of_sum(samples, of)
         return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
@@ -260,21 +281,23 @@ class Passes:
             if outputs.dim() != 2:
                 outputs = outputs.reshape(outputs.shape[0], -1)
             differences.append(piece.losses - self.losses(outputs, piece.targets))
-        return mean_of(differences, self.term_count(pieces))
+        return self.mean(differences, self.term_count(pieces))
 
     def objective(self, batch: Batch, full: Batches | None) -> Objective:
         """f, g and the trial evaluation on the batch, or over all of a loader."""
         parts = batch.pieces()
         if full is None:
-            evaluated = [self.evaluate(*part) for part in parts]
+            with self.group.together():
+                evaluated = [self.evaluate(*part) for part in parts]
             pieces = [piece for piece, _ in evaluated]
             term_count, samples = self.term_count(pieces), batch.samples
-            loss = check_loss(mean_of([piece.losses for piece in pieces], term_count))
+            loss = check_loss(self.mean([piece.losses for piece in pieces], term_count))
             gradient: Vector | None = None
             for piece, outputs in evaluated:  # g = (1/M1) sum_{S1} J_i^T r_i
                 part = piece.capture.gradient(self.residual(outputs, piece.targets) / term_count)
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             assert gradient is not None
+            gradient = self.group.sum_vector(gradient)
             evaluate: Callable[[Displacement], Scalar] = partial(self.decrease_on, pieces)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
@@ -311,8 +334,9 @@ class Passes:
                 term_count = term_count + self.rule.count(self.loss, prepared)
         if total is None:
             raise ValueError("full= holds no batch")
-        term_count = 1.0 if self.is_sum else check_term_count(term_count, "full=")
-        loss = check_loss(scalar(total) / term_count)
+        term_count = 1.0 if self.is_sum else check_term_count(self._total(term_count), "full=")
+        loss = check_loss(self._total(scalar(total)) / term_count)
+        gradient = self.group.sum_vector(gradient)
         before = total
 
         def evaluate(displacement: Displacement) -> Scalar:
@@ -324,6 +348,6 @@ class Passes:
                         raw = self.forward(self.plan.model, inputs).detach()
                     prepared = prepare(self.rule, self.loss, raw, targets)
                     after = after + self.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
-            return scalar(before - after) / term_count
+            return self._total(scalar(before - after)) / term_count
 
         return loss, {name: value / term_count for name, value in gradient.items()}, evaluate, sample_count

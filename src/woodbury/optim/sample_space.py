@@ -197,7 +197,8 @@ def answer_in_sample_space(
     scales = metric_scales(problem, damping)
     base = base_point(problem, line, scales, damping)
     # p itself where all that is cheaper with it: then K is needed on the factor rows alone
-    form = base is None and scales is None and problem.is_chain and rows.forming_pays(line.curvature_rows)
+    plain_chain = base is None and scales is None and problem.is_chain
+    form = rows.joint or (plain_chain and rows.forming_pays(line.curvature_rows))
     gram = gram_of(problem, line, rows, system, scales, form)
     projected = None
     if base is not None:
@@ -282,7 +283,7 @@ def gram_of(
         return system.blocks.gram(rows, scales, system.gram_dtype)
     if line.gram is None:
         if form:
-            line.gram = system.blocks.join(rows.gram_head(line.curvature_rows, system.gram_dtype))
+            line.gram = rows.joined(system.blocks.join(rows.gram_head(line.curvature_rows, system.gram_dtype)))
         else:
             line.gram = system.blocks.gram(rows, None, system.gram_dtype)
     return line.gram if scales is None else line.gram * next(iter(scales.values()))

@@ -27,7 +27,7 @@ class Common(TypedDict, total=False):
     forward: Forward | None
     seed: int | None
     params: Iterable[Any] | None
-    process_group: str | None
+    process_group: Any
     bad_samples: str
     watch: bool
 

@@ -35,7 +35,8 @@ from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 
 UNWATCHED = (
-    "step() without a batch: no loss.backward() was watched since the last step. Ways out: "
+    "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() was watched since "
+    "the last step. Ways out: "
     "optimizer.step(inputs, targets), without backward; optimizer.step(closure), where the closure computes the "
     "loss and calls backward; or watch=True when the optimizer is made, before the model is called"
 )

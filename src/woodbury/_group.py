@@ -1,0 +1,178 @@
+"""Processes that train one model together: sums and gathers over them, which one process alone need not make.
+
+Every collective here is the identity for one process, so that what uses it has no branches by rank.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury._vector import Vector, flatten, unflatten
+
+
+class LostProcessError(RuntimeError):
+    """Another process of the group has failed, or is gone."""
+
+
+class Group:
+    """The processes of a group of torch.distributed, or this one alone."""
+
+    def __init__(self, processes: Any = None, alone: bool = True) -> None:
+        self._processes = processes
+        self.size = 1 if alone else torch.distributed.get_world_size(processes)
+        self.rank = 0 if alone else torch.distributed.get_rank(processes)
+        self.bytes_given = 0  # that this process has put into collectives
+
+    def _run(self, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            return collective(*args, group=self._processes, **options)
+        except (RuntimeError, ValueError) as error:  # a closed connection, or a timeout
+            raise LostProcessError(
+                f"process {self.rank} of {self.size} waited for the others in vain ({error}): one of them has "
+                "failed or was ended; its own message says why. Start again from the last checkpoint"
+            ) from error
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in new memory."""
+        if self.size == 1:
+            return tensor
+        total = tensor.detach().clone().contiguous()
+        self.bytes_given += total.nbytes
+        self._run(torch.distributed.all_reduce, total)
+        return total
+
+    def sums(self, *numbers: float) -> list[float]:
+        """The sum of each number over all processes."""
+        if self.size == 1:
+            return list(numbers)
+        total: list[float] = self.sum(torch.tensor(numbers, dtype=torch.float64, device=self._device())).tolist()
+        return total
+
+    def sum_vector(self, vector: Vector) -> Vector:
+        """The sum of a vector by parameter name, in one collective."""
+        return vector if self.size == 1 else unflatten(self.sum(flatten(vector)), vector)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of each process; they may differ in the length of the last axis."""
+        if self.size == 1:
+            return [tensor]
+        lengths = self.gather_numbers(tensor.shape[-1])
+        padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
+        padded[..., : tensor.shape[-1]] = tensor
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        self.bytes_given += padded.nbytes
+        self._run(torch.distributed.all_gather, everyone, padded)
+        return [own[..., :length] for own, length in zip(everyone, lengths, strict=True)]
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """One whole number of each process."""
+        if self.size == 1:
+            return [number]
+        own = torch.tensor([number], device=self._device())
+        everyone = [torch.empty_like(own) for _ in range(self.size)]
+        self.bytes_given += own.nbytes
+        self._run(torch.distributed.all_gather, everyone, own)
+        return [int(other) for other in torch.cat(everyone)]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """A small object of each process."""
+        if self.size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.size
+        self.bytes_given += len(pickle.dumps(value))
+        self._run(torch.distributed.all_gather_object, everyone, value)
+        return everyone
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """The tensor of the first process: what all of them have computed alike, to the last bit."""
+        if self.size == 1:
+            return tensor
+        shared = tensor.detach().clone().contiguous()
+        self.bytes_given += shared.nbytes if self.rank == 0 else 0
+        self._run(torch.distributed.broadcast, shared, src=self._first())
+        return shared
+
+    def _first(self) -> int:
+        return 0 if self._processes is None else torch.distributed.get_global_rank(self._processes, 0)
+
+    def of_first(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers of the first process."""
+        if self.size == 1:
+            return list(numbers)
+        shared = self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device()))
+        return [float(number) for number in shared.tolist()]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """At the end, an error inside on one process is an error of all of them, before anything is exchanged."""
+        if self.size == 1:
+            yield
+            return
+        failure: BaseException | None = None
+        try:
+            yield
+        except LostProcessError:
+            raise
+        except Exception as error:
+            failure = error
+        (failures,) = self.sums(0.0 if failure is None else 1.0)
+        if failures:
+            texts = self.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+            if failure is not None:
+                raise failure
+            rank = next(index for index, text in enumerate(texts) if text is not None)
+            raise LostProcessError(f"process {rank} of {self.size} failed: {texts[rank]}")
+
+    def _device(self) -> torch.device:
+        backend = torch.distributed.get_backend(self._processes)
+        return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+
+
+ALONE = Group()
+
+
+class _Dismantler(pickle.Pickler):
+    """Pickles an object without its tensors, which are collected, and without modules, which are named."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return "tensor", len(self.tensors) - 1
+        if isinstance(value, nn.Module) and id(value) in self._names:
+            return "module", self._names[id(value)]
+        return None
+
+
+class _Assembler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._model = tensors, model
+
+    def persistent_load(self, key: Any) -> Any:
+        kind, value = key
+        return self._tensors[value] if kind == "tensor" else self._model.get_submodule(value)
+
+
+def dismantle(value: Any, model: nn.Module) -> tuple[bytes, list[Tensor]]:
+    """An object as a few bytes and its tensors."""
+    file = io.BytesIO()
+    pickler = _Dismantler(file, {id(module): name for name, module in model.named_modules()})
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+def assemble(data: bytes, tensors: Sequence[Tensor], model: nn.Module) -> Any:
+    """The object of `dismantle`."""
+    return _Assembler(data, tensors, model).load()

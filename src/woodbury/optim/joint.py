@@ -1,0 +1,165 @@
+"""One step of several processes: each runs the model on its own samples, and U is that of all of them.
+
+The rows of process r are those of its curvature samples, S2_r, and of its other samples. All processes need K on
+the factor rows of all, (m, r): process r gets the factor rows of the others, layer by layer, and computes the
+columns of its own rows; the columns are then exchanged. The small system is solved by each process, and p is
+summed in one reduction of the size of the parameters:
+
+    K[:, own rows] = U_all Z_own^T,      p = sum over processes of -Z_own^T c_own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from woodbury._group import Group, assemble, dismantle
+from woodbury._vector import Vector
+from woodbury.device.scalars import Scale
+from woodbury.layers.forms import RowForm, concatenate_forms
+from woodbury.linalg import full_precision
+from woodbury.row_matrix import Rows
+
+
+class Shard(NamedTuple):
+    """What one process has of the rows: how many, and the forms of its factor rows without their numbers."""
+
+    factor_rows: int
+    gradient_rows: int
+    skeletons: dict[str, tuple[bytes, list[tuple[torch.Size, torch.dtype]]]]  # by layer
+
+
+class JointRows(Rows):
+    """Z of all processes: the factor rows of each in turn, then the gradient rows of each in turn."""
+
+    joint = True
+
+    def __init__(self, own: Rows, head: Mapping[str, RowForm], factor_rows: int, group: Group) -> None:
+        """own are the rows of this process; the first factor_rows of them, in the forms head, are factor rows."""
+        super().__init__(own.plan, {}, 0)
+        self._own, self._head, self._group = own, head, group
+        with group.together():
+            skeletons = {}
+            for name, form in head.items():
+                skeleton, tensors = dismantle(form, own.plan.model)
+                skeletons[name] = skeleton, [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._shards = group.gather_objects(Shard(factor_rows, own.row_count - factor_rows, skeletons))
+        self._factor_rows = [shard.factor_rows for shard in self._shards]
+        self._gradient_rows = [shard.gradient_rows for shard in self._shards]
+        self.row_count = sum(self._factor_rows) + sum(self._gradient_rows)
+
+    @property
+    def factor_row_count(self) -> int:
+        return sum(self._factor_rows)
+
+    def _own_part(self, values: Tensor) -> Tensor:
+        """The entries of this process along the last axis."""
+        rank = self._group.rank
+        start, length = sum(self._factor_rows[:rank]), self._factor_rows[rank]
+        outside = sum(self._factor_rows) + sum(self._gradient_rows[:rank])
+        parts = (
+            values[..., start : start + length],
+            values[..., outside : outside + self._gradient_rows[rank]],
+        )
+        return torch.cat(parts, dim=-1)
+
+    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
+        """The entries of all processes along the last axis, factor rows first."""
+        factor = [own[..., :count] for own, count in zip(parts, self._factor_rows, strict=True)]
+        others = [own[..., count:] for own, count in zip(parts, self._factor_rows, strict=True)]
+        return torch.cat([*factor, *others], dim=-1)
+
+    def joined(self, own: Tensor) -> Tensor:
+        return self._in_order(self._group.gather(own.contiguous()))
+
+    # -- the Gram matrix on the factor rows ----------------------------------------------------------------
+
+    def _columns(self, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> list[Tensor]:
+        """K[:, own rows] of each layer, (m, own rows)."""
+        columns = []
+        used = dict.fromkeys(name for shard in self._shards for name in shard.skeletons)
+        with full_precision():
+            for name in [name for name in self.plan.owned if name in used]:
+                pieces = [{name: form} for form in self._factor_forms(name)]
+                own: Mapping[str, RowForm] = {name: self._own.forms[name]} if name in self._own.forms else {}
+                kinds = {type(form) for piece in [*pieces, own] for form in piece.values()}
+                if len(pieces) < len(self._shards) or len(kinds) > 1 or not own:
+                    raise ValueError(
+                        f"layer {name!r} is used in another way, or not at all, by some of the processes: their "
+                        "rows cannot be put together. Let the model do the same on every process"
+                    )
+                everyone = concatenate_forms(pieces)[name]
+                scale = None if scales is None else self._scales_of(name, scales)
+                columns.append(everyone.gram(own[name], scale, dtype))
+        return columns
+
+    def _factor_forms(self, name: str) -> list[RowForm]:
+        """The factor rows of each process in one layer."""
+        tensors = dismantle(self._head[name], self.plan.model)[1] if name in self._head else []
+        entries = [shard.skeletons.get(name) for shard in self._shards]
+        received: dict[torch.dtype, list[Tensor]] = {}
+        for dtype in dict.fromkeys(dtype for entry in entries if entry for _, dtype in entry[1]):
+            parts = [tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype]
+            empty = torch.empty(0, dtype=dtype, device=self.plan.device)
+            received[dtype] = self._group.gather(torch.cat(parts) if parts else empty)
+        forms: list[RowForm] = []
+        for rank, entry in enumerate(entries):
+            if entry is None:
+                continue
+            if rank == self._group.rank:
+                forms.append(self._head[name])
+                continue
+            used, own = dict.fromkeys(received, 0), []
+            for shape, dtype in entry[1]:
+                start = used[dtype]
+                used[dtype] = start + shape.numel()
+                own.append(received[dtype][rank][start : used[dtype]].view(shape))
+            forms.append(assemble(entry[0], own, self.plan.model))
+        return forms
+
+    def gram(
+        self,
+        other: Rows | None = None,
+        scales: Mapping[str, Scale] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The first rows of K, those of the factor rows."""
+        return self.joined(torch.stack(self._columns(scales, dtype)).sum(0))
+
+    def layer_grams(
+        self,
+        other: Rows | None = None,
+        scales: Mapping[str, Scale] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        return list(self.joined(torch.stack(self._columns(scales, dtype))))
+
+    def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+        return self._columns(None, dtype)
+
+    def forming_pays(self, head: int) -> bool:
+        return True  # p is a sum over processes
+
+    # -- products ------------------------------------------------------------------------------------------
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack(self.layer_matvec(vector)).sum(0)
+
+    def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
+        return list(self.joined(torch.stack(self._own.layer_matvec(vector))))
+
+    def rmatvec(self, coefficients: Tensor) -> Vector:
+        local = self._own.rmatvec(self._own_part(coefficients))
+        return self._group.sum_vector({name: value.detach() for name, value in local.items()})
+
+    def curvature(
+        self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        own = self._own.curvature(self._factor_rows[self._group.rank], blocks, dtype)
+        return [self._group.sum(matrix) for matrix in own]
+
+    def dense(self) -> Tensor:
+        raise NotImplementedError("the rows of several processes are not written out")
