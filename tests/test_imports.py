@@ -42,7 +42,7 @@ FLOORS = {
     ],
     "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction", "price"],
+        ["settings", "passes", "transaction", "price", "by_parameter"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],
