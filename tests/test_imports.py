@@ -17,12 +17,13 @@ ROOMS = [
     *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli"),
+    *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
+    *("lightning", "skorch", "cli"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
+    "losses": [["factors", "tape"], ["rules"], ["elementwise", "robust", "softmax", "seen"]],
     "layers": [
         ["forms"],
         ["registry", "shared"],
@@ -42,7 +43,7 @@ FLOORS = {
     ],
     "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction", "price", "by_parameter"],
+        ["settings", "passes", "transaction", "price", "watch", "by_parameter"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
@@ -44,6 +44,8 @@ from woodbury.device.scalars import (
 from woodbury.layers.attention import plain_attention
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
+from woodbury.losses.seen import NoLoss
+from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
 from woodbury.model.compiled import run_as_written, written_model
@@ -70,6 +72,7 @@ from woodbury.optim.settings import (
 )
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo, decay_decrease
 from woodbury.optim.transaction import Transaction
+from woodbury.optim.watch import UNWATCHED, Watcher, run_closure
 
 PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
 
@@ -94,7 +97,7 @@ class SecondOrder(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: nn.Module | None,
         lr: float,  # alpha
         *,
         blocks: str,
@@ -110,7 +113,9 @@ class SecondOrder(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         process_group: str | None = None,
         bad_samples: str = "raise",
+        watch: bool = False,
     ) -> None:
+        loss = NoLoss() if loss is None else loss
         self.process_group = process_group
         part_named("process_group", process_group, PROCESS_GROUPS)
         self._blocks = part_named("blocks", blocks, BLOCKS)
@@ -132,6 +137,8 @@ class SecondOrder(torch.optim.Optimizer):
             raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
         if seed is not None:
             check_whole_number("seed", seed)
+        if not isinstance(watch, bool):
+            raise TypeError(f"watch must be True or False, got {watch!r}")
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)
@@ -157,6 +164,9 @@ class SecondOrder(torch.optim.Optimizer):
         self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
+        self.watch = watch
+        self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
+        self._watcher = self._new_watcher()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -179,11 +189,16 @@ class SecondOrder(torch.optim.Optimizer):
         inputs: Any = None,
         targets: Tensor | None = None,
         *,
+        closure: Callable[[], Any] | None = None,
         subset: Tensor | None = None,
         full: Batches | None = None,
         held_out: tuple[Any, Tensor | None] | None = None,
     ) -> StepInfo:
         """Take one step on a batch and return what happened.
+
+        `step(closure)` takes the batch and the loss from a function that calls the model, computes the loss from
+        its outputs and calls `backward`, as torch.optim has it; it is run once. `step()` takes them from the
+        backward passes since the last step, if the optimizer was made with watch=True.
 
         Args:
             inputs: the batch as the model takes it; the first axis of its tensors is the sample axis.
@@ -191,9 +206,27 @@ class SecondOrder(torch.optim.Optimizer):
             subset: indices into the batch that fix S2 instead of drawing it.
             full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
                 over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
+            closure: in place of a batch: a function as above; it may be given as the first argument too.
             held_out: (inputs, targets) of other samples, on which a `search` chooses its step; by default it does
                 so on the batch itself.
         """
+        if closure is None and callable(inputs) and not isinstance(inputs, nn.Module):
+            closure, inputs = inputs, None
+        if closure is None and (inputs is not None or self._watcher is None):
+            return self._step(inputs, targets, subset, full, held_out)
+        if inputs is not None or targets is not None:
+            raise TypeError("step takes a batch (inputs, targets) or a closure, not both")
+        with self._seen_batch(closure) as (inputs, targets):
+            return self._step(inputs, targets, subset, full, held_out)
+
+    def _step(
+        self,
+        inputs: Any,
+        targets: Tensor | None,
+        subset: Tensor | None,
+        full: Batches | None,
+        held_out: tuple[Any, Tensor | None] | None,
+    ) -> StepInfo:
         transaction = self._begin()
         try:
             device = self._device()
@@ -216,6 +249,12 @@ class SecondOrder(torch.optim.Optimizer):
         except BaseException:  # bad input, or an interrupt
             transaction.end()
             raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; steps do not need it, except for what watch=True has seen: that is forgotten."""
+        super().zero_grad(set_to_none)
+        if self._watcher is not None:
+            self._watcher.clear()
 
     @property
     def blocks(self) -> str:
@@ -309,6 +348,44 @@ class SecondOrder(torch.optim.Optimizer):
     def _one_system(self, problem: Problem) -> Proposal:
         """The proposal that solves one damped system, for `verify`."""
         return self._proposal(problem)
+
+    # -- a loop of the user's own -------------------------------------------------------------------------
+
+    def _new_watcher(self) -> Watcher | None:
+        return Watcher(self.model, self._trained(), runs_backward=True) if self.watch else None
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @contextmanager
+    def _seen_batch(self, closure: Callable[[], Any] | None) -> Iterator[tuple[Any, Tensor]]:
+        """The batch of a closure, or of the backward passes that were watched; inside, its loss is the step's.
+
+        The model has run on the batch before: its random numbers are repeated, and its buffers stay as they are.
+        """
+        self._seen_steps += 1
+        watcher = self._watcher
+        if watcher is None:
+            assert closure is not None
+            seen = run_closure(self.model, self._trained(), closure, self.loss, self._seen_steps)
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            seen = watcher.take(self.loss, self._seen_steps)
+        loss, forward, holders = self.loss, self.forward, self._plan().buffers
+        buffers = Buffers(holders, {}) if holders else None
+        self.loss, self.forward = seen.loss, seen.forward
+        try:
+            with (
+                nullcontext() if watcher is None else watcher.paused(),
+                nullcontext() if seen.random is None else _random.replayed(seen.random),
+            ):
+                yield seen.inputs, seen.targets
+        finally:
+            self.loss, self.forward = loss, forward
+            if buffers is not None:
+                buffers.put_back()
 
     # -- parts -------------------------------------------------------------------------------------------
 
@@ -434,7 +511,7 @@ class SecondOrder(torch.optim.Optimizer):
             return None
         plan, moving = self._plan(), self._moving_state(device)
         curvature_samples = self._curvature_count(samples)
-        key = Key((self._fingerprint(plan, moving), curvature_samples), shape)
+        key = Key(self._fingerprint(plan, moving), (shape, curvature_samples))
         replayable = recordings.find(key)
         if replayable is None:
             if not recordings.is_due(key, device):
@@ -588,6 +665,8 @@ class SecondOrder(torch.optim.Optimizer):
         try:
             return _batch.check_batch(inputs, targets)
         except (TypeError, ValueError):
+            if inputs is None:
+                raise TypeError(UNWATCHED) from None
             explain_inputs(inputs)
             raise
 
@@ -764,7 +843,12 @@ class SecondOrder(torch.optim.Optimizer):
             "_orders": _random.Orders(),
             "_options": None,
             "_recordings": None if self._recordings is None else Recordings(),
+            "_watcher": None,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watcher = self._new_watcher()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
