@@ -1,0 +1,209 @@
+"""The Trainer of transformers, and accelerate: the loops as they are, with steps of ours."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+import woodbury
+from woodbury._vector import flatten
+
+pytest.importorskip("transformers", reason="the package transformers is not installed")
+pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+
+import accelerate
+import transformers
+
+import huggingface
+from test_transformers import MODELS, logits, problem
+
+N, DAMPING = 8, 0.1
+
+
+@pytest.fixture(autouse=True)
+def forget_devices():
+    """accelerate remembers its settings for the whole process."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def labels_of(name, batch, targets):
+    """What the model itself is given, for targets with one entry for each position or sample."""
+    if name in ("gpt2", "llama"):  # which shift them
+        return nn.functional.pad(targets, (1, 0), value=-100)[:, :-1]
+    return targets
+
+
+def whole_batch(name, dtype):
+    """A model, a batch with targets that its own loss can have, and the samples as Trainer takes them."""
+    model, batch, targets = problem(name, dtype, samples=N)
+    if name in ("gpt2", "llama"):
+        targets[:, -1] = -100  # the last position predicts nothing
+    samples = huggingface.Samples(**batch, labels=labels_of(name, batch, targets))
+    return model, batch, targets, samples
+
+
+def train(model, optimizer, samples, folder, steps=3, accumulate=1, **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=N // accumulate,
+        gradient_accumulation_steps=accumulate,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **{"max_grad_norm": 0, "save_strategy": "no", **options},
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=samples, optimizers=(optimizer, None))
+    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
+    return trainer
+
+
+def factor(name, accumulate):
+    """What the loss of Trainer is beside the mean over all samples or tokens.
+
+    The models of BERT take the mean of each micro-batch, and Trainer adds these up. It divides the loss of GPT-2
+    by the number of labels that are not -100; the first label of a sequence, which nothing predicts, is -100 here.
+    """
+    return accumulate if name.startswith("bert") else 1
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["bert", "bert, tied head", "gpt2", "llama", "vit"])
+def test_trainer_takes_the_steps_on_its_batches(name, accumulate, method, tmp_path):
+    """c f has the step of f with lambda / c, and by natural gradient, where B is that of c r, 1 / c of that with
+    lambda / c^2. Losses of language models are computed in float32 by them."""
+    model, batch, targets, samples = whole_batch(name, torch.float64)
+    if accumulate == 2 and targets.dim() == 2:  # the same number of tokens in every half
+        targets = targets.clone()
+        targets[0] = targets[1]
+        targets[0, 3:] = targets[1, 3:] = -100
+        targets[2:, 3:] = -100
+        samples = huggingface.Samples(**batch, labels=labels_of(name, batch, targets))
+    twin, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    c = factor(name, accumulate)
+    trained = method(model, loss, damping=DAMPING, guard=None, watch=True)
+    train(model, trained, samples, tmp_path, accumulate=accumulate)
+    natural = method is woodbury.NaturalGradient
+    lr, damping = (1 / c, DAMPING / c**2) if natural else (1.0, DAMPING / c)
+    alone = method(twin, loss, lr=lr, damping=damping, guard=None, forward=logits)
+    twin.train()
+    for _ in range(3):
+        alone.step(batch, targets)
+    found, expected = (flatten(dict(own.named_parameters())).detach() for own in (model, twin))
+    change = expected - flatten(dict(problem(name, torch.float64, samples=N)[0].named_parameters())).detach()
+    float32 = name in ("gpt2", "llama")
+    assert (found - expected).norm() <= (1e-4 if float32 else 1e-9) * change.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "t5"])  # which makes inputs from labels
+def test_a_loss_inside_the_model_has_the_step_of_the_same_loss_outside(name):
+    """loss = model(**batch).loss; loss.backward(); optimizer.step(), without Trainer, for every model."""
+    model, batch, targets, samples = whole_batch(name, torch.float64)
+    labels = samples.columns["labels"]
+    if name in ("qwen2, tied head", "qwen3"):
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    twin, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    optimizer = woodbury.GaussNewton(model, loss, damping=DAMPING, watch=True)
+    model(**batch, labels=labels).loss.backward()
+    optimizer.step()
+    alone = woodbury.GaussNewton(twin, loss, damping=DAMPING, forward=logits)
+    alone.step(batch, targets)
+    found, expected = (flatten(dict(own.named_parameters())).detach() for own in (model, twin))
+    assert reference.relative_error(found, expected) <= 1e-5  # losses of language models are in float32
+
+
+def test_trainer_resumes_bit_for_bit(tmp_path):
+    results = []
+    for stop in (4, 2):
+        model, _, _, samples = whole_batch("bert", torch.float32)
+        optimizer = woodbury.NaturalGradient(
+            model, nn.CrossEntropyLoss(), lr=0.5, momentum=0.5, curvature_samples=4, seed=1, watch=True
+        )
+        folder = tmp_path / str(stop)
+        train(model, optimizer, samples, folder, steps=4, accumulate=2, save_strategy="steps", save_steps=2)
+        if stop == 2:
+            model, _, _, samples = whole_batch("bert", torch.float32)
+            optimizer = woodbury.NaturalGradient(
+                model, nn.CrossEntropyLoss(), lr=0.1, momentum=0.1, curvature_samples=4, seed=7, watch=True
+            )
+            train(
+                *(model, optimizer, samples, tmp_path / "resumed"),
+                steps=4,
+                accumulate=2,
+                resume_from_checkpoint=str(folder / "checkpoint-2"),
+            )
+            assert optimizer.param_groups[0]["lr"] == 0.5
+        results.append(flatten(dict(model.named_parameters())).detach())
+    assert torch.equal(*results)
+
+
+def test_clipping_of_trainer_is_reported(tmp_path):
+    model, _, _, samples = whole_batch("bert", torch.float32)
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+    with pytest.warns(RuntimeWarning, match="max_grad_norm=0"):
+        train(model, optimizer, samples, tmp_path, steps=1, max_grad_norm=1e-3)
+
+
+def test_evaluation_between_steps_does_no_harm(tmp_path):
+    results = []
+    for more in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        model, _, _, samples = whole_batch("vit", torch.float64)
+        optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+        arguments = {"eval_dataset": samples} if more else {}
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=N,
+            max_grad_norm=0,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            **more,
+        )
+        transformers.Trainer(
+            model, options, train_dataset=samples, optimizers=(optimizer, None), **arguments
+        ).train()
+        results.append(flatten(dict(model.named_parameters())).detach())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", list(huggingface.MODELS))
+def test_the_example_learns_two_epochs_with_every_model(name, capsys):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "gradients were", RuntimeWarning)
+        trainer, before, after = huggingface.main(name, epochs=2, samples=256)
+    assert trainer.state.global_step == 16
+    assert after < before
+    assert f"{name}: loss on other samples" in capsys.readouterr().out
+    batch = trainer.train_dataset.columns
+    inputs = {key: value[:N] for key, value in batch.items() if key != "labels"}
+    targets = batch["labels"][:N]
+    for method in (woodbury.GaussNewton, woodbury.NaturalGradient):
+        optimizer = method(trainer.model, nn.CrossEntropyLoss(), forward=logits)
+        kind = optimizer.curvature.name
+        rows = woodbury.rows(trainer.model, nn.CrossEntropyLoss(), inputs, targets, curvature=kind, forward=logits)
+        condition = 1 + float(torch.linalg.eigvalsh(rows.gram().double())[-1])  # lambda is 1
+        assert optimizer.verify(inputs, targets) < 1e-6 * condition
+
+
+def test_a_loop_of_accelerate_takes_the_same_steps():
+    model, batch, targets, samples = whole_batch("bert", torch.float64)
+    twin, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = woodbury.GaussNewton(model, loss, momentum=0.5, watch=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    alone = woodbury.GaussNewton(twin, loss, momentum=0.5, forward=logits)
+    for _ in range(4):
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch, labels=samples.columns["labels"]).loss)
+        optimizer.step()
+        alone.step(batch, targets)
+    found, expected = (flatten(dict(own.named_parameters())).detach() for own in (model, twin))
+    assert reference.relative_error(found, expected) <= 1e-10
