@@ -1,4 +1,4 @@
-"""Inside Trainer and accelerate: the steps are those of a plain loop, and none goes through the fallback."""
+"""The Trainer of transformers, and accelerate: the loops as they are, with steps of ours."""
 
 import copy
 import warnings
@@ -6,189 +6,204 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+import reference
 import woodbury
+from woodbury._vector import flatten
 
-transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytest.importorskip("transformers", reason="the package transformers is not installed")
+pytest.importorskip("accelerate", reason="the package accelerate is not installed")
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-SAMPLES, LENGTH, WORDS = 20, 8, 30
+import accelerate
+import transformers
 
+import huggingface
+from test_transformers import MODELS, logits, problem
 
-def texts():
-    return torch.randint(WORDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-def bert():
-    config = transformers.BertConfig(
-        vocab_size=WORDS,
-        max_position_embeddings=LENGTH,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **SIZES,
-    )
-    labels = torch.arange(SAMPLES) % 3
-    return transformers.BertForSequenceClassification(config), {"input_ids": texts(), "labels": labels}
+N, DAMPING = 8, 0.1
 
 
-def vit():
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=3, **SIZES)
-    pictures = torch.randn(SAMPLES, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(SAMPLES) % 3
-    return transformers.ViTForImageClassification(config), {"pixel_values": pictures, "labels": labels}
+@pytest.fixture(autouse=True)
+def forget_devices():
+    """accelerate remembers its settings for the whole process."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def llama():
-    config = transformers.LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **SIZES)
-    return transformers.LlamaForCausalLM(config), {"input_ids": texts(), "labels": texts()}
+def labels_of(name, batch, targets):
+    """What the model itself is given, for targets with one entry for each position or sample."""
+    if name in ("gpt2", "llama"):  # which shift them
+        return nn.functional.pad(targets, (1, 0), value=-100)[:, :-1]
+    return targets
 
 
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=WORDS,
-        n_positions=LENGTH,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return transformers.GPT2LMHeadModel(config), {"input_ids": texts(), "labels": texts()}
+def whole_batch(name, dtype):
+    """A model, a batch with targets that its own loss can have, and the samples as Trainer takes them."""
+    model, batch, targets = problem(name, dtype, samples=N)
+    if name in ("gpt2", "llama"):
+        targets[:, -1] = -100  # the last position predicts nothing
+    samples = huggingface.Samples(**batch, labels=labels_of(name, batch, targets))
+    return model, batch, targets, samples
 
 
-MODELS = {"BERT": bert, "ViT": vit, "Llama": llama, "GPT-2": gpt2}
-
-
-def make(name):
-    torch.manual_seed(1)
-    model, batch = MODELS[name]()
-    return model, batch
-
-
-def logits(model, inputs):
-    """Of classes, or of the next words with these in the second axis."""
-    out = model(**inputs).logits
-    return out if out.dim() == 2 else out.movedim(-1, 1)
-
-
-def targets_of(labels):
-    return labels if labels.dim() == 1 else F.pad(labels, (0, 1), value=-100)[:, 1:]
-
-
-def train(model, batch, folder, optimizer, epochs=2, **options):
-    """The batches that Trainer drew, in their order."""
-    drawn = []
-
-    def collate(samples):
-        drawn.append({name: torch.stack([sample[name] for sample in samples]) for name in samples[0]})
-        return dict(drawn[-1])
-
-    data = [{name: own[index] for name, own in batch.items()} for index in range(SAMPLES)]
+def train(model, optimizer, samples, folder, steps=3, accumulate=1, **options):
     arguments = transformers.TrainingArguments(
-        str(folder),
-        num_train_epochs=epochs,
-        per_device_train_batch_size=5,
-        report_to=[],
-        disable_tqdm=True,
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=N // accumulate,
+        gradient_accumulation_steps=accumulate,
+        lr_scheduler_type="constant",
         use_cpu=True,
-        save_strategy="no",
-        **{"max_grad_norm": 0, **options},
+        report_to="none",
+        disable_tqdm=True,
+        **{"max_grad_norm": 0, "save_strategy": "no", **options},
     )
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=8)
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=data, data_collator=collate, optimizers=(optimizer, schedule)
-    )
-    trainer.train()
-    return trainer, drawn
+    trainer = transformers.Trainer(model, arguments, train_dataset=samples, optimizers=(optimizer, None))
+    trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
+    return trainer
 
 
-def difference(a, b):
-    """The largest relative difference of a parameter."""
-    return max(
-        float((p - q).detach().norm() / p.detach().norm().clamp_min(1e-3))
-        for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    )
+def factor(name, accumulate):
+    """What the loss of Trainer is beside the mean over all samples or tokens.
+
+    The models of BERT take the mean of each micro-batch, and Trainer adds these up. It divides the loss of GPT-2
+    by the number of labels that are not -100; the first label of a sequence, which nothing predicts, is -100 here.
+    """
+    return accumulate if name.startswith("bert") else 1
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_two_epochs_of_trainer_are_steps_of_a_plain_loop(name, tmp_path):
-    model, batch = make(name)
-    plain = copy.deepcopy(model)
-    # GPT-2 in Trainer divides by all labels, of which the first of each text has no prediction
-    factor = (LENGTH - 1) / LENGTH if name == "GPT-2" else 1.0
-    expected = woodbury.NaturalGradient(plain, nn.CrossEntropyLoss(), lr=0.3, damping=0.5, forward=logits)
-    optimizer = woodbury.NaturalGradient(model, None, lr=0.3, damping=0.5, watch=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        trainer, drawn = train(model, batch, tmp_path, optimizer)
-    assert trainer.state.global_step == len(drawn) == 8
-    if factor != 1.0:
-        # c l has the system c^2 F + lambda: that of l with lambda / c^2, and a step 1 / c times as long
-        expected.damping = woodbury.Constant(0.5 / factor**2)
-        expected.state["damping"] = torch.tensor(0.5 / factor**2, dtype=torch.float64)
-    schedule = torch.optim.lr_scheduler.LinearLR(expected, 1.0, 0.5, total_iters=8)
-    for own in drawn:
-        labels = own.pop("labels")
-        for group in expected.param_groups:
-            group["lr"] = group["lr"] / factor
-        expected.step(own, targets_of(labels))
-        for group in expected.param_groups:
-            group["lr"] = group["lr"] * factor
-        schedule.step()
-    assert difference(model, plain) < 1e-3  # eight steps in float32
-    assert expected.verify(own, targets_of(labels)) < 1e-6
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["bert", "bert, tied head", "gpt2", "llama", "vit"])
+def test_trainer_takes_the_steps_on_its_batches(name, accumulate, method, tmp_path):
+    """c f has the step of f with lambda / c, and by natural gradient, where B is that of c r, 1 / c of that with
+    lambda / c^2. Losses of language models are computed in float32 by them."""
+    model, batch, targets, samples = whole_batch(name, torch.float64)
+    if accumulate == 2 and targets.dim() == 2:  # the same number of tokens in every half
+        targets = targets.clone()
+        targets[0] = targets[1]
+        targets[0, 3:] = targets[1, 3:] = -100
+        targets[2:, 3:] = -100
+        samples = huggingface.Samples(**batch, labels=labels_of(name, batch, targets))
+    twin, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    c = factor(name, accumulate)
+    trained = method(model, loss, damping=DAMPING, guard=None, watch=True)
+    train(model, trained, samples, tmp_path, accumulate=accumulate)
+    natural = method is woodbury.NaturalGradient
+    lr, damping = (1 / c, DAMPING / c**2) if natural else (1.0, DAMPING / c)
+    alone = method(twin, loss, lr=lr, damping=damping, guard=None, forward=logits)
+    twin.train()
+    for _ in range(3):
+        alone.step(batch, targets)
+    found, expected = (flatten(dict(own.named_parameters())).detach() for own in (model, twin))
+    change = expected - flatten(dict(problem(name, torch.float64, samples=N)[0].named_parameters())).detach()
+    float32 = name in ("gpt2", "llama")
+    assert (found - expected).norm() <= (1e-4 if float32 else 1e-9) * change.norm()
 
 
-@pytest.mark.parametrize("name", ["Llama", "ViT"])
-def test_accumulated_micro_batches_are_one_batch(name, tmp_path):
-    model, batch = make(name)
-    plain = copy.deepcopy(model)
-    expected = woodbury.NaturalGradient(plain, nn.CrossEntropyLoss(), lr=0.3, damping=0.5, forward=logits)
-    optimizer = woodbury.NaturalGradient(model, None, lr=0.3, damping=0.5, watch=True)
-    trainer, drawn = train(model, batch, tmp_path, optimizer, gradient_accumulation_steps=2)
-    assert trainer.state.global_step == 4
-    schedule = torch.optim.lr_scheduler.LinearLR(expected, 1.0, 0.5, total_iters=8)
-    for first, second in zip(drawn[::2], drawn[1::2], strict=True):
-        own = {name: torch.cat([first[name], second[name]]) for name in first}
-        labels = own.pop("labels")
-        expected.step(own, targets_of(labels))
-        schedule.step()
-    assert difference(model, plain) < 1e-3
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "t5"])  # which makes inputs from labels
+def test_a_loss_inside_the_model_has_the_step_of_the_same_loss_outside(name):
+    """loss = model(**batch).loss; loss.backward(); optimizer.step(), without Trainer, for every model."""
+    model, batch, targets, samples = whole_batch(name, torch.float64)
+    labels = samples.columns["labels"]
+    if name in ("qwen2, tied head", "qwen3"):
+        targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    twin, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    optimizer = woodbury.GaussNewton(model, loss, damping=DAMPING, watch=True)
+    model(**batch, labels=labels).loss.backward()
+    optimizer.step()
+    alone = woodbury.GaussNewton(twin, loss, damping=DAMPING, forward=logits)
+    alone.step(batch, targets)
+    found, expected = (flatten(dict(own.named_parameters())).detach() for own in (model, twin))
+    assert reference.relative_error(found, expected) <= 1e-5  # losses of language models are in float32
 
 
-def test_the_clipping_that_trainer_does_by_default_is_reported(tmp_path):
-    model, batch = make("BERT")
-    optimizer = woodbury.NaturalGradient(model, None, watch=True)
+def test_trainer_resumes_bit_for_bit(tmp_path):
+    results = []
+    for stop in (4, 2):
+        model, _, _, samples = whole_batch("bert", torch.float32)
+        optimizer = woodbury.NaturalGradient(
+            model, nn.CrossEntropyLoss(), lr=0.5, momentum=0.5, curvature_samples=4, seed=1, watch=True
+        )
+        folder = tmp_path / str(stop)
+        train(model, optimizer, samples, folder, steps=4, accumulate=2, save_strategy="steps", save_steps=2)
+        if stop == 2:
+            model, _, _, samples = whole_batch("bert", torch.float32)
+            optimizer = woodbury.NaturalGradient(
+                model, nn.CrossEntropyLoss(), lr=0.1, momentum=0.1, curvature_samples=4, seed=7, watch=True
+            )
+            train(
+                *(model, optimizer, samples, tmp_path / "resumed"),
+                steps=4,
+                accumulate=2,
+                resume_from_checkpoint=str(folder / "checkpoint-2"),
+            )
+            assert optimizer.param_groups[0]["lr"] == 0.5
+        results.append(flatten(dict(model.named_parameters())).detach())
+    assert torch.equal(*results)
+
+
+def test_clipping_of_trainer_is_reported(tmp_path):
+    model, _, _, samples = whole_batch("bert", torch.float32)
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
     with pytest.warns(RuntimeWarning, match="max_grad_norm=0"):
-        train(model, batch, tmp_path, optimizer, epochs=1, max_grad_norm=1e-3)
+        train(model, optimizer, samples, tmp_path, steps=1, max_grad_norm=1e-3)
 
 
-def test_gauss_newton_in_trainer_with_dropout(tmp_path):
-    torch.manual_seed(1)
-    config = transformers.BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, num_labels=3, **SIZES)
-    model, batch = transformers.BertForSequenceClassification(config), bert()[1]
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), lr=0.3, watch=True)
-    trainer, _ = train(model, batch, tmp_path, optimizer, epochs=6, logging_steps=4)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
+def test_evaluation_between_steps_does_no_harm(tmp_path):
+    results = []
+    for more in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        model, _, _, samples = whole_batch("vit", torch.float64)
+        optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+        arguments = {"eval_dataset": samples} if more else {}
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=N,
+            max_grad_norm=0,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            **more,
+        )
+        transformers.Trainer(
+            model, options, train_dataset=samples, optimizers=(optimizer, None), **arguments
+        ).train()
+        results.append(flatten(dict(model.named_parameters())).detach())
+    assert torch.equal(*results)
 
 
-def test_accelerate_takes_the_steps_of_a_plain_loop():
-    model, batch = make("BERT")
-    plain = copy.deepcopy(model)
-    labels = batch.pop("labels")
-    expected = woodbury.NaturalGradient(plain, nn.CrossEntropyLoss(), damping=0.5, forward=logits)
-    optimizer = woodbury.NaturalGradient(model, None, damping=0.5, watch=True)
+@pytest.mark.parametrize("name", list(huggingface.MODELS))
+def test_the_example_learns_two_epochs_with_every_model(name, capsys):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "gradients were", RuntimeWarning)
+        trainer, before, after = huggingface.main(name, epochs=2, samples=256)
+    assert trainer.state.global_step == 16
+    assert after < before
+    assert f"{name}: loss on other samples" in capsys.readouterr().out
+    batch = trainer.train_dataset.columns
+    inputs = {key: value[:N] for key, value in batch.items() if key != "labels"}
+    targets = batch["labels"][:N]
+    for method in (woodbury.GaussNewton, woodbury.NaturalGradient):
+        optimizer = method(trainer.model, nn.CrossEntropyLoss(), forward=logits)
+        kind = optimizer.curvature.name
+        rows = woodbury.rows(trainer.model, nn.CrossEntropyLoss(), inputs, targets, curvature=kind, forward=logits)
+        condition = 1 + float(torch.linalg.eigvalsh(rows.gram().double())[-1])  # lambda is 1
+        assert optimizer.verify(inputs, targets) < 1e-6 * condition
+
+
+def test_a_loop_of_accelerate_takes_the_same_steps():
+    model, batch, targets, samples = whole_batch("bert", torch.float64)
+    twin, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
     accelerator = accelerate.Accelerator(cpu=True)
-    model, prepared = accelerator.prepare(model, optimizer)
+    optimizer = woodbury.GaussNewton(model, loss, momentum=0.5, watch=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    alone = woodbury.GaussNewton(twin, loss, momentum=0.5, forward=logits)
     for _ in range(4):
-        expected.step(batch, labels)
-        prepared.zero_grad()
-        accelerator.backward(F.cross_entropy(model(**batch).logits, labels))
-        prepared.step()
-    assert difference(model, plain) < 1e-5
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch, labels=samples.columns["labels"]).loss)
+        optimizer.step()
+        alone.step(batch, targets)
+    found, expected = (flatten(dict(own.named_parameters())).detach() for own in (model, twin))
+    assert reference.relative_error(found, expected) <= 1e-10

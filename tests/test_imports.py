@@ -54,7 +54,7 @@ FLOORS = {
     ],
     "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction", "price", "watch", "joint"],
+        ["settings", "passes", "transaction", "price", "watch", "joint", "by_parameter"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],

@@ -30,10 +30,16 @@ def new_state(seed: int | None) -> Tensor:
     return generator.get_state()
 
 
+def _generator(state: Tensor) -> torch.Generator:
+    """A CPU generator in this state, which may have been moved to another device with the rest of a checkpoint."""
+    generator = torch.Generator()
+    generator.set_state(state.cpu())
+    return generator
+
+
 def draw_seed(state: Tensor) -> tuple[int, Tensor]:
     """A seed for another generator, and the state after it."""
-    generator = torch.Generator()
-    generator.set_state(state)
+    generator = _generator(state)
     return int(torch.randint(2**62, (), generator=generator)), generator.get_state()
 
 
@@ -75,8 +81,7 @@ _AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in t
 
 def _draw(sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
     """Permutations drawn one after the other, each with the state after it."""
-    generator = torch.Generator()
-    generator.set_state(state)
+    generator = _generator(state)
     return [(torch.randperm(sample_count, generator=generator), generator.get_state()) for _ in range(times)]
 
 

@@ -54,6 +54,7 @@ from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
+from woodbury.optim import by_parameter
 from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, name_bad_samples, on_good_samples
 from woodbury.optim.guard import Course, guard_warning, largest_rate
 from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
@@ -367,6 +368,15 @@ class SecondOrder(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""
         super().add_param_group(with_names(self.model, param_group))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings of the groups and the state by names; for torch.distributed.checkpoint by parameter."""
+        state = super().state_dict()
+        return by_parameter.spread(state, self.param_groups) if by_parameter.is_asked_for() else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, wherever its tensors are."""
+        super().load_state_dict(by_parameter.gather(state_dict, self.param_groups))
 
     # -- what a subclass fills in ------------------------------------------------------------------------
 
