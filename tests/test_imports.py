@@ -18,6 +18,7 @@ ROOMS = [
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli", "__main__"),
+    *("tensorboard", "wandb"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
@@ -55,7 +56,8 @@ FLOORS = {
         ["storage", "models", "looks", "errors"],
         ["config", "files", "checkpoint", "records"],
         ["data", "presets", "folders"],
-        ["recorder", "runs", "train"],
+        ["readings"],
+        ["log", "recorder", "runs", "train"],
         ["medians"],
         ["figure"],
         ["report"],
