@@ -59,8 +59,9 @@ FLOORS = {
         ["readings"],
         ["log", "recorder", "runs", "train"],
         ["medians"],
-        ["figure"],
+        ["figure", "verdict"],
         ["report"],
+        ["watch"],
     ],
     "bench": [
         ["timing", "tables"],
