@@ -80,6 +80,13 @@ def test_the_takeaway_of_single_seeds_calls_nobody_ahead(tmp_path: Path) -> None
     )
 
 
+def test_the_takeaway_of_runs_that_go_on_says_how_far_they_are(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "smw-gn", 0, [2.0, 0.5, 0.25], errors=[0.9, 0.2, 0.1])
+    write_run(tmp_path / "b", "sgd", 0, [2.0, 0.5], errors=[0.9, 0.2])
+    groups = groups_of(load([tmp_path]))
+    assert takeaway(groups, "test_error").endswith("may be chance. They have trained for 1 to 2 epochs.")
+
+
 def test_the_takeaway_where_all_diverged(tmp_path: Path) -> None:
     write(tmp_path, "smw-gn", [None], [0.9])
     write(tmp_path, "sgd", [None], [0.9])

@@ -57,7 +57,9 @@ def takeaway(groups: Sequence[Group], tested: str) -> str:
     finite = [name for name in shown if math.isfinite(found[name].value)]
     if shown and not finite:
         return "Every run diverged."
-    return " ".join(_sentence(name, found[name]) for name in finite)
+    epochs = [max(run.epochs[-1]["epoch"] for run in group.runs) for group in groups]
+    unequal = f"They have trained for {min(epochs):g} to {max(epochs):g} epochs." if len(set(epochs)) > 1 else ""
+    return " ".join([*(_sentence(name, found[name]) for name in finite), unequal]).strip()
 
 
 def _sentence(quantity: str, standing: Standing) -> str:
