@@ -20,6 +20,7 @@ NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
 TEST = re.compile(r"\b(tests/\w+\.py)(?:::(\w+))?")
 # each stands on its own; those marked "python" are run by test_readme
 MODELS = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+DOORS = {"tensorboard", "wandb"}  # whose libraries may not be installed: they are read, not imported
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -71,7 +72,12 @@ def missing_links(page, text):
 @every_page
 def test_names_in_code_resolve(page):
     for name in names(page.read_text(encoding="utf-8")):
-        assert resolve(name) is not None, name
+        if name.split(".")[1] in DOORS:
+            _, door, *rest = name.split(".")
+            source = ast.parse((ROOT / "src" / "woodbury" / f"{door}.py").read_text(encoding="utf-8"))
+            assert {*rest} <= {node.name for node in source.body if isinstance(node, ast.ClassDef)}, name
+        else:
+            assert resolve(name) is not None, name
 
 
 @every_page
@@ -161,10 +167,12 @@ def test_every_page_is_in_the_navigation():
 def test_every_public_name_is_in_the_reference():
     """By a line `::: name`, which says the name itself or the function of that name in its module."""
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-    documented = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
-    assert {id(resolve(name)) for name in documented} == {
-        id(getattr(woodbury, name)) for name in woodbury.__all__ if name != "__version__"
-    }
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
+    documented = [resolve(name) for name in names if name.split(".")[1] not in DOORS]
+    missing = [
+        name for name in woodbury.__all__ if not any(getattr(woodbury, name) is each for each in documented)
+    ]
+    assert missing == ["__version__"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ ROOMS = [
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
-    *("lightning", "skorch", "cli", "__main__"),
+    *("tensorboard", "wandb", "lightning", "skorch", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
@@ -67,10 +67,12 @@ FLOORS = {
         ["storage", "models", "looks", "errors"],
         ["config", "files", "checkpoint", "records"],
         ["data", "presets", "folders"],
-        ["recorder", "runs", "train"],
+        ["readings"],
+        ["log", "recorder", "runs", "train"],
         ["medians"],
-        ["figure"],
+        ["figure", "verdict"],
         ["report"],
+        ["watch"],
     ],
     "bench": [
         ["timing", "tables"],

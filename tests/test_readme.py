@@ -27,6 +27,8 @@ def test_the_examples_run_and_print_what_they_show(capsys: pytest.CaptureFixture
 
 BY_THEIR_OWN_TESTS = {"doors.md", "models.md", "precision.md", "runs.md"}  # with blocks marked "py"
 
+NEEDED = {"tracking.md": ("tensorboard", "wandb")}  # packages that a page is about
+
 
 def blocks(page: Path, mark: str) -> list[str]:
     return re.findall(rf"^```{mark}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -35,7 +37,10 @@ def blocks(page: Path, mark: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_code_in_the_docs_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page one after the other, as a reader types them; what they assert holds."""
+    for package in NEEDED.get(page.name, ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
     names: dict[str, Any] = {"__name__": "__main__"}
     with torch.random.fork_rng():
         for number, example in enumerate(blocks(page, "python"), start=1):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
+from woodbury.experiments import readings
 from woodbury.experiments import recorder as module
 from woodbury.experiments.config import FORMAT, RECORDED, RunConfig
 from woodbury.experiments.errors import RunFolderError
@@ -169,7 +170,7 @@ def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
 ) -> None:
     reads = []
     item = Tensor.item
-    monkeypatch.setattr(module, "_on_device", lambda tensor: True)
+    monkeypatch.setattr(readings, "on_device", lambda tensor: True)
     monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append(1), item(tensor))[1])
     running = torch.zeros(())
     model, loss, inputs, targets = problem(0)
@@ -196,7 +197,7 @@ def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
 def test_steps_still_on_a_device_are_written_when_a_loop_ends_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_on_device", lambda tensor: True)
+    monkeypatch.setattr(readings, "on_device", lambda tensor: True)
     with pytest.raises(KeyboardInterrupt), start(tmp_path) as record:
         record.epoch(train_loss=1.0, epoch=0)
         record.step(loss=torch.tensor(2.0))

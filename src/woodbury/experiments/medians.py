@@ -113,13 +113,30 @@ def summarise(runs: Iterable[Run]) -> list[Summary]:
     return [summary_of(group) for members in by_dataset(runs).values() for group in groups_of(members)]
 
 
-def summary_of(group: Group) -> Summary:
-    """Where the runs of a group ended."""
+def _ended(group: Group) -> list[Run]:
+    """The runs of a group that reached the last epoch."""
     last = max(_place(run, run.epochs[-1]) for run in group.runs)
-    runs = [run for run in group.runs if _place(run, run.epochs[-1]) == last]
+    return [run for run in group.runs if _place(run, run.epochs[-1]) == last]
+
+
+def ends_of(group: Group) -> dict[str, list[float]]:
+    """Where each seed that reached the last epoch ended, by quantity: no values where it was not measured."""
+    runs = list({run.config.seed: run for run in _ended(group)}.values())
     ends = [run.epochs[-1] for run in runs]
     losses, errors = ([_measured(run, key) for run in runs] for key in ("test_loss", "test_error"))
-    paces = [end["seconds"] / end["step"] for end in ends if end["step"] > 0]
+    return {
+        "train_loss": [_number(end["train_loss"]) for end in ends],
+        "test_loss": [values[-1] for values in losses if values],
+        "test_error": [values[-1] for values in errors if values],
+        "best_test_error": [min(values) for values in errors if values],
+        "seconds": [end["seconds"] for end in ends],
+        "seconds_per_step": [end["seconds"] / end["step"] for end in ends if end["step"] > 0],
+    }
+
+
+def summary_of(group: Group) -> Summary:
+    """Where the runs of a group ended."""
+    runs, ends = _ended(group), ends_of(group)
     damped = any(_has_quantity(run, "damping") for run in runs)
     return Summary(
         dataset=runs[0].config.dataset,
@@ -127,13 +144,8 @@ def summary_of(group: Group) -> Summary:
         optimizer=runs[0].config.optimizer,
         seeds=dataclasses.replace(group, runs=runs).seeds,
         seeds_started=group.seeds,
-        epochs=ends[0]["epoch"],
-        train_loss=median(_number(end["train_loss"]) for end in ends),
-        test_loss=_median(values[-1] for values in losses if values),
-        test_error=_median(values[-1] for values in errors if values),
-        best_test_error=_median(min(values) for values in errors if values),
-        seconds=median(end["seconds"] for end in ends),
-        seconds_per_step=_median(paces),
+        epochs=runs[0].epochs[-1]["epoch"],
+        **{name: _median(values) for name, values in ends.items()},
         damping=median(_damping(run) for run in runs if run.steps) if damped else math.nan,
     )
 

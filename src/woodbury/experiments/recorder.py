@@ -8,32 +8,33 @@ complete        an empty file; where it exists the run is complete
 
 import dataclasses
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from woodbury.experiments.config import CONFIG_FILE, RunConfig, is_name, is_setting
 from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.folders import COMPLETE_FILE, MODEL_FILE, is_complete
+from woodbury.experiments.readings import (
+    EXACT,
+    READ_EVERY,
+    Clock,
+    Reading,
+    plain_number,
+    read_number,
+    wait_for_device,
+)
 from woodbury.experiments.records import CHECKS_FILE, RECORDS_FILE, Records, read_records
 from woodbury.experiments.storage import remove_unfinished, sync_folder, write_whole
 from woodbury.optim import StepInfo
 from woodbury.policies import from_plain, to_plain
 
-_READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait for it
 _LARGEST_SEED = 2**63 - 1
 _FIELDS = {"problem": "dataset", "method": "optimizer"}  # of RunConfig, where they have other names there
-_EXACT = 2**53  # whole numbers up to here are exact as floats
-_NO_TRUTHS = ("epoch", "step", "seconds", "damping", "ratio", "train_loss", "test_loss", "test_error")
 
 
 class Recorder:
@@ -86,8 +87,8 @@ class Recorder:
         asked = {name: _CHECKS[name](value) for name, value in given.items() if value is not None}
         self._step = 0  # of the last record
         self._epoch: float | None = None
-        self._waiting: deque[_Step] = deque()  # with numbers that are still on a device
-        self._clock = _Clock()
+        self._waiting: deque[Reading] = deque()  # with numbers that are still on a device
+        self._clock = Clock()
         config = self._config(asked, resume, overwrite)  # before anything is touched
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -188,8 +189,8 @@ class Recorder:
             numbers: more of them, each a number or a tensor with one element. `damping` and `ratio` are drawn;
                 `step` and `seconds`, both from the start of the run, replace the recorder's own counts.
         """
-        if len(self._waiting) + 1 >= _READ_EVERY:
-            _wait_for_device()
+        if len(self._waiting) + 1 >= READ_EVERY:
+            wait_for_device()
         with self._clock.stopped():
             self._check_open()
             if info is not None and not isinstance(info, StepInfo | Mapping):
@@ -198,19 +199,19 @@ class Recorder:
                     f"not {type(info).__name__}"
                 )
             given = {**info, **numbers} if isinstance(info, Mapping) else numbers
-            values = {name: _number(name, value) for name, value in given.items()}
+            values = {name: plain_number(name, value) for name, value in given.items()}
             for name in values:
                 if not is_name(name) or name == "kind":
                     raise ValueError(f"{name!r:.40} cannot be the name of a number: give it another one")
-            step = _read(values.pop("step", self._step + 1))
-            if not isinstance(step, int) or not self._step < step <= _EXACT:
+            step = read_number(values.pop("step", self._step + 1))
+            if not isinstance(step, int) or not self._step < step <= EXACT:
                 raise ValueError(f"step must be a whole number above {self._step}, the last one, got {step!r}")
             seconds = self._set_clock(values.pop("seconds", None))
             self._step = step
             epoch = math.floor(self.epochs) + 1
             counts = {"kind": "step", "epoch": epoch, "step": step, "seconds": seconds, "damping": None}
-            self._waiting.append(_Step(counts, info if isinstance(info, StepInfo) else None, values))
-            if len(self._waiting) >= _READ_EVERY or not self._waiting[0].is_on_device():
+            self._waiting.append(Reading(counts, info if isinstance(info, StepInfo) else None, values))
+            if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
                 self._write_waiting()
 
     def epoch(
@@ -232,20 +233,20 @@ class Recorder:
                 one in the middle of epoch 3.
             seconds: the time since the start of the run, in place of the recorder's own count.
         """
-        _wait_for_device()  # for the steps, whose time counts; what follows does not
+        wait_for_device()  # for the steps, whose time counts; what follows does not
         with self._clock.stopped():
             self._check_open()
             given = {"train_loss": train_loss, "test_loss": test_loss, "test_error": test_error}
-            values = {name: _read(_number(name, value)) for name, value in given.items()}
+            values = {name: read_number(plain_number(name, value)) for name, value in given.items()}
             if values["train_loss"] is None:
                 raise TypeError("train_loss is None: every epoch needs the train loss")
             if values["test_error"] is not None and values["test_error"] < 0:
                 raise ValueError(f"test_error must be a fraction, not below zero, got {values['test_error']}")
-            number = math.floor(self.epochs) + 1 if epoch is None else _read(_number("epoch", epoch))
-            if isinstance(number, bool) or not 0 <= number <= _EXACT or not self._follows(number):
+            number = math.floor(self.epochs) + 1 if epoch is None else read_number(plain_number("epoch", epoch))
+            if isinstance(number, bool) or not 0 <= number <= EXACT or not self._follows(number):
                 behind = "" if self._epoch is None else f" above {self._epoch}, the last one"
                 raise ValueError(f"epoch must be a number from 0 on{behind}, got {number!r}")
-            at = self._set_clock(None if seconds is None else _number("seconds", seconds))
+            at = self._set_clock(None if seconds is None else plain_number("seconds", seconds))
             self._write_waiting()
             self._epoch = number
             measured = {name: value for name, value in values.items() if value is not None}
@@ -257,7 +258,7 @@ class Recorder:
     def _set_clock(self, seconds: Any) -> float:
         """The seconds of a record: those given, from which the clock goes on, or those of the clock."""
         if seconds is not None:
-            value = _read(seconds)
+            value = read_number(seconds)
             if isinstance(value, bool) or not 0 <= value < math.inf:
                 raise ValueError(f"seconds must be a finite number from 0 on, got {value!r}")
             self._clock.seconds = float(value)
@@ -266,7 +267,7 @@ class Recorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A block whose time does not count, for evaluations and the like; it may call `step` and `epoch`."""
-        _wait_for_device()
+        wait_for_device()
         with self._clock.stopped():
             yield
 
@@ -325,85 +326,6 @@ class Recorder:
         except BaseException:
             self._records.go_back(before, None)
             raise
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The record of a step before its numbers are read."""
-
-    counts: dict[str, Any]
-    info: StepInfo | None
-    values: dict[str, Any]
-
-    def is_on_device(self) -> bool:
-        return any(isinstance(value, Tensor) for value in self.values.values()) or (
-            self.info is not None and _on_device(self.info.loss)
-        )
-
-    def read(self) -> dict[str, Any]:
-        told = {} if self.info is None else self.info.as_dict()
-        return {**self.counts, **told, **{name: _read(value) for name, value in self.values.items()}}
-
-
-class _Clock:
-    """Seconds that run except in `stopped` blocks, which may lie inside one another."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0  # until it was last stopped
-        self._stops = 0
-        self._since = time.perf_counter()
-
-    def restart(self) -> None:
-        """Leave out the time since the clock was last stopped."""
-        self._since = time.perf_counter()
-
-    def now(self) -> float:
-        return self.seconds if self._stops else self.seconds + time.perf_counter() - self._since
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        self.seconds = self.now()
-        self._stops += 1
-        try:
-            yield
-        finally:
-            self._stops -= 1
-            self._since = time.perf_counter()
-
-
-def _on_device(tensor: Tensor) -> bool:
-    """Whether to read the tensor is to wait."""
-    return tensor.device.type != "cpu"
-
-
-def _wait_for_device() -> None:
-    """Wait for the work that a loop has handed to a GPU, which is part of the time it takes."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def _number(name: str, value: Any) -> Any:
-    """The value as a plain number, or None; a tensor on a device as a copy of its own, to be read later."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex() or (value.dtype == torch.bool and name in _NO_TRUTHS):
-            raise TypeError(
-                f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
-            )
-        if _on_device(value):
-            return value.detach().clone()  # without its graph, and whatever the loop adds to it
-        value = value.item()
-    if isinstance(value, bool) and name in _NO_TRUTHS:
-        raise TypeError(f"{name} must be a number, got {value}")
-    if value is None or isinstance(value, bool | float):
-        return value
-    if isinstance(value, Real):
-        return whole if isinstance(value, Integral) and abs(whole := int(value)) <= _EXACT else float(value)
-    raise TypeError(f"{name} must be a number or a tensor with one element, got {type(value).__name__}")
-
-
-def _read(value: Any) -> Any:
-    """A number that `_number` may have left on a device."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _has_records(folder: Path) -> bool:

@@ -28,8 +28,11 @@ from woodbury.experiments.medians import (
 from woodbury.experiments.models import network_name
 from woodbury.experiments.runs import COMPACT, Run, compact, load
 from woodbury.experiments.storage import round_numbers, write_whole
+from woodbury.experiments.verdict import ENOUGH_SEEDS, standings, takeaway
 
-__all__ = ["Run", "Summary", "draw", "html", "load", "summarise", "write"]
+__all__ = ["Run", "Summary", "draw", "html", "load", "summarise", "write", "write_page"]
+
+PAGE = "report.html"
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -44,7 +47,7 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     if not runs:
         raise ValueError("a report needs at least one run")
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"report.html": html(runs).encode()}
+    files = {PAGE: html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
         stem = _file_stem(dataset, files)
         files |= {f"{stem}.{ending}": content for ending, content in images(draw(members)).items()}
@@ -52,6 +55,13 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     for name, content in files.items():
         write_whole(folder / name, content)
     return [folder / name for name in files]
+
+
+def write_page(runs: Sequence[Run], folder: Path, refresh: float | None = None) -> Path:
+    """Write the page alone; with `refresh` one that looks for a newer one after so many seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / PAGE, html(runs, refresh).encode())
+    return folder / PAGE
 
 
 def _file_stem(name: str, taken: Iterable[str]) -> str:
@@ -65,14 +75,15 @@ def _file_stem(name: str, taken: Iterable[str]) -> str:
     return unique
 
 
-def html(runs: Iterable[Run]) -> str:
-    """The interactive page, with one section per data set."""
+def html(runs: Iterable[Run], refresh: float | None = None) -> str:
+    """The interactive page, with one section per data set; with `refresh` it reloads after so many seconds."""
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
     data = json.dumps(round_numbers(sections), allow_nan=False)
     template = resources.files("woodbury.experiments").joinpath("page.html").read_text(encoding="utf-8")
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
-    return template.replace("{{title}}", escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
+    page = template.replace("{{title}}", escape(title)).replace("{{refresh}}", json.dumps(refresh))
+    return page.replace("{{data}}", data.replace("<", "\\u003c"))
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
@@ -81,6 +92,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     tables = [group.runs[0].settings() for group in groups]
     curves = curves_of(groups)
     hidden = () if any(curves["test_loss"]) else ("test_loss",)
+    ahead = {name: each.leader for name, each in standings(groups).items() if each.is_clear}
     entries = []
     for index, (group, table) in enumerate(zip(groups, tables, strict=True)):
         summary = dataclasses.asdict(summary_of(group))
@@ -95,17 +107,20 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
                     for name, value in summary.items()
                     if isinstance(value, int | float) and not math.isnan(value) and name not in hidden
                 },
+                "ahead": [name for name, leader in ahead.items() if leader == group.label],
                 "settings": {name: str(value) for name, value in table.items()},
             }
         )
     return {
         "title": dataset,
+        "takeaway": takeaway(groups, "test_error" if any(curves["test_error"]) else "test_loss"),
         "facts": _facts(runs),
         "entries": entries,
         "differing": _differing_names(tables),
         "log_time_above": LOG_TIME_ABOVE,
         "thresholds": THRESHOLDS,
         "ratio_range": RATIO_RANGE,
+        "enough_seeds": ENOUGH_SEEDS,
         "time_of": _time_of(runs),
     }
 

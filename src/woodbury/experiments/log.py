@@ -1,0 +1,82 @@
+"""Numbers of a loop handed on as they come: what the logs for TensorBoard and W&B share."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import Self
+
+from woodbury.experiments.readings import READ_EVERY, Reading, plain_number, read_number
+from woodbury.fit import Fit
+from woodbury.optim import StepInfo
+
+
+class Log(ABC):
+    """Hands the numbers of a training on by name: those of a step as step/loss, of an epoch as epoch/train_loss.
+
+    It is a `callback=` of `woodbury.fit`, a `record=` of it, or is called in a loop of one's own:
+
+        with log:
+            for inputs, targets in loader:
+                log.step(optimizer.step(inputs, targets))
+            log.epoch(train_loss=train_loss, test_loss=test_loss)
+
+    Numbers on a GPU are read every 100 steps and at each `epoch`, so that no step waits for the device. The end of
+    the block hands on what is left; without a block call `close`.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0  # the number of the last one
+        self.epochs = 0
+        self._waiting: deque[Reading] = deque()
+        self._seen = 0  # entries in the history of a fit
+
+    @abstractmethod
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Hand on the numbers, by name, of the step with this number."""
+
+    def step(self, info: StepInfo | Mapping[str, Any] | None = None, **numbers: Any) -> None:
+        """Log a step: what `optimizer.step` of woodbury returned, or numbers by name, or both."""
+        if info is not None and not isinstance(info, StepInfo | Mapping):
+            raise TypeError(
+                f"step takes a StepInfo, a mapping, or numbers by name such as loss=0.5, not {type(info).__name__}"
+            )
+        given = {**info, **numbers} if isinstance(info, Mapping) else numbers
+        values = {name: plain_number(name, value) for name, value in given.items()}
+        self.steps += 1
+        reading = Reading({"step": self.steps}, info if isinstance(info, StepInfo) else None, values)
+        self._waiting.append(reading)
+        if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
+            self._write_waiting()
+
+    def epoch(self, **numbers: Any) -> None:
+        """Log an evaluation at the last step, as that of the next epoch: train_loss=, test_loss=, ..."""
+        self._write_waiting()
+        values = {name: read_number(plain_number(name, value)) for name, value in numbers.items()}
+        self.epochs += 1
+        self._hand_on("epoch", self.steps, {"epoch": self.epochs, **values})
+
+    def __call__(self, fit: Fit) -> None:
+        """Log what is new in the history of a fit: a step, or with a loader an epoch."""
+        for entry in fit.history[self._seen :]:
+            self._hand_on("fit", entry["step"], {name: value for name, value in entry.items() if name != "step"})
+        self._seen = len(fit.history)
+
+    def close(self) -> None:
+        """Hand on what is left."""
+        self._write_waiting()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            numbers = self._waiting.popleft().read()
+            self._hand_on("step", numbers.pop("step"), numbers)
+
+    def _hand_on(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
+        self.write(step, {f"{kind}/{name}": float(value) for name, value in numbers.items() if value is not None})

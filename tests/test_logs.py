@@ -1,0 +1,193 @@
+"""Logs for TensorBoard and W&B: what arrives there, against what the steps said."""
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import woodbury
+from woodbury.experiments import readings
+from woodbury.experiments.log import Log
+
+FIELDS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted", "length", "share", "bent")
+Written = list[tuple[int, dict[str, float]]]
+
+
+class ListLog(Log):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: Written = []
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.written.append((step, dict(numbers)))
+
+
+def problem() -> tuple[torch.nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(40, 3, dtype=torch.float64)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    return model, x, x[:, :1].sin()
+
+
+def train(log: Log) -> Written:
+    """Four steps and an epoch in a loop of one's own; returns what must have been written."""
+    model, x, y = problem()
+    optimizer = woodbury.GaussNewton(model, torch.nn.MSELoss())
+    expected: Written = []
+    for step in range(1, 5):
+        info = optimizer.step(x, y)
+        log.step(info, rate=torch.tensor(0.5 / step))
+        numbers = {f"step/{name}": float(value) for name, value in info.as_dict().items()}
+        assert set(numbers) == {f"step/{name}" for name in FIELDS}
+        expected.append((step, {**numbers, "step/rate": float(torch.tensor(0.5 / step))}))
+    log.epoch(train_loss=0.25, test_loss=None)
+    expected.append((4, {"epoch/epoch": 1.0, "epoch/train_loss": 0.25}))
+    log.step({"loss": 3}, ratio=math.inf)
+    expected.append((5, {"step/loss": 3.0, "step/ratio": math.inf}))
+    return expected
+
+
+def test_a_log_hands_on_what_the_steps_of_a_loop_say() -> None:
+    with ListLog() as log:
+        expected = train(log)
+    assert log.written == expected
+
+
+def test_a_log_hands_on_the_history_of_a_fit_once() -> None:
+    model, x, y = problem()
+    log = ListLog()
+    fit = woodbury.fit(model, torch.nn.MSELoss(), (x, y), steps=5, progress=False, callback=log)
+    assert [step for step, _ in log.written] == [entry["step"] for entry in fit.history] == [1, 2, 3, 4, 5]
+    for (_, numbers), entry in zip(log.written, fit.history, strict=True):
+        assert numbers == {f"fit/{name}": float(value) for name, value in entry.items() if name != "step"}
+
+
+def test_a_log_records_the_steps_and_epochs_of_training() -> None:
+    model, x, y = problem()
+    loader = DataLoader(TensorDataset(x, y), batch_size=20)
+    log = ListLog()
+    fit = woodbury.fit(
+        model, torch.nn.MSELoss(), loader, epochs=3, validation=(x, y), progress=False, record=log, seed=0
+    )
+    epochs = [numbers for _, numbers in log.written if "epoch/epoch" in numbers]
+    assert [numbers["epoch/train_loss"] for numbers in epochs] == [entry["loss"] for entry in fit.history]
+    assert [numbers["epoch/test_loss"] for numbers in epochs] == [entry["validation"] for entry in fit.history]
+    assert [step for step, numbers in log.written if "step/loss" in numbers] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = []
+    item = Tensor.item
+    monkeypatch.setattr(readings, "on_device", lambda tensor: True)
+    monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append(1), item(tensor))[1])
+    running, log = torch.zeros(()), ListLog()
+    for _ in range(99):
+        running += 1  # in place: each step must keep its own value
+        log.step(total=running)
+    assert reads == [] and log.written == []
+    log.step(total=running)
+    assert len(reads) == 100 and len(log.written) == 100
+    log.step(total=running)
+    assert len(log.written) == 100
+    log.epoch(train_loss=1.0)
+    assert [numbers.get("step/total") for _, numbers in log.written] == [*range(1, 100), 99, 99, None]
+
+
+def test_what_is_no_step_is_refused() -> None:
+    with pytest.raises(TypeError, match="not float"):
+        ListLog().step(0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="one real number"):
+        ListLog().step(loss=torch.zeros(3))
+
+
+def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    from woodbury.tensorboard import TensorBoard
+
+    with TensorBoard(tmp_path / "own") as log:
+        expected = train(log)
+    writer = SummaryWriter(tmp_path / "given")
+    with TensorBoard(writer) as log:
+        train(log)
+    writer.add_scalar("later", 1.0)  # it is still open
+    writer.close()
+    for folder in ("own", "given"):
+        events = EventAccumulator(str(tmp_path / folder)).Reload()
+        shown = {
+            name: [(event.step, event.value) for event in events.Scalars(name)]
+            for name in events.Tags()["scalars"]
+        }
+        assert ("later" in shown) == (folder == "given")
+        shown.pop("later", None)
+        wanted: dict[str, list[tuple[int, float]]] = {}
+        for step, numbers in expected:
+            for name, value in numbers.items():
+                wanted.setdefault(name, []).append((step, float(torch.tensor(value))))  # kept in float32
+        assert shown == wanted
+
+
+def histories(path: Path) -> list[dict[str, Any]]:
+    """The numbers in the file of an offline run, which is a LevelDB log of one block behind 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, found = path.read_bytes(), 7, []
+    assert len(data) < 2**15
+    while at < len(data):
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        assert kind == 1  # a whole record
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            found.append({name: float(value.strip('"')) for name, value in items.items()})
+    return found
+
+
+def test_wandb_gets_the_numbers_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    from woodbury.wandb import WandB
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with WandB(mode="offline", project="tests", dir=tmp_path) as log:
+        expected = train(log)
+    wandb.teardown()  # the file is whole when the service that writes it has ended
+    wanted: dict[int, dict[str, float]] = {}
+    for step, numbers in expected:  # W&B has one line per step
+        wanted.setdefault(step, {}).update(numbers)
+    shown = {int(numbers["_step"]): numbers for numbers in histories(Path(log.run.settings.sync_file))}
+    own = {step: {n: v for n, v in numbers.items() if not n.startswith("_")} for step, numbers in shown.items()}
+    assert own == wanted
+
+    run = wandb.init(mode="offline", project="tests", dir=tmp_path)
+    with WandB(run) as log:
+        train(log)
+    run.log({"later": 1.0})  # it is still open
+    run.finish()
+    with pytest.raises(TypeError, match="project"):
+        WandB(run, project="tests")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_without_the_library_the_door_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.delitem(sys.modules, f"woodbury.{name}", raising=False)
+    with pytest.raises(ImportError, match=f"pip install {name}"):
+        importlib.import_module(f"woodbury.{name}")
