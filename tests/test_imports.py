@@ -16,7 +16,7 @@ ROOT = Path(woodbury.__file__).parent
 ROOMS = [
     *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
     *("laplacian", "linalg", "least_squares"),
-    *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
+    *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli"),
 ]
 FLOORS = {
