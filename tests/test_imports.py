@@ -17,7 +17,7 @@ ROOMS = [
     *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "experiments", "bench", "cli"),
+    *("damping", "search", "policies", "optim", "fit", "sklearn", "experiments", "bench", "cli"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],

@@ -10,6 +10,7 @@ from torch import nn
 import problems
 import reference
 import woodbury
+from woodbury.posterior import TrainingData
 
 # losses whose Hessian is the curvature, with a likelihood behind them; both more and fewer rows than parameters
 NAMES = [
@@ -400,3 +401,30 @@ def test_the_same_numbers_as_laplace_torch(name):
     _, covariance = theirs._glm_predictive_distribution(x)
     close(ours.covariance(x), covariance.detach(), 1e-6)
     assert float(theirs.log_marginal_likelihood()) == pytest.approx(ours.log_evidence, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["squared", "few-parameters", "softmax", "few-parameters-softmax", "pictures"])
+def test_an_update_of_the_evidence_by_tensor_equals_the_dense_one(name):
+    """delta_t <- gamma_t / |theta_t|^2, s <- |y - t|^2 / (n C - gamma), gamma_t = p_t - delta_t tr(P^-1)_t."""
+    problem = make(name)
+    with torch.no_grad():  # biases of norms are zero
+        for own in problem.model.parameters():
+            own += 0.1 * torch.randn_like(own)
+    prior, is_squared = priors(problem.model), isinstance(problem.loss, nn.MSELoss)
+    dense = Dense(problem, prior)
+    data = TrainingData(problem.model, problem.loss, None, None, None, problem.inputs, problem.targets)
+    update = data.update(prior, NOISE if is_squared else None)
+    trace, start, total = torch.linalg.inv(dense.P).diagonal(), 0, 0.0
+    for parameter, own in reference.parameters(problem.model).items():
+        stop = start + own.numel()
+        gamma = own.numel() - prior[parameter] * float(trace[start:stop].sum())
+        expected = gamma / float(dense.theta[start:stop].square().sum())
+        assert update.precisions[parameter] == pytest.approx(expected, rel=1e-9)
+        start, total = stop, total + gamma
+    assert update.determined == pytest.approx(total, rel=1e-10)
+    assert update.log_evidence == pytest.approx(dense.log_evidence, rel=1e-10)
+    if is_squared:
+        error = float((problem.model(problem.inputs) - problem.targets).detach().square().sum())
+        assert update.noise == pytest.approx(error / (problem.targets.numel() - total), rel=1e-9)
+    else:
+        assert update.noise is None

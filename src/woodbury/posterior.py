@@ -27,7 +27,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from woodbury import _batch
 from woodbury._vector import Vector, combine, unflatten
 from woodbury.curvature import GaussNewtonMatrix
+from woodbury.linalg import plus_diagonal
 from woodbury.losses.rules import LossRule, loss_rule, prepare
 from woodbury.model.capture import GraphCapture
 from woodbury.model.fallback import Forward
@@ -42,6 +44,7 @@ from woodbury.row_matrix import Rows, capture_rows, unit_columns
 
 EVIDENCE = "evidence"
 _NUMBERS_AT_ONCE = 2**24  # entries of a matrix between new samples and the training data
+_LEAST_FREEDOM = 1e-3  # of n C that n C - gamma is taken for at least: at first all may seem determined
 _LOG_RANGE = 690.0  # exp of it is a float64 still
 
 
@@ -55,11 +58,15 @@ class Posterior:
     """
 
     def __init__(
-        self, data: _TrainingData, prior: float | dict[str, float], noise: float | None, log_evidence: float
+        self,
+        data: TrainingData,
+        system: _System,
+        prior: float | dict[str, float],
+        noise: float | None,
     ) -> None:
-        self.prior, self.noise, self.log_evidence = prior, noise, log_evidence
-        self._data = data
-        self._system = data.system(data.precisions(prior), noise)
+        self.prior, self.noise = prior, noise
+        self.log_evidence = data.log_evidence(system, noise)
+        self._data, self._system = data, system
 
     def covariance(self, inputs: Any) -> Tensor:
         """J P^-1 J^T at each sample, (n, C, C): of all C numbers that the model returns for it, without noise."""
@@ -167,31 +174,35 @@ def posterior(
         raise ValueError(
             f"posterior: noise= is a variance for MSELoss, and {type(loss).__name__} has none: leave it out"
         )
-    data = _TrainingData(copy.deepcopy(model).eval(), loss, forward, fallback, max_bytes, inputs, targets)
-    precisions = data.precisions(1.0 if isinstance(prior, str) else prior)
-    eigenvalues = data.eigenvalues(precisions)
-    squares, size = data.squared_parameters, data.number_count
+    data = TrainingData(copy.deepcopy(model).eval(), loss, forward, fallback, max_bytes, inputs, targets)
+    matrix = data.matrix(data.precisions(1.0 if isinstance(prior, str) else prior))
+    eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0)
+    size, square = data.number_count, sum(data.squared_parameters.values())
     variance = None if not is_squared or isinstance(noise, str) else float(noise)
-    chosen: float | dict[str, float]
     if isinstance(prior, str):
         if is_squared and variance is None:
-            precision, variance = _both_by_evidence(eigenvalues, size, data.total, sum(squares.values()))
+            precision, variance = _both_by_evidence(eigenvalues, size, data.total, square)
         else:
-            precision = _prior_by_evidence(eigenvalues * data.factor_of(variance), sum(squares.values()))
-        eigenvalues, chosen = eigenvalues / precision, precision
+            precision = _prior_by_evidence(eigenvalues * data.factor_of(variance), square)
+        chosen: float | dict[str, float] = precision
+        matrix = matrix / precision
     else:
+        chosen = dict(prior) if isinstance(prior, Mapping) else float(prior)
         if is_squared and variance is None:
             variance = _noise_by_evidence(eigenvalues, size, data.total)
-        chosen = dict(precisions) if isinstance(prior, Mapping) else float(prior)
-    factor, own = data.factor_of(variance), data.precisions(chosen)
-    log_evidence = -factor * data.total - 0.5 * float((eigenvalues * factor).log1p().sum())
-    log_evidence -= 0.5 * sum(own[name] * square for name, square in squares.items())
-    if variance is not None:
-        log_evidence -= 0.5 * size * math.log(2 * math.pi * variance)
-    return Posterior(data, chosen, variance, log_evidence)
+    return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
 
 
-class _TrainingData:
+class Update(NamedTuple):
+    """The prior and the noise after one step of MacKay's iteration, and the evidence before it."""
+
+    precisions: dict[str, float]
+    noise: float | None
+    determined: float  # gamma, the number of well-determined parameters
+    log_evidence: float
+
+
+class TrainingData:
     """The rows of the training data, U = S^T J of the loss as a sum, and what the likelihood needs beside them."""
 
     def __init__(
@@ -203,6 +214,7 @@ class _TrainingData:
         max_bytes: int | None,
         inputs: Any,
         targets: Tensor | None,
+        check: bool = True,
     ) -> None:
         self._model, self._loss, self._rule = model, loss, loss_rule(loss)
         self._options = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
@@ -219,9 +231,10 @@ class _TrainingData:
             self.e, self._rest_columns = factor.e.flatten().double(), factor.rest
             return factor.columns(), 1.0
 
-        self.rows = capture_rows(model, inputs, targets, columns_of, **self._options)  # type: ignore[arg-type]
+        options: dict[str, Any] = self._options
+        self.rows = capture_rows(model, inputs, targets, columns_of, check=check, **options)
         self.samples = _batch.sample_count(inputs)
-        self.number_count = self.samples * math.prod(self.output_shape)  # n C
+        self.number_count: float = self.samples * math.prod(self.output_shape)  # n C, or a sum of weights
         self.rest = None  # rows of what of the gradients the factor rows do not hold
         if self._rest_columns is not None:
             columns = self._rest_columns.unsqueeze(1)
@@ -269,47 +282,72 @@ class _TrainingData:
             )
         return {name: float(prior[name]) for name in names}
 
-    def eigenvalues(self, precisions: Mapping[str, float]) -> Tensor:
-        """Those of U D U^T for the sum of the loss (noise 1/2), the r or p that need not be zero."""
-        return torch.linalg.eigvalsh(_matrix(self.rows, precisions)).clamp_min(0)
+    @cached_property
+    def _curvature(self) -> Tensor:
+        """U^T U."""
+        (B,) = self.rows.curvature(self.rows.row_count, [list(self.rows.plan.parameters)], dtype=torch.float64)
+        return B
 
-    def system(self, precisions: Mapping[str, float], noise: float | None) -> _System:
-        rows = self.rows
-        scaled = Rows(rows.plan, rows.forms, rows.row_count, rows.scale * math.sqrt(self.factor_of(noise)))
-        matrix = _matrix(scaled, precisions)
-        lower, info = torch.linalg.cholesky_ex(matrix + torch.eye(len(matrix)).to(matrix))
+    @property
+    def in_sample_space(self) -> bool:
+        return self.rows.row_count <= self.rows.plan.size
+
+    def matrix(self, precisions: Mapping[str, float]) -> Tensor:
+        """U D U^T, or D^1/2 U^T U D^1/2, which has the same eigenvalues up to zeros: the smaller one.
+
+        For the sum of the loss, which is the likelihood of squared error for noise 1/2.
+        """
+        if self.in_sample_space:
+            return self.rows.gram(scales={name: 1 / own for name, own in precisions.items()}, dtype=torch.float64)
+        root = _root_of_scales(self.rows, precisions)
+        return root.unsqueeze(1) * self._curvature * root
+
+    def system(
+        self, precisions: Mapping[str, float], noise: float | None, matrix: Tensor | None = None
+    ) -> _System:
+        """P^-1; matrix is that of these precisions, if it is known."""
+        rows, factor = self.rows, self.factor_of(noise)
+        matrix = self.matrix(precisions) if matrix is None else matrix
+        lower, info = torch.linalg.cholesky_ex(plus_diagonal(matrix * factor, 1.0))
         if int(info) != 0:
             raise ValueError(
                 "posterior: the matrix of the posterior is not positive definite: rows that are not finite, or a "
                 "prior too small for float64; pass a larger prior="
             )
-        kind = _SampleSpace if _in_sample_space(rows) else _ParameterSpace
-        return kind(scaled, dict(precisions), lower)
+        scaled = Rows(rows.plan, rows.forms, rows.row_count, rows.scale * math.sqrt(factor))
+        return (_SampleSpace if self.in_sample_space else _ParameterSpace)(scaled, dict(precisions), lower)
 
+    def log_evidence(self, system: _System, noise: float | None) -> float:
+        """-L(theta) - theta^T Delta theta / 2 - log det(A) / 2."""
+        squares = self.squared_parameters
+        value = -self.factor_of(noise) * self.total - float(system.lower.diagonal().log().sum())
+        value -= 0.5 * sum(own * squares[name] for name, own in system.precisions.items())
+        return value if noise is None else value - 0.5 * self.number_count * math.log(2 * math.pi * noise)
 
-def _in_sample_space(rows: Rows) -> bool:
-    return rows.row_count <= rows.plan.size
+    def update(self, precisions: Mapping[str, float], noise: float | None) -> Update:
+        """One step of MacKay's iteration for a precision per parameter tensor and, with squared error, the noise.
 
-
-def _matrix(rows: Rows, precisions: Mapping[str, float]) -> Tensor:
-    """U D U^T, or D^1/2 U^T U D^1/2, which has the same eigenvalues up to zeros: the smaller one."""
-    if _in_sample_space(rows):
-        return rows.gram(scales={name: 1 / own for name, own in precisions.items()}, dtype=torch.float64)
-    names = list(rows.plan.parameters)
-    (B,) = rows.curvature(rows.row_count, [names], dtype=torch.float64)
-    root = _root_of_scales(rows, precisions)
-    return root.unsqueeze(1) * B * root
+        delta_t <- gamma_t / |theta_t|^2 and s <- |y - t|^2 / (n C - gamma); gamma_t = p_t - delta_t tr(P^-1)_t
+        is the number of well-determined parameters of a tensor of p_t, and gamma their sum.
+        """
+        system = self.system(precisions, noise)
+        determined, squares = system.determined(), self.squared_parameters
+        total = sum(determined.values())
+        smallest = torch.finfo(torch.float64).tiny
+        after = {name: own / max(squares[name], smallest) for name, own in determined.items()}
+        error = None
+        if noise is not None:
+            error = self.total / max(self.number_count - total, _LEAST_FREEDOM * self.number_count)
+        return Update(after, error, total, self.log_evidence(system, noise))
 
 
 def _root_of_scales(rows: Rows, precisions: Mapping[str, float]) -> Tensor:
     """The diagonal of D^1/2, (p,)."""
-    parameters = rows.plan.parameters.items()
-    return torch.cat(
-        [
-            torch.full((own.numel(),), precisions[name] ** -0.5, dtype=torch.float64, device=own.device)
-            for name, own in parameters
-        ]
-    )
+    parts = [
+        torch.full((own.numel(),), precisions[name] ** -0.5, dtype=torch.float64, device=own.device)
+        for name, own in rows.plan.parameters.items()
+    ]
+    return torch.cat(parts)
 
 
 @dataclass
@@ -339,6 +377,10 @@ class _System(ABC):
     @abstractmethod
     def with_training(self, rows: Rows) -> Tensor:
         """R P^-1 U^T."""
+
+    @abstractmethod
+    def determined(self) -> dict[str, float]:
+        """gamma_t = p_t - delta_t tr(P^-1)_t of each parameter tensor."""
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator | None) -> list[Vector]:
@@ -386,6 +428,18 @@ class _SampleSpace(_System):
             draws.append(combine(z, {name: self.scales[name] * own for name, own in pulled.items()}, -1.0))
         return draws
 
+    def determined(self) -> dict[str, float]:
+        # delta_t tr(P^-1)_t = p_t - tr(A^-1 U D_t U^T)
+        inverse = torch.cholesky_inverse(self.lower)
+        gammas = dict.fromkeys(self.precisions, 0.0)
+        for layer, form in self.rows.forms.items():
+            names = self.rows.plan.owned[layer]
+            for own in form.parameters:
+                alone = {other: self.scales[names[own]] * float(other == own) for other in form.parameters}
+                gram = form.gram(form, alone, torch.float64)
+                gammas[names[own]] = float((gram * inverse).sum()) * self.rows.scale**2
+        return gammas
+
 
 class _ParameterSpace(_System):
     """With D^1/2 P D^1/2 = I + D^1/2 U^T U D^1/2 = L L^T."""
@@ -407,6 +461,11 @@ class _ParameterSpace(_System):
         solved = torch.linalg.solve_triangular(self.lower.mT, self._half(rows), upper=True)
         solved = solved * _root_of_scales(self.rows, self.precisions).unsqueeze(1)
         return torch.stack([self.rows.matvec(self.as_vector(own)).double() for own in solved.mT])
+
+    def determined(self) -> dict[str, float]:
+        inverse = torch.cholesky_inverse(self.lower).diagonal()
+        parts = inverse.split([own.numel() for own in self.rows.plan.parameters.values()])
+        return {name: len(part) - float(part.sum()) for name, part in zip(self.precisions, parts, strict=True)}
 
     def draw(self, count: int, generator: torch.Generator | None) -> list[Vector]:
         draws = self.normal(count, len(self), generator=generator)
@@ -476,7 +535,7 @@ def _prior_by_evidence(eigenvalues: Tensor, square: float) -> float:
     return found
 
 
-def _noise_by_evidence(eigenvalues: Tensor, count: int, error: float) -> float:
+def _noise_by_evidence(eigenvalues: Tensor, count: float, error: float) -> float:
     """s with s (n C - gamma(s)) = |y - t|^2, for the eigenvalues of U D U^T with noise 1/2."""
     mu = eigenvalues / 2  # of J D J^T
     found = _root(lambda s: error - s * (count - _determined(mu, s)))
@@ -485,7 +544,7 @@ def _noise_by_evidence(eigenvalues: Tensor, count: int, error: float) -> float:
     return found
 
 
-def _both_by_evidence(eigenvalues: Tensor, count: int, error: float, square: float) -> tuple[float, float]:
+def _both_by_evidence(eigenvalues: Tensor, count: float, error: float, square: float) -> tuple[float, float]:
     """delta and s: with a = delta s the evidence is largest for s = (|y - t|^2 + a |theta|^2) / (n C), and for
 
     gamma(a) = n C a |theta|^2 / (|y - t|^2 + a |theta|^2), of which one side falls and the other one rises.
