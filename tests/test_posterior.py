@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import error_bars
 import problems
 import reference
 import woodbury
@@ -401,6 +402,16 @@ def test_the_same_numbers_as_laplace_torch(name):
     _, covariance = theirs._glm_predictive_distribution(x)
     close(ours.covariance(x), covariance.detach(), 1e-6)
     assert float(theirs.log_marginal_likelihood()) == pytest.approx(ours.log_evidence, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_compares_with_laplace_torch():
+    pytest.importorskip("laplace")
+    result = error_bars.compare(6, repeats=1)
+    for name in ("laplace-torch, full", "laplace-torch, gp"):
+        assert result[name]["largest"] < 1e-6
+    assert result["laplace-torch, full"]["evidence"] < 1e-6
+    assert result["laplace-torch, diag"]["factor"] > 1.1
 
 
 @pytest.mark.parametrize("name", ["squared", "few-parameters", "softmax", "few-parameters-softmax", "pictures"])

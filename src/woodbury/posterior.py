@@ -176,7 +176,8 @@ def posterior(
         )
     data = TrainingData(copy.deepcopy(model).eval(), loss, forward, fallback, max_bytes, inputs, targets)
     matrix = data.matrix(data.precisions(1.0 if isinstance(prior, str) else prior))
-    eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0)
+    by_evidence = isinstance(prior, str) or (is_squared and isinstance(noise, str))
+    eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0) if by_evidence else matrix.new_zeros(0)
     size, square = data.number_count, sum(data.squared_parameters.values())
     variance = None if not is_squared or isinstance(noise, str) else float(noise)
     if isinstance(prior, str):
