@@ -42,7 +42,8 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
     A network of tanh units is fitted to standardised inputs and targets by Levenberg-Marquardt steps, with weight
     decay and noise by the evidence. It starts a few times, from stiff to flexible; the start with the largest
-    evidence after some steps goes on until the evidence rises no more. No data are held out.
+    evidence after some steps goes on until the evidence rises no more. No data are held out. Several targets share
+    the hidden units and, in units of their standard deviations, the noise.
 
     Parameters
     ----------
