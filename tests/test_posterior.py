@@ -331,6 +331,16 @@ def test_many_inputs_are_taken_in_pieces(monkeypatch):
     close(posterior.sample(x, 2, torch.Generator().manual_seed(0)), drawn, 1e-12)
 
 
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_formed(monkeypatch):
+    problem, module = make("squared"), sys.modules["woodbury.posterior"]
+    monkeypatch.setattr(module, "_WORTH_ASKING", 0)
+    monkeypatch.setattr(module, "available_bytes", lambda device: 4 * 8 * 14**2)  # 7 samples, 2 outputs
+    make_posterior(problem)
+    monkeypatch.setattr(module, "available_bytes", lambda device: 4 * 8 * 14**2 - 1)
+    with pytest.raises(MemoryError, match=r"14 rows of the data and 38 parameters .* fewer samples"):
+        make_posterior(problem)
+
+
 def test_a_function_in_place_of_the_model():
     problem = make("squared")
     scaled = woodbury.posterior(
@@ -363,6 +373,13 @@ def test_wrong_arguments_are_named(case):
     problem = make(name)
     with pytest.raises(ValueError, match=message):
         woodbury.posterior(problem.model, problem.loss, problem.inputs, problem.targets, **arguments)
+
+
+@pytest.mark.parametrize("count", [0, 1.5, True])
+def test_a_wrong_number_of_draws_is_named(count):
+    problem = make("squared")
+    with pytest.raises(ValueError, match="count must be a whole number from 1 on"):
+        make_posterior(problem).sample(problem.inputs, count)
 
 
 def test_evidence_without_a_maximum_is_refused():

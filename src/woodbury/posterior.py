@@ -14,7 +14,8 @@ Woodbury's identity everything about it follows from the small matrix A = I + U 
     evidence                 log p(data) = -L(theta) - theta^T Delta theta / 2 - log det(A) / 2
     a draw of the parameters theta + z - D U^T A^-1 (U z + e),   z ~ N(0, D), e ~ N(0, I)
 
-With fewer parameters than rows, P itself is factorised instead.
+With fewer parameters than rows, P itself is factorised instead. In sample space a variance is a difference: its
+error is about 1e-16 times the variance of the prior there.
 
 For squared error the likelihood is that of Gaussian noise of variance s, the same for all outputs:
 L = |y - t|^2 / (2 s) + n C log(2 pi s) / 2, H = I / s.
@@ -34,15 +35,18 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
+from woodbury._memory import available_bytes, in_words
 from woodbury._vector import Vector, combine, unflatten
 from woodbury.curvature import GaussNewtonMatrix
 from woodbury.linalg import plus_diagonal
 from woodbury.losses.rules import LossRule, loss_rule, prepare
 from woodbury.model.capture import GraphCapture
 from woodbury.model.fallback import Forward
+from woodbury.model.plan import Plan
 from woodbury.row_matrix import Rows, capture_rows, unit_columns
 
 EVIDENCE = "evidence"
+_WORTH_ASKING = 2**28  # bytes from which on memory is looked at
 _NUMBERS_AT_ONCE = 2**24  # entries of a matrix between new samples and the training data
 _LEAST_FREEDOM = 1e-3  # of n C that n C - gamma is taken for at least: at first all may seem determined
 _LOG_RANGE = 690.0  # exp of it is a float64 still
@@ -83,6 +87,8 @@ class Posterior:
         y(x) + J(x) (theta' - theta) with theta' from the posterior: each draw is one function, and its values at
         different inputs go together.
         """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"sample: count must be a whole number from 1 on, got {count!r}")
         draws = self._system.draw(count, generator)
         moves = []
         for own, width in self._output_rows(inputs):
@@ -230,6 +236,7 @@ class TrainingData:
             assert factor.e is not None
             self.total = float(self._rule.terms(summed, outputs, prepared).double().sum())
             self.e, self._rest_columns = factor.e.flatten().double(), factor.rest
+            _check_memory(captured.plan, len(self.e))
             return factor.columns(), 1.0
 
         options: dict[str, Any] = self._options
@@ -482,6 +489,20 @@ def _as_sum(loss: nn.Module, rule: LossRule) -> nn.Module:
     summed = copy.copy(loss)
     summed.reduction = "sum"  # type: ignore[assignment]
     return summed
+
+
+def _check_memory(plan: Plan, row_count: int) -> None:
+    """Raise before the matrix is formed if it cannot fit: with its copies and its factor, four of them."""
+    needed = 4 * 8 * min(row_count, plan.size) ** 2
+    if needed < _WORTH_ASKING:
+        return
+    available = available_bytes(plan.device)
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"posterior: {row_count} rows of the data and {plan.size} parameters need about {in_words(needed)}, "
+            f"and {in_words(available)} are available. Ways out: fewer samples, or requires_grad_(False) on layers "
+            "whose parameters may count as known"
+        )
 
 
 def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:
