@@ -19,6 +19,7 @@ from sklearn.utils.estimator_checks import check_estimator, estimator_checks_gen
 
 import lm_regressor
 import reference
+import sklearn_diabetes
 from woodbury.sklearn import LMRegressor
 
 CHECKS = list(estimator_checks_generator(LMRegressor(restarts=1)))
@@ -171,3 +172,8 @@ def test_the_example_scores_a_regressor():
     regressor = lm_regressor.regressors(0)["LMRegressor"].set_params(restarts=1, max_iter=15)
     result = lm_regressor.score(regressor, (X[:150], y[:150]), 0, folds=2)
     assert 0.1 < result["r2"] < 0.8 and 0.85 < result["inside"] <= 1 and result["seconds"] > 0
+
+
+def test_the_example_runs(capsys):
+    assert sklearn_diabetes.main(folds=2) > 0.4
+    assert "within two standard deviations" in capsys.readouterr().out

@@ -500,8 +500,8 @@ def _check_memory(plan: Plan, row_count: int) -> None:
     if available is not None and needed > available:
         raise MemoryError(
             f"posterior: {row_count} rows of the data and {plan.size} parameters need about {in_words(needed)}, "
-            f"and {in_words(available)} are available. Ways out: fewer samples, or requires_grad_(False) on layers "
-            "whose parameters may count as known"
+            f"and {in_words(available)} are available. Ways out: fewer samples, or requires_grad_(False) on "
+            "layers whose parameters may count as known"
         )
 
 

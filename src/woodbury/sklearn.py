@@ -33,7 +33,7 @@ LATE_UPDATES = 2  # of prior and noise, at the same parameters
 WINDOW = 3  # rounds over which the evidence must rise by tol
 DAMPING = LevenbergMarquardt(initial=1e-3, boost=3.0, drop=0.3, floor=1e-15, relative=True)
 LEAST_RATIO = 1e-4  # to move at all
-LEAST, MOST = 1e-8, 1e8  # bounds of precisions
+LEAST, MOST = 1e-4, 1e8  # bounds of precisions
 LEAST_NOISE = 1e-8  # variance, where that of the targets is 1: below, rounding would decide about the prior
 
 
