@@ -27,8 +27,8 @@ ROOMS = [
         "device",
     ),
     *("laplacian", "linalg", "least_squares"),
-    *("losses", "layers", "products", "curvature", "model", "row_matrix", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
+    *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
+    *("damping", "search", "policies", "optim", "fit", "sklearn", "experiments", "bench"),
     *("tensorboard", "wandb", "lightning", "skorch", "cli", "__main__"),
 ]
 FLOORS = {

@@ -317,3 +317,42 @@ def test_pruned_layers_are_exact_by_the_fallback():
 def test_unknown_curvature_is_refused():
     with pytest.raises(ValueError, match="curvature"):
         woodbury.rows(nn.Linear(2, 2), MSE, torch.randn(3, 2), None, curvature="newton")
+
+
+@problems.every_problem
+def test_the_diagonal_and_the_solution_are_those_of_the_gram_matrix(name):
+    problem = problems.make(name)
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    U = dense_rows(problem, "gauss-newton")
+    K, k = U @ U.T, len(U) // len(problem.inputs)
+    torch.testing.assert_close(rows.diagonal(), K.diagonal())
+    blocks = torch.stack([K[i : i + k, i : i + k] for i in range(0, len(K), k)])
+    torch.testing.assert_close(rows.diagonal(k).reshape(blocks.shape), blocks)
+    scales = {own: 1 / (2 + index) for index, own in enumerate(reference.parameters(problem.model))}
+    sizes = [own.numel() for own in reference.parameters(problem.model).values()]
+    D = torch.cat([torch.full((n,), s).double() for n, s in zip(sizes, scales.values(), strict=True)])
+    torch.testing.assert_close(rows.diagonal(scales=scales), (U * D * U).sum(1))
+    rhs = torch.randn(len(U), 2, dtype=torch.float64)
+    expected = torch.linalg.solve(K + 0.1 * torch.eye(len(U)).double(), rhs)
+    torch.testing.assert_close(rows.solve(rhs, 0.1), expected)
+    torch.testing.assert_close(rows.solve(rhs[:, 0], 0.1), expected[:, 0])
+    vector = vector_like(problem.model)
+    v = flatten(vector)
+    through = v - flatten(rows.rmatvec(rows.solve(rows.matvec(vector), 0.1)))
+    B = U.T @ U + 0.1 * torch.eye(len(v)).double()
+    torch.testing.assert_close(through / 0.1, torch.linalg.solve(B, v))
+
+
+def test_a_gram_matrix_that_is_not_positive_definite_is_not_solved_with():
+    problem = problems.make("squared")
+    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
+    with pytest.raises(ValueError, match="not positive definite to rounding for damping -1000"):
+        rows.solve(torch.ones(rows.row_count).double(), -1e3)
+
+
+@problems.every_problem
+def test_rows_without_a_loss_are_those_of_the_jacobian(name):
+    problem = problems.make(name)
+    samples = reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets)
+    J = torch.cat([own for own, _, _ in samples])
+    torch.testing.assert_close(woodbury.rows(problem.model, None, problem.inputs).dense(), J)

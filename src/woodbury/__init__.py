@@ -9,7 +9,8 @@ from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
-from woodbury.row_matrix import Rows, rows
+from woodbury.posterior import Posterior, posterior
+from woodbury.row_matrix import Rows, kernel, rows
 from woodbury.search import CurvedSearch
 
 __all__ = [
@@ -24,13 +25,16 @@ __all__ = [
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
+    "Posterior",
     "Recorder",
     "Rows",
     "StepInfo",
     "__version__",
     "fit",
+    "kernel",
     "laplacian",
     "least_squares",
+    "posterior",
     "register_layer",
     "register_loss",
     "rows",

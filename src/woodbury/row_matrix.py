@@ -7,7 +7,7 @@ sample-major (row = i k + a) and stored layer by layer; U itself is formed only 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ from woodbury._random import restore, snapshot
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
-from woodbury.layers.forms import OuterRows, RowForm, add_own_product, byte_limit, windows
-from woodbury.linalg import full_precision
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_own_product, byte_limit, windows
+from woodbury.linalg import full_precision, plus_diagonal
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
-from woodbury.model.capture import call_model, capture
+from woodbury.model.capture import GraphCapture, call_model, capture
 from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
@@ -96,6 +96,76 @@ class Rows:
         assert total is not None
         scale = self.scale * other.scale
         return total if scale == 1.0 else total.mul_(scale)
+
+    def cross_gram(
+        self,
+        other: Rows,
+        scales: Mapping[str, Scale] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """U D U'^T, (r, r'), with the rows of another batch of the same model, which may use other layers."""
+        shared = [name for name in self.forms if name in other.forms]
+        pairs = {name: _paired(self.forms[name], other.forms[name]) for name in shared}
+        if not pairs:
+            return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
+        mine = Rows(self.plan, {name: own for name, (own, _) in pairs.items()}, self.row_count, self.scale)
+        theirs = Rows(self.plan, {name: own for name, (_, own) in pairs.items()}, other.row_count, other.scale)
+        return mine.gram(theirs, scales, dtype)
+
+    def new_zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros of the type of the rows, or of dtype."""
+        return torch.zeros(sizes, dtype=self.plan.dtype if dtype is None else dtype, device=self.plan.device)
+
+    def diagonal(
+        self,
+        width: int = 1,
+        scales: Mapping[str, Scale] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The diagonal of K = U D U^T, (r,): the squared norms of the rows. K itself is not formed.
+
+        A width above 1 gives blocks of so many rows along the diagonal, (r / width, width, width): with the number
+        of columns per sample, the block of each sample.
+        """
+        dtype = self.plan.dtype if dtype is None else dtype
+        total = self.new_zeros(self.row_count // width, width, width, dtype=dtype)
+
+        def block_gram(rows: Tensor) -> Tensor:
+            blocks = rows.to(dtype).reshape(-1, width, rows.shape[1])
+            return torch.bmm(blocks, blocks.mT)
+
+        with full_precision():
+            for module, form in self.forms.items():
+                own = dict.fromkeys(form.parameters, 1.0) if scales is None else self._scales_of(module, scales)
+                if isinstance(form, OuterRows):
+                    inner: Tensor | float = 0.0 if form.bias is None else own[form.bias]
+                    if form.weight is not None:
+                        inner = inner + own[form.weight] * block_gram(form.layout.of_rows(form.inputs))
+                    total += inner * block_gram(form.grads)
+                    continue
+                for local in form.parameters:
+                    for strip in self._strips([self._names[module][local]], dtype):
+                        written = Rows(self.plan, {module: form}, self.row_count)._write_rows(
+                            strip, self.row_count, dtype
+                        )
+                        total += own[local] * block_gram(written)
+        total *= self.scale**2
+        return total.flatten() if width == 1 else total
+
+    def solve(self, rhs: Tensor, damping: float, dtype: torch.dtype | None = None) -> Tensor:
+        """(K + damping I)^-1 rhs for rhs (r,) or (r, m), by a Cholesky factorisation in dtype.
+
+        With it (U^T U + damping I)^-1 v = (v - U^T (K + damping I)^-1 U v) / damping.
+        """
+        K = self.gram(dtype=dtype)
+        lower, info = torch.linalg.cholesky_ex(plus_diagonal(K, damping))
+        if int(info) != 0:
+            raise ValueError(
+                f"K + damping I is not positive definite to rounding for damping {damping:g}: take a larger one, "
+                "or dtype=torch.float64"
+            )
+        columns = rhs.to(lower.dtype).reshape(self.row_count, -1)
+        return torch.cholesky_solve(columns, lower).reshape(rhs.shape)
 
     def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The first rows of the Gram matrix of each layer, (row_count, r), where all rows are outer products.
@@ -253,9 +323,19 @@ class Rows:
         return self.row_count, self.plan.size
 
 
+def _paired(a: RowForm, b: RowForm) -> tuple[RowForm, RowForm]:
+    """Two forms of the same parameters that can be multiplied: written out where they differ."""
+    if type(a) is type(b) and a.parameters == b.parameters:
+        return a, b
+    first, second = a.dense(), b.dense()
+    shared = [name for name in first if name in second]
+    left, right = (ExplicitRows({name: own[name] for name in shared}) for own in (first, second))
+    return left, right
+
+
 def rows(
     model: nn.Module,
-    loss: nn.Module,
+    loss: nn.Module | None,
     inputs: Any,
     targets: Tensor | None = None,
     curvature: str = "gauss-newton",
@@ -267,7 +347,8 @@ def rows(
 
     Args:
         model: a module; only parameters with requires_grad count.
-        loss: one that `GaussNewton` takes.
+        loss: one that `GaussNewton` takes, or None for S = I: then U = J, a row for each of the C numbers that the
+            model returns for a sample, and nothing is divided by n.
         inputs, targets: a batch of n samples.
         curvature: "gauss-newton" (k rows per sample, U^T U = (1/n) sum J^T H J) or "empirical" (one row per
             sample, U^T U = (1/n) sum of outer products of per-sample gradients), without 1/n for a loss that is a
@@ -277,7 +358,42 @@ def rows(
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
     model, loss = written_model(model), written_model(loss)
-    kind, rule = part_named("curvature", curvature, CURVATURES), loss_rule(loss)
+    kind = part_named("curvature", curvature, CURVATURES)
+    rule = None if loss is None else loss_rule(loss)
+
+    def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
+        if loss is None or rule is None:
+            return unit_columns(captured), 1.0
+        prepared = prepare(rule, loss, captured.raw, targets)
+        columns = kind.factor(rule, loss, captured.outputs.detach(), prepared).columns()
+        n = len(columns)
+        if rule.is_sum(loss):
+            return columns, float(kind.divisor_of_sum(n, n))
+        return columns, float(kind.divisor(check_term_count(rule.count(loss, prepared)), n))
+
+    return capture_rows(model, inputs, targets, columns_of, forward, fallback, max_bytes)
+
+
+def unit_columns(captured: GraphCapture) -> Tensor:
+    """S = I: the unit vectors at the outputs of each sample, (n, C, C)."""
+    n, width = captured.outputs.shape
+    return torch.eye(width, dtype=captured.outputs.dtype, device=captured.outputs.device).expand(n, width, width)
+
+
+def capture_rows(
+    model: nn.Module,
+    inputs: Any,
+    targets: Tensor | None,
+    columns_of: Callable[[GraphCapture], tuple[Tensor, float]],
+    forward: Forward | None = None,
+    fallback: str | None = None,
+    max_bytes: int | None = None,
+    check: bool = True,
+) -> Rows:
+    """The rows U of the columns (n, k, C) and the divisor that a function makes of a pass over a batch.
+
+    check looks whether the model mixes samples, which takes a few passes more.
+    """
     has_fallback = part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
@@ -285,16 +401,39 @@ def rows(
     try:
         run = buffers.preserved(run_as_written(plan, forward or call_model), inputs)
         captured = capture(plan, model, run, inputs, samples)
-        check_samples_apart(captured)
-        outputs = captured.outputs.detach()
-        prepared = prepare(rule, loss, captured.raw, targets)
-        columns = kind.factor(rule, loss, outputs, prepared).columns()
+        if check:
+            check_samples_apart(captured)
+        columns, divisor = columns_of(captured)
         n, k, _ = columns.shape
-        if rule.is_sum(loss):
-            divisor = kind.divisor_of_sum(n, n)
-        else:
-            divisor = kind.divisor(check_term_count(rule.count(loss, prepared)), n)
-        return Rows(plan, captured.rows([columns]), n * k, scale=float(divisor) ** -0.5)
+        return Rows(plan, captured.rows([columns]), n * k, scale=divisor**-0.5)
     finally:
         buffers.put_back()
         restore(random)
+
+
+def kernel(
+    model: nn.Module,
+    x1: Any,
+    x2: Any = None,
+    forward: Forward | None = None,
+    fallback: str | None = "autograd",
+    max_bytes: int | None = None,
+) -> Tensor:
+    """The empirical neural tangent kernel J(x1) J(x2)^T, of shape (n1, C, n2, C); x2 = x1 by default.
+
+    Entry [i, a, j, b] is the inner product of the gradients of output a at sample i of x1 and of output b at
+    sample j of x2 in all trainable parameters. C counts all numbers that the model returns for a sample. No
+    gradient is written out where the layer's rows have a structure.
+
+    Args:
+        model, forward, fallback, max_bytes: as in `woodbury.rows`.
+        x1, x2: inputs of n1 and n2 samples.
+    """
+    first = rows(model, None, x1, forward=forward, fallback=fallback, max_bytes=max_bytes)
+    n1 = check_batch(x1, None)
+    if x2 is None:
+        K, n2 = first.gram(), n1
+    else:
+        n2 = check_batch(x2, None)
+        K = first.cross_gram(rows(model, None, x2, forward=forward, fallback=fallback, max_bytes=max_bytes))
+    return K.reshape(n1, K.shape[0] // n1, n2, K.shape[1] // n2)

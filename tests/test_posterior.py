@@ -1,0 +1,458 @@
+"""The posterior and the tangent kernel against dense matrices by plain autograd; and laplace-torch where it is."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import error_bars
+import problems
+import reference
+import woodbury
+from woodbury.posterior import TrainingData
+
+# losses whose Hessian is the curvature, with a likelihood behind them; both more and fewer rows than parameters
+NAMES = [
+    *("softmax", "softmax-two-classes", "softmax-weighted", "softmax-sum", "logistic-many", "logistic-sum"),
+    *("squared", "squared-sum", "one-layer", "residual", "pictures", "sentences", "tokens", "pixels", "counts"),
+    *("conv-squared", "few-parameters", "few-parameters-softmax"),
+]
+OWN = {
+    "conv-squared": lambda: problems.Problem(
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+        nn.MSELoss(),
+        torch.randn(7, 2, 3, 3),
+        torch.randn(7, 3),
+    ),
+    "few-parameters": lambda: problems.Problem(
+        problems.mlp(2, 2, 2), nn.MSELoss(), torch.randn(11, 2), torch.randn(11, 2)
+    ),
+    "few-parameters-softmax": lambda: problems.Problem(
+        problems.mlp(2, 2, 3), nn.CrossEntropyLoss(), torch.randn(11, 2), torch.randint(3, (11,))
+    ),
+}
+PRIOR, NOISE = 0.7, 0.3
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def make(name):
+    if name not in OWN:
+        return problems.make(name)
+    torch.manual_seed(0)
+    problem = OWN[name]()
+    problem.model.double()
+    problem.inputs = problem.inputs.double()
+    if problem.targets.is_floating_point():
+        problem.targets = problem.targets.double()
+    return problem
+
+
+def new_inputs(problem, count=5):
+    torch.manual_seed(1)
+    like = problem.inputs
+    if like.is_floating_point():
+        return torch.randn(count, *like.shape[1:], dtype=like.dtype)
+    return torch.randint(6, (count, *like.shape[1:]))
+
+
+def jacobians(model, inputs):
+    """(n, C, p), one output of one sample at a time."""
+    params, result = list(reference.parameters(model).values()), []
+    for i in range(len(inputs)):
+        numbers = model(inputs[i : i + 1]).reshape(-1)
+        gradients = [
+            torch.autograd.grad(number, params, retain_graph=True, materialize_grads=True) for number in numbers
+        ]
+        result.append(torch.stack([reference.flat(own) for own in gradients]))
+    return torch.stack(result)
+
+
+class Dense:
+    """Everything in parameter space, from the loss module as a sum and plain autograd."""
+
+    def __init__(self, problem, prior, noise=NOISE):
+        model, loss = problem.model, problem.loss
+        self.theta = reference.flat([own.detach() for own in reference.parameters(model).values()])
+        self.delta = torch.cat(
+            [
+                torch.full((own.numel(),), prior[name] if isinstance(prior, dict) else prior, dtype=torch.float64)
+                for name, own in reference.parameters(model).items()
+            ]
+        )
+        outputs = model(problem.inputs).detach()
+        options = {key: getattr(loss, key) for key in ("weight", "pos_weight") if hasattr(loss, key)}
+        for key in ("ignore_index", "label_smoothing", "full", "log_input", "eps"):
+            if hasattr(loss, key):
+                options[key] = getattr(loss, key)
+        summed = type(loss)(**options, reduction="sum").double()
+        factor = 1 / (2 * noise) if isinstance(loss, nn.MSELoss) else 1.0
+
+        def likelihood(y):
+            return factor * summed(y, problem.targets)
+
+        self.nll = float(likelihood(outputs))
+        if isinstance(loss, nn.MSELoss):
+            self.nll += outputs.numel() / 2 * math.log(2 * math.pi * noise)
+        J = jacobians(model, problem.inputs)
+        self.J = J.flatten(0, 1)
+        self.r = torch.autograd.functional.jacobian(likelihood, outputs).reshape(J.shape[:2])
+        H = torch.autograd.functional.hessian(likelihood, outputs)
+        self.P = self.J.T @ H.reshape(len(self.J), len(self.J)) @ self.J + torch.diag(self.delta)
+        self.gradients = torch.einsum("ncp,nc->np", J, self.r)  # of the likelihood, for each sample
+
+    @property
+    def log_evidence(self):
+        scatter = float(self.theta @ (self.delta * self.theta))
+        ratio = float(torch.logdet(self.P) - self.delta.log().sum())
+        return -self.nll - scatter / 2 - ratio / 2
+
+
+def close(actual, expected, tolerance=1e-10):
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def priors(model):
+    return {name: 0.5 + index / 3 for index, name in enumerate(reference.parameters(model))}
+
+
+def make_posterior(problem, prior=PRIOR, noise=NOISE):
+    noise = noise if isinstance(problem.loss, nn.MSELoss) else "evidence"
+    return woodbury.posterior(problem.model, problem.loss, problem.inputs, problem.targets, prior, noise)
+
+
+@every_name
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_covariance_and_evidence_equal_the_dense_ones(name, by_tensor):
+    problem = make(name)
+    prior = priors(problem.model) if by_tensor else PRIOR
+    dense, posterior = Dense(problem, prior), make_posterior(problem, prior)
+    assert abs(posterior.log_evidence - dense.log_evidence) < 1e-10 * max(1, abs(dense.log_evidence))
+    x = new_inputs(problem)
+    J = jacobians(problem.model, x)
+    covariance = J @ torch.linalg.solve(dense.P, J.flatten(0, 1).T).T.reshape(J.shape).mT
+    close(posterior.covariance(x), covariance)
+    variance = covariance.diagonal(dim1=1, dim2=2)
+    close(posterior.variance(x), variance.reshape(problem.model(x).shape))
+
+
+@every_name
+def test_influence_equals_the_dense_formula(name):
+    problem = make(name)
+    dense, posterior = Dense(problem, PRIOR), make_posterior(problem)
+    gradients = []
+    # the term of each sample in the loss as it was given, which divides by problem.count
+    for J, r, _ in reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets):
+        gradients.append(J.T @ r)
+    scale = 1 if reference.is_sum(problem.loss) else problem.count / len(problem.targets)
+    expected = -scale * torch.stack(gradients) @ torch.linalg.solve(dense.P, dense.gradients.T)
+    close(posterior.influence(problem.inputs, problem.targets), expected)
+
+
+def test_influence_is_the_derivative_in_the_weight_of_a_sample():
+    """A linear model with squared error: the minimum is known for all weights of the samples."""
+    torch.manual_seed(0)
+    x, t = torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    new, goal = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    ones = torch.ones(9, 1).double()
+    design = torch.cat([x, ones], 1)
+
+    def losses(weights):
+        W = (design.T * weights) @ design / NOISE + PRIOR * torch.eye(4).double()
+        solution = torch.linalg.solve(W, (design.T * weights) @ t / NOISE)
+        outputs = torch.cat([new, ones[:4]], 1) @ solution
+        return (outputs - goal).square().mean(1), solution
+
+    weights = torch.ones(9).double()
+    derivative = torch.autograd.functional.jacobian(lambda w: losses(w)[0], weights)
+    model, solution = nn.Linear(3, 2).double(), losses(weights)[1]
+    with torch.no_grad():
+        model.weight.copy_(solution[:3].T)
+        model.bias.copy_(solution[3])
+    posterior = woodbury.posterior(model, nn.MSELoss(), x, t, PRIOR, NOISE)
+    close(posterior.influence(new, goal), derivative)
+
+
+class Half(nn.Module):
+    """|y|^2 / 2 of the first output and a linear term in the others, which has no curvature."""
+
+    reduction = "mean"
+
+
+@woodbury.register_loss(Half)
+class HalfRule(woodbury.LossRule):
+    def values(self, loss, outputs, targets):
+        return (outputs - targets)[:, 0].square() / 2 + (outputs * targets)[:, 1:].sum(1)
+
+
+def test_gradients_outside_the_range_of_the_curvature_have_an_influence():
+    problem = make("squared")
+    posterior = woodbury.posterior(problem.model, Half(), problem.inputs, problem.targets, PRIOR)
+    J = jacobians(problem.model, problem.inputs)
+    outputs = problem.model(problem.inputs).detach()
+    r = torch.cat([(outputs - problem.targets)[:, :1], problem.targets[:, 1:]], 1)
+    g = torch.einsum("ncp,nc->np", J, r)
+    P = J[:, 0].T @ J[:, 0] + PRIOR * torch.eye(J.shape[2]).double()
+    close(posterior.influence(problem.inputs, problem.targets), -g @ torch.linalg.solve(P, g.T))
+
+
+@pytest.mark.parametrize("name", ["squared", "few-parameters", "softmax", "few-parameters-softmax", "pictures"])
+def test_samples_have_the_mean_and_the_covariance_of_the_posterior(name):
+    problem = make(name)
+    posterior, x = make_posterior(problem), new_inputs(problem, 3)
+    count, generator = 600, torch.Generator().manual_seed(3)
+    draws = posterior.sample(x, count, generator).flatten(1)
+    J = jacobians(problem.model, x).flatten(0, 1)
+    covariance = J @ torch.linalg.solve(Dense(problem, PRIOR).P, J.T)
+    deviation = covariance.diagonal().sqrt()
+    off = (draws.mean(0) - problem.model(x).detach().flatten()) / deviation * count**0.5
+    assert off.abs().max() < 5  # standard errors: each is normal
+    seen = torch.cov(draws.T) / deviation / deviation.unsqueeze(1)
+    expected = covariance / deviation / deviation.unsqueeze(1)
+    # the standard error of an entry is sqrt((1 + correlation^2) / count) <= sqrt(2 / count)
+    assert (seen - expected).abs().max() < 5 * (2 / count) ** 0.5
+    again = posterior.sample(x, 2, torch.Generator().manual_seed(3))
+    torch.testing.assert_close(again, posterior.sample(x, 2, torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("name", ["squared", "few-parameters", "conv-squared", "squared-sum"])
+@pytest.mark.parametrize("prior, noise", [("evidence", "evidence"), ("evidence", NOISE), (PRIOR, "evidence")])
+def test_evidence_is_largest_at_what_it_chooses(name, prior, noise):
+    problem = make(name)
+    posterior = make_posterior(problem, prior, noise)
+    assert posterior.log_evidence == pytest.approx(
+        Dense(problem, posterior.prior, posterior.noise).log_evidence, rel=1e-10
+    )
+    for factor in (0.9, 1.1):
+        if prior == "evidence":
+            assert Dense(problem, posterior.prior * factor, posterior.noise).log_evidence < posterior.log_evidence
+        if noise == "evidence":
+            assert Dense(problem, posterior.prior, posterior.noise * factor).log_evidence < posterior.log_evidence
+    assert prior == "evidence" or posterior.prior == prior
+    assert noise == "evidence" or posterior.noise == noise
+
+
+@pytest.mark.parametrize("name", ["squared", "few-parameters", "softmax", "few-parameters-softmax"])
+def test_the_fixed_point_of_mackay_holds_at_the_evidence(name):
+    """prior |theta|^2 = gamma and noise (n C - gamma) = |y - t|^2."""
+    problem = make(name)
+    posterior = make_posterior(problem, "evidence", "evidence")
+    dense = Dense(problem, posterior.prior, posterior.noise or NOISE)
+    gamma = len(dense.theta) - posterior.prior * float(torch.linalg.inv(dense.P).trace())
+    assert posterior.prior * float(dense.theta @ dense.theta) == pytest.approx(gamma, rel=1e-8)
+    if posterior.noise is not None:
+        error = float((problem.model(problem.inputs) - problem.targets).square().sum().detach())
+        assert posterior.noise * (problem.targets.numel() - gamma) == pytest.approx(error, rel=1e-8)
+
+
+def test_noise_by_evidence_with_a_prior_by_tensor():
+    problem = make("squared")
+    prior = priors(problem.model)
+    posterior = make_posterior(problem, prior, "evidence")
+    assert posterior.prior == prior
+    for factor in (0.9, 1.1):
+        assert Dense(problem, prior, posterior.noise * factor).log_evidence < posterior.log_evidence
+
+
+@pytest.mark.parametrize("name", ["softmax", "pictures", "few-parameters-softmax", "logistic-many"])
+def test_prior_of_a_classifier_by_evidence(name):
+    problem = make(name)
+    posterior = make_posterior(problem, "evidence")
+    assert posterior.noise is None
+    for factor in (0.9, 1.1):
+        assert Dense(problem, posterior.prior * factor).log_evidence < posterior.log_evidence
+
+
+@every_name
+def test_kernel_is_the_product_of_jacobians(name):
+    problem = make(name)
+    x = new_inputs(problem)
+    J, other = jacobians(problem.model, problem.inputs), jacobians(problem.model, x)
+    close(woodbury.kernel(problem.model, problem.inputs), torch.einsum("iap,jbp->iajb", J, J), 1e-12)
+    close(woodbury.kernel(problem.model, problem.inputs, x), torch.einsum("iap,jbp->iajb", J, other), 1e-12)
+
+
+def test_kernel_between_batches_that_use_other_layers():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(3, 2)
+            self.other = False
+
+        def forward(self, x):
+            return self.c(torch.tanh(self.b(x) if self.other else self.a(x)))
+
+    torch.manual_seed(0)
+    model = Branches().double()
+    x1, x2 = torch.randn(3, 2).double(), torch.randn(4, 2).double()
+    hidden = [torch.tanh(model.a(x1)), torch.tanh(model.b(x2))]
+    shared = hidden[0] @ hidden[1].T + 1  # through the last layer alone
+    expected = torch.einsum("ij,ab->iajb", shared, torch.eye(2).double()).detach()
+    first = woodbury.rows(model, None, x1)
+    model.other = True
+    close(first.cross_gram(woodbury.rows(model, None, x2)).reshape(3, 2, 4, 2), expected)
+
+
+def test_single_precision_models_have_a_posterior_in_double_precision():
+    problem = make("squared")
+    exact = make_posterior(problem)
+    problem.model.float()
+    problem.inputs, problem.targets = problem.inputs.float(), problem.targets.float()
+    posterior = make_posterior(problem)
+    x = new_inputs(problem)
+    assert posterior.variance(x).dtype == torch.float64
+    # rows of eps(float32) each; the variance is a difference of terms at most P / PRIOR times as large
+    close(posterior.variance(x), exact.variance(x.double()), 1e-4)
+    assert posterior.sample(x, 2).dtype == torch.float32
+
+
+def test_the_model_may_change_afterwards_and_dropout_is_off():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1)).double()
+    x, t = torch.randn(6, 3).double(), torch.randn(6, 1).double()
+    posterior = woodbury.posterior(model, nn.MSELoss(), x, t, PRIOR, NOISE)
+    before = posterior.variance(x)
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    assert model.training
+    torch.testing.assert_close(posterior.variance(x), before, rtol=0, atol=0)
+
+
+def test_many_inputs_are_taken_in_pieces(monkeypatch):
+    problem = make("squared")
+    posterior, x = make_posterior(problem), new_inputs(problem, 9)
+    whole = posterior.variance(x), posterior.influence(x, torch.zeros(9, 2).double())
+    drawn = posterior.sample(x, 2, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(sys.modules["woodbury.posterior"], "_NUMBERS_AT_ONCE", 60)
+    close(posterior.variance(x), whole[0], 1e-12)
+    close(posterior.influence(x, torch.zeros(9, 2).double()), whole[1], 1e-12)
+    close(posterior.sample(x, 2, torch.Generator().manual_seed(0)), drawn, 1e-12)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_formed(monkeypatch):
+    problem, module = make("squared"), sys.modules["woodbury.posterior"]
+    monkeypatch.setattr(module, "_WORTH_ASKING", 0)
+    monkeypatch.setattr(module, "available_bytes", lambda device: 4 * 8 * 14**2)  # 7 samples, 2 outputs
+    make_posterior(problem)
+    monkeypatch.setattr(module, "available_bytes", lambda device: 4 * 8 * 14**2 - 1)
+    with pytest.raises(MemoryError, match=r"14 rows of the data and 38 parameters .* fewer samples"):
+        make_posterior(problem)
+
+
+def test_a_function_in_place_of_the_model():
+    problem = make("squared")
+    scaled = woodbury.posterior(
+        problem.model,
+        problem.loss,
+        {"x": problem.inputs},
+        problem.targets,
+        PRIOR,
+        NOISE,
+        forward=lambda model, batch: 2 * model(batch["x"]),
+    )
+    J = 2 * jacobians(problem.model, problem.inputs)
+    P = J.flatten(0, 1).T @ J.flatten(0, 1) / NOISE + PRIOR * torch.eye(J.shape[2]).double()
+    expected = (J @ torch.linalg.inv(P) @ J.mT).diagonal(dim1=1, dim2=2)
+    close(scaled.variance({"x": problem.inputs}), expected)
+
+
+REFUSED = {
+    "noise without": ({"noise": 0.1}, "softmax", "CrossEntropyLoss has none"),
+    "prior of zero": ({"prior": 0.0}, "squared", "prior must be 'evidence' or a precision"),
+    "prior by another name": ({"prior": "mackay"}, "squared", "prior must be 'evidence'"),
+    "negative noise": ({"noise": -1}, "squared", "noise must be 'evidence' or a variance"),
+    "missing tensor": ({"prior": {"0.weight": 1.0}}, "squared", "'0.bias' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_wrong_arguments_are_named(case):
+    arguments, name, message = REFUSED[case]
+    problem = make(name)
+    with pytest.raises(ValueError, match=message):
+        woodbury.posterior(problem.model, problem.loss, problem.inputs, problem.targets, **arguments)
+
+
+@pytest.mark.parametrize("count", [0, 1.5, True])
+def test_a_wrong_number_of_draws_is_named(count):
+    problem = make("squared")
+    with pytest.raises(ValueError, match="count must be a whole number from 1 on"):
+        make_posterior(problem).sample(problem.inputs, count)
+
+
+def test_evidence_without_a_maximum_is_refused():
+    problem = make("squared")
+    exact = problem.model(problem.inputs).detach()
+    for prior in ("evidence", PRIOR):
+        with pytest.raises(ValueError, match="fits the targets exactly; pass noise="):
+            woodbury.posterior(problem.model, problem.loss, problem.inputs, exact, prior)
+    for parameter in problem.model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(ValueError, match="all parameters are zero"):
+        woodbury.posterior(problem.model, problem.loss, problem.inputs, problem.targets, noise=NOISE)
+
+
+# laplace-torch, an implementation that shares no code
+
+LAPLACE = ["squared", "squared-no-bias", "softmax", "one-layer", "conv-squared"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LAPLACE)
+def test_the_same_numbers_as_laplace_torch(name):
+    laplace = pytest.importorskip("laplace")
+    problem = make(name)
+    regression = isinstance(problem.loss, nn.MSELoss)
+    data = torch.utils.data.TensorDataset(problem.inputs, problem.targets)
+    theirs = laplace.Laplace(
+        problem.model,
+        "regression" if regression else "classification",
+        subset_of_weights="all",
+        hessian_structure="full",
+        prior_precision=PRIOR,
+        sigma_noise=NOISE**0.5 if regression else 1.0,
+    )
+    theirs.fit(torch.utils.data.DataLoader(data, batch_size=len(data)))
+    ours, x = make_posterior(problem), new_inputs(problem)
+    _, covariance = theirs._glm_predictive_distribution(x)
+    close(ours.covariance(x), covariance.detach(), 1e-6)
+    assert float(theirs.log_marginal_likelihood()) == pytest.approx(ours.log_evidence, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_compares_with_laplace_torch():
+    pytest.importorskip("laplace")
+    result = error_bars.compare(6, repeats=1)
+    for name in ("laplace-torch, full", "laplace-torch, gp"):
+        assert result[name]["largest"] < 1e-6
+    assert result["laplace-torch, full"]["evidence"] < 1e-6
+    assert result["laplace-torch, diag"]["factor"] > 1.1
+
+
+@pytest.mark.parametrize("name", ["squared", "few-parameters", "softmax", "few-parameters-softmax", "pictures"])
+def test_an_update_of_the_evidence_by_tensor_equals_the_dense_one(name):
+    """delta_t <- gamma_t / |theta_t|^2, s <- |y - t|^2 / (n C - gamma), gamma_t = p_t - delta_t tr(P^-1)_t."""
+    problem = make(name)
+    with torch.no_grad():  # biases of norms are zero
+        for own in problem.model.parameters():
+            own += 0.1 * torch.randn_like(own)
+    prior, is_squared = priors(problem.model), isinstance(problem.loss, nn.MSELoss)
+    dense = Dense(problem, prior)
+    data = TrainingData(problem.model, problem.loss, None, None, None, problem.inputs, problem.targets)
+    update = data.update(prior, NOISE if is_squared else None)
+    trace, start, total = torch.linalg.inv(dense.P).diagonal(), 0, 0.0
+    for parameter, own in reference.parameters(problem.model).items():
+        stop = start + own.numel()
+        gamma = own.numel() - prior[parameter] * float(trace[start:stop].sum())
+        expected = gamma / float(dense.theta[start:stop].square().sum())
+        assert update.precisions[parameter] == pytest.approx(expected, rel=1e-9)
+        start, total = stop, total + gamma
+    assert update.determined == pytest.approx(total, rel=1e-10)
+    assert update.log_evidence == pytest.approx(dense.log_evidence, rel=1e-10)
+    if is_squared:
+        error = float((problem.model(problem.inputs) - problem.targets).detach().square().sum())
+        assert update.noise == pytest.approx(error / (problem.targets.numel() - total), rel=1e-9)
+    else:
+        assert update.noise is None

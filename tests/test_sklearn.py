@@ -1,0 +1,179 @@
+"""`LMRegressor`: scikit-learn's own checks, and its numbers against plain autograd."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+
+from sklearn.base import clone
+from sklearn.datasets import make_friedman1
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler
+from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
+
+import lm_regressor
+import reference
+import sklearn_diabetes
+from woodbury.sklearn import LMRegressor
+
+CHECKS = list(estimator_checks_generator(LMRegressor(restarts=1)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.func.__name__ for _, check in CHECKS])
+def test_checks_of_scikit_learn(index):
+    estimator, check = CHECKS[index]
+    check(estimator)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_check_estimator_with_the_defaults():
+    check_estimator(LMRegressor())
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    """A fit to 300 samples of friedman1 with noise of deviation 1, and 2000 others."""
+    X, y = make_friedman1(300, noise=1.0, random_state=3)
+    return LMRegressor(random_state=0).fit(X, y), (X, y), make_friedman1(2000, noise=1.0, random_state=4)
+
+
+def test_the_noise_is_found_and_the_error_bars_hold(noisy):
+    regressor, _, (X, y) = noisy
+    # about 100 parameters are determined, so 200 of 300 samples tell about the noise: 5 % standard error
+    assert 0.75 < regressor.noise_std_ < 1.25
+    mean, std = regressor.predict(X, return_std=True)
+    inside = np.mean(np.abs(mean - y) < 2 * std)
+    assert 0.90 < inside < 0.985  # of normal errors 95.4 %; the model was fitted to 300 samples only
+    assert regressor.score(X, y) > 0.9  # the noise alone leaves 0.96
+    assert (std > regressor.noise_std_).all()
+
+
+def dense_variance(regressor, X, weights, at):
+    """J P^-1 J^T at inputs, one output at a time, in standardised units."""
+    model, posterior = regressor.model_, regressor.posterior_
+
+    def jacobian(inputs):
+        scaled = torch.from_numpy((inputs - regressor._x_mean) / regressor._x_scale)
+        params, outputs = list(model.parameters()), model(scaled).flatten()
+        return torch.stack(
+            [reference.flat(torch.autograd.grad(own, params, retain_graph=True)) for own in outputs]
+        )
+
+    J = jacobian(X)
+    sizes = [(name, own.numel()) for name, own in model.named_parameters()]
+    delta = torch.cat([torch.full((size,), posterior.prior[name]).double() for name, size in sizes])
+    W = torch.from_numpy(np.repeat(weights, len(J) // len(X)).astype(float))
+    P = (J.T * W) @ J / posterior.noise + torch.diag(delta)
+    rows = jacobian(at)
+    return (rows * torch.linalg.solve(P, rows.T).T).sum(1)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_standard_deviations_are_those_of_the_dense_posterior(weighted, outputs):
+    random = np.random.RandomState(0)
+    X, other = random.randn(40, 3), random.randn(6, 3)
+    y = np.sin(X[:, :outputs]) + 0.2 * random.randn(40, outputs)
+    weights = random.randint(1, 4, 40) if weighted else None
+    regressor = LMRegressor((4,), restarts=1, random_state=0).fit(X, y, weights)
+    mean, std = regressor.predict(other, return_std=True)
+    assert mean.shape == std.shape == (6, outputs)
+    variance = dense_variance(regressor, X, np.ones(40) if weights is None else weights, other)
+    expected = np.sqrt(variance.reshape(6, outputs).numpy() + regressor.posterior_.noise) * regressor._y_scale
+    np.testing.assert_allclose(std, expected, rtol=1e-7)
+    np.testing.assert_allclose(regressor.noise_std_, regressor.posterior_.noise**0.5 * regressor._y_scale)
+
+
+def test_units_of_inputs_and_targets_do_not_matter():
+    random = np.random.RandomState(0)
+    X = random.randn(60, 3)
+    y = np.tanh(X[:, 0] * X[:, 1]) + 0.1 * random.randn(60)
+    plain = LMRegressor((5,), random_state=0).fit(X, y)
+    scaled = LMRegressor((5,), random_state=0).fit(1e3 * X + 7, 1e-4 * y - 5)
+    mean, std = plain.predict(X, return_std=True)
+    other, other_std = scaled.predict(1e3 * X + 7, return_std=True)
+    # as the targets lie 5e4 of their deviations from zero they keep 11 digits, and the fit loses some of them
+    np.testing.assert_allclose((other + 5) * 1e4, mean, atol=1e-4)
+    np.testing.assert_allclose(other_std * 1e4, std, rtol=1e-4)
+
+
+def test_a_smooth_function_without_noise_is_found():
+    X, y = lm_regressor.smooth_function(5)
+    regressor = LMRegressor(random_state=0).fit(X[:300], y[:300])
+    assert 1 - regressor.score(X[300:], y[300:]) < 1e-3  # 3 % of the deviation; boosted trees have 20 %
+
+
+def test_noise_is_not_memorised():
+    random = np.random.RandomState(0)
+    X, y = random.randn(80, 6), random.randn(80)
+    regressor = LMRegressor(random_state=0).fit(X, y)
+    new = random.randn(500, 6)
+    assert np.std(regressor.predict(new)) < 0.6  # of a target of deviation 1 that does not depend on X
+    assert regressor.noise_std_ > 0.6
+
+
+def test_it_works_in_pipelines_searches_and_pickles(noisy):
+    regressor, (X, y), _ = noisy
+    again = pickle.loads(pickle.dumps(regressor))
+    for a, b in zip(again.predict(X, return_std=True), regressor.predict(X, return_std=True), strict=True):
+        np.testing.assert_array_equal(a, b)
+    fresh = clone(regressor)
+    assert not hasattr(fresh, "model_")
+    np.testing.assert_array_equal(fresh.fit(X, y).predict(X), regressor.predict(X))
+    pipeline = make_pipeline(MinMaxScaler(), LMRegressor(restarts=1, max_iter=20, random_state=0))
+    search = GridSearchCV(pipeline, {"lmregressor__hidden_layer_sizes": [(2,), (4, 3)]}, cv=2)
+    assert search.fit(X[:80], y[:80]).best_score_ > 0
+
+
+def test_partial_fit_is_refused_with_the_reason():
+    assert not hasattr(LMRegressor(), "partial_fit")
+    with pytest.raises(
+        AttributeError, match="no partial_fit: its steps and the evidence are those of all the data"
+    ):
+        LMRegressor().partial_fit(np.ones((3, 2)), np.arange(3))
+
+
+@pytest.mark.parametrize(
+    "parameters, message",
+    [
+        ({"hidden_layer_sizes": (0,)}, "hidden_layer_sizes must be whole numbers from 1 on"),
+        ({"hidden_layer_sizes": 20}, "hidden_layer_sizes must be whole numbers from 1 on"),
+        ({"restarts": 0}, "restarts must be a whole number"),
+        ({"max_iter": 2.5}, "max_iter must be a whole number"),
+        ({"tol": -1.0}, "tol must be a number from 0 on"),
+    ],
+)
+def test_wrong_parameters_are_named(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        LMRegressor(**parameters).fit(np.ones((3, 2)), np.arange(3))
+
+
+def test_weights_of_zero_throughout_are_refused():
+    with pytest.raises(ValueError, match="zero"):
+        LMRegressor().fit(np.ones((3, 2)), np.arange(3), np.zeros(3))
+
+
+def test_the_package_does_not_import_scikit_learn():
+    program = "import sys, woodbury; assert 'sklearn' not in sys.modules and 'woodbury.sklearn' not in sys.modules"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_scores_a_regressor():
+    X, y = lm_regressor.PROBLEMS["diabetes"](0)
+    regressor = lm_regressor.regressors(0)["LMRegressor"].set_params(restarts=1, max_iter=15)
+    result = lm_regressor.score(regressor, (X[:150], y[:150]), 0, folds=2)
+    assert 0.1 < result["r2"] < 0.8 and 0.85 < result["inside"] <= 1 and result["seconds"] > 0
+
+
+def test_the_example_runs(capsys):
+    assert sklearn_diabetes.main(folds=2) > 0.4
+    assert "within two standard deviations" in capsys.readouterr().out
