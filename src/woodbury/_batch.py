@@ -50,6 +50,12 @@ def sample_count(inputs: Any) -> int:
     return leaves[0].shape[0]
 
 
+def is_empty(inputs: Any) -> bool:
+    """Whether these are inputs of no sample; what is no batch at all is not empty."""
+    leaves = _leaves(inputs)
+    return bool(leaves) and leaves[0].dim() > 0 and leaves[0].shape[0] == 0
+
+
 def check_batch(inputs: Any, targets: Tensor | None) -> int:
     """The number of samples; raises on an empty batch, a wrong number of targets or (on CPU) nan and inf."""
     samples = sample_count(inputs)

@@ -90,6 +90,15 @@ class Group:
         self._run(torch.distributed.all_gather_object, everyone, value)
         return everyone
 
+    def object_of_first(self, value: Any) -> Any:
+        """The object of the first process, of any size."""
+        if self.size == 1:
+            return value
+        shared = [value if self.rank == 0 else None]
+        self.bytes_given += len(pickle.dumps(value)) if self.rank == 0 else 0
+        self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
+        return shared[0]
+
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor of the first process: what all of them have computed alike, to the last bit."""
         if self.size == 1:
@@ -136,6 +145,13 @@ class Group:
 
 
 ALONE = Group()
+
+
+def all_processes(processes: Any = None) -> Group:
+    """The processes of torch.distributed, or of a group of it; where there is but one, `ALONE`."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ALONE
+    return ALONE if torch.distributed.get_world_size(processes) == 1 else Group(processes, alone=False)
 
 
 class _Dismantler(pickle.Pickler):

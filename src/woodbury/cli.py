@@ -2,11 +2,13 @@
 
 import difflib
 import math
+import os
 import platform
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ try:
     from woodbury.bench.__main__ import main as measure
     from woodbury.experiments import report
     from woodbury.experiments.config import RunConfig
-    from woodbury.experiments.data import DATASETS, load_dataset
+    from woodbury.experiments.data import DATASETS, Dataset, load_dataset
     from woodbury.experiments.errors import DataError, RunFolderError, one_line, printable
     from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
     from woodbury.experiments.models import network_name
@@ -49,6 +51,7 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(f'The command line needs {error.name}: pip install "woodbury[experiments]"') from None
 
+from woodbury._group import Group, LostProcessError, all_processes
 from woodbury._version import __version__
 from woodbury.optim import OPTIMIZERS
 
@@ -61,6 +64,13 @@ app = typer.Typer(
 console = Console()
 
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
+_LAUNCHED = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # what torchrun puts into the environment
+_PATIENCE = timedelta(minutes=10)  # of a process that waits for another, which may be evaluating
 
 
 class Device(str, Enum):
@@ -176,23 +186,22 @@ def train_one(
     values = _read_settings(settings or [])
     if lr is not None:
         values["lr"] = lr
-    where = _available(device)
-    try:
-        config = PRESETS[dataset].config(
-            dataset,
-            optimizer,
-            seed,
-            epochs=epochs,
-            batch_size=batch_size,
-            settings=values,
-            device=where,
-            dtype=dtype.value,
-        )
-        _try_step(config)
-    except Exception as error:  # any error here comes from a setting
-        _fail(f"{optimizer}: {one_line(error)}")
-    with _one_line_errors(out):
-        _train_and_report([config], out, data_dir, resume, checkpoint_seconds)
+    with _one_line_errors(out), _processes(device) as (group, where):
+        try:
+            config = PRESETS[dataset].config(
+                dataset,
+                optimizer,
+                seed,
+                epochs=epochs,
+                batch_size=batch_size,
+                settings=values,
+                device=where,
+                dtype=dtype.value,
+            )
+            _try_step(config)
+        except Exception as error:  # any error here comes from a setting
+            _fail(f"{optimizer}: {one_line(error)}")
+        _train_and_report([config], out, data_dir, resume, checkpoint_seconds, group)
 
 
 @app.command()
@@ -215,14 +224,13 @@ def compare(
         _fail("no optimizer given: --optimizers takes names separated by commas")
     for name in names:
         _check_name("optimizer", name, OPTIMIZERS)
-    where = _available(device)
-    configs = [
-        PRESETS[dataset].config(dataset, name, seed, epochs=epochs, device=where, dtype=dtype.value)
-        for seed in range(seeds)
-        for name in names
-    ]
-    with _one_line_errors(out):
-        _train_and_report(configs, out, data_dir, resume, checkpoint_seconds)
+    with _one_line_errors(out), _processes(device) as (group, where):
+        configs = [
+            PRESETS[dataset].config(dataset, name, seed, epochs=epochs, device=where, dtype=dtype.value)
+            for seed in range(seeds)
+            for name in names
+        ]
+        _train_and_report(configs, out, data_dir, resume, checkpoint_seconds, group)
 
 
 @app.command()
@@ -286,18 +294,39 @@ def bench(context: typer.Context) -> None:
 # -- parts of the commands ------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _processes(device: Device) -> Iterator[tuple[Group, str]]:
+    """The processes that torchrun has started, or this one alone, and the name of the device."""
+    where = _available(device)
+    if not all(name in os.environ for name in _LAUNCHED) or torch.distributed.is_initialized():
+        yield all_processes(), where
+        return
+    if device is Device.cuda:
+        local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= devices:
+            _fail(f"--nproc-per-node is more than the {devices} CUDA devices here: start one process per device")
+        torch.cuda.set_device(local)
+    backend = "nccl" if device is Device.cuda else "gloo"
+    torch.distributed.init_process_group(backend, timeout=_PATIENCE)
+    yield all_processes(), where
+    torch.distributed.destroy_process_group()  # after an error the end of the process does it: others may wait
+
+
 def _train_and_report(
-    configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
+    configs: Sequence[RunConfig],
+    out: Path,
+    data_dir: Path | None,
+    resume: bool,
+    checkpoint_seconds: float,
+    group: Group,
 ) -> None:
-    """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
-    dataset = configs[0].dataset
-    data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
-    folder = folder_to_resume(out, configs) if resume else None
-    if resume and folder is None:
-        _say(f"nothing to resume in {out}: starting in a new folder")
-    folder = folder or new_folder(out, dataset)
+    """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is.
+
+    Of several processes the first alone shows and writes anything.
+    """
+    data, folder = _prepare(configs, out, data_dir, resume, group)
     finished = True
-    with stop_on_signal() as stop, _progress_bars(configs) as show:
+    with stop_on_signal() as stop, _progress_bars(configs, group.rank == 0) as show:
         for config in configs:
             try:
                 run = run_folder(folder, config)
@@ -313,10 +342,32 @@ def _train_and_report(
             except InterruptedRunError:
                 finished = False
                 break
-    _report([folder], folder)
+    with group.together():  # torchrun ends all processes when one of them has ended without success
+        if group.rank == 0:
+            _report([folder], folder)
+            if not finished:
+                _say(f"interrupted: the same command with --resume continues in {folder}")
     if not finished:
-        _say(f"interrupted: the same command with --resume continues in {folder}")
         raise typer.Exit(_INTERRUPTED)
+
+
+def _prepare(
+    configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, group: Group
+) -> tuple[Dataset, Path]:
+    """The data set, and the folder for the runs."""
+    dataset = configs[0].dataset
+    folder: Path | None = None
+    with group.together():
+        if group.rank == 0:
+            data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
+            folder = folder_to_resume(out, configs) if resume else None
+            if resume and folder is None:
+                _say(f"nothing to resume in {out}: starting in a new folder")
+            folder = folder or new_folder(out, dataset)
+    with group.together():
+        if group.rank > 0:  # by now the files are there
+            data = load_dataset(dataset, data_dir)
+    return data, group.object_of_first(folder)
 
 
 def _report(paths: Sequence[Path], folder: Path) -> None:
@@ -341,7 +392,7 @@ def _watch(paths: Sequence[Path], folder: Path, seconds: float) -> None:
 
 
 @contextmanager
-def _progress_bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
+def _progress_bars(configs: Sequence[RunConfig], visible: bool = True) -> Iterator[Any]:
     """Show one progress bar per optimizer, for its current run; yields a function of a run and its `Progress`."""
     columns = (
         TextColumn("{task.description}"),
@@ -355,7 +406,7 @@ def _progress_bars(configs: Sequence[RunConfig]) -> Iterator[Any]:
     seeds: dict[str, list[int]] = {}
     for config in configs:
         seeds.setdefault(config.optimizer, []).append(config.seed)
-    with ProgressBar(*columns, console=console) as bars:
+    with ProgressBar(*columns, console=console, disable=not visible) as bars:
         tasks = {name: bars.add_task(name, start=False, total=None, loss="", damping="") for name in seeds}
         current: dict[str, int] = {}  # optimizer -> seed of its current run
 
@@ -430,19 +481,28 @@ def _try_step(config: RunConfig) -> None:
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number, got {value}")
+    if settings["process_group"] is not None and all_processes().size > 1:
+        raise ValueError("process_group is for one process: torchrun starts several that train one model")
     with torch.random.fork_rng(devices=[]):
         inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
         model = torch.nn.Linear(2, 2)
+        settings["process_group"] = "self"  # each process tries for itself
         OPTIMIZERS[config.optimizer](model, torch.nn.CrossEntropyLoss(), **settings).step(inputs, targets)
 
 
 @contextmanager
 def _one_line_errors(out: Path) -> Iterator[None]:
-    """End with one line and status 2 after an error that a user can resolve; a warning is one line too."""
+    """End with one line and status 2 after an error that a user can resolve; a warning is one line too.
+
+    One line and status 1 where another process has failed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *where: _say(str(message))
             yield
+    except LostProcessError as error:
+        _say(" ".join(str(error).split()))
+        raise typer.Exit(1) from None
     except (DataError, RunFolderError) as error:
         _fail(str(error))
     except OSError as error:

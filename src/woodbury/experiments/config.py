@@ -13,6 +13,7 @@ from typing import Any, get_origin
 
 import torch
 
+from woodbury._group import all_processes
 from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.storage import SEAL, read_json, seal, write_whole
 from woodbury.optim import OPTIMIZERS
@@ -51,12 +52,13 @@ def installed_versions() -> dict[str, str]:
 
 
 def this_machine() -> dict[str, Any]:
-    """What the seconds of a run depend on: processor, threads, GPU."""
+    """What the seconds of a run depend on: processor, threads, GPU, processes."""
     return {
         "system": platform.system(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "processes": all_processes().size,
     }
 
 

@@ -174,12 +174,13 @@ def _software(config: RunConfig) -> str:
 
 
 def _machine(config: RunConfig) -> str:
-    """What the seconds depend on: processor or GPU, threads, system, precision."""
+    """What the seconds depend on: processor or GPU, processes, threads, system, precision."""
     machine = config.machine
-    threads = machine.get("threads")
+    threads, processes = machine.get("threads"), machine.get("processes", 1)
     parts = [
         machine.get("gpu") if config.device.startswith("cuda") else None,
         machine.get("processor"),
+        f"{processes} processes" if processes != 1 else None,
         f"{threads} thread{'' if threads == 1 else 's'}" if threads else None,
         machine.get("system"),
         config.dtype,

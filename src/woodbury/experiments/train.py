@@ -9,6 +9,10 @@
 
 A run that is killed at any moment resumes from its last checkpoint. The key `seconds` in a record is the time
 spent inside `optimizer.step` so far, without evaluation and writing.
+
+Where torch.distributed has several processes (`torchrun`), each of them calls `train`: all draw the same batches,
+and each takes its part of every one. The first alone evaluates, shows progress and has the folder; an error of one
+is an error of all, and so is a stop. A run may go on with another number of processes.
 """
 
 import math
@@ -16,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from woodbury._group import ALONE, Group, all_processes
 from woodbury.experiments.checkpoint import as_bytes, check_model, read_checkpoint, write_checkpoint
 from woodbury.experiments.config import CONFIG_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
@@ -69,33 +74,54 @@ def train(
     Args:
         config: the run.
         folder: where its files go.
-        progress: called after every step.
+        progress: called after every step, by the first process.
         data: the data set, if it has been loaded already.
         resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
             bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
-        stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
+        stop: called after every step; if true, for any of the processes, a checkpoint is saved and
+            `InterruptedRunError` raised.
         checkpoint_seconds: how much time passes between two checkpoints; 0 saves one after every step.
     """
+    group = ALONE if config.settings.get("process_group") == "self" else all_processes()
+    writes = group.rank == 0
+    with group.together():
+        complete = writes and _is_done(config, folder, resume)
+    if group.of_first([complete])[0]:
+        return
+    with group.together():
+        own = load_dataset(config.dataset) if data is None else data
+    run = _Run(config, own, group)
+    with group.together():
+        opened = Records(folder) if writes else None
+    with nullcontext() if opened is None else opened as records:
+        with group.together():
+            if writes:
+                _remove_leftovers(folder)
+            complete = writes and is_complete(folder)  # another command has just ended it
+        if group.of_first([complete])[0]:
+            return
+        run.restore(folder / _CHECKPOINT, records)
+        run.finish(folder, records, progress, stop, checkpoint_seconds)
+        with group.together():
+            if records is not None:
+                records.sync()
+                write_whole(folder / MODEL_FILE, as_bytes(run.model.state_dict()))
+                sync_folder(folder)  # before the checkpoint goes
+                (folder / _CHECKPOINT).unlink(missing_ok=True)
+
+
+def _is_done(config: RunConfig, folder: Path, resume: bool) -> bool:
+    """Whether the run is complete; if it is not, its folder is made."""
     if resume:
         check_same_run(config, folder)
         if is_complete(folder):
             check_model(folder / MODEL_FILE)
             _remove_leftovers(folder)
-            return
+            return True
     folder.mkdir(parents=True, exist_ok=resume)
     if not RunConfig.is_in(folder):
         config.save(folder)
-    run = _Run(config, load_dataset(config.dataset) if data is None else data)
-    with Records(folder) as records:
-        _remove_leftovers(folder)
-        if is_complete(folder):  # another process has just ended it
-            return
-        run.restore(folder / _CHECKPOINT, records)
-        run.finish(folder, records, progress, stop, checkpoint_seconds)
-        records.sync()
-        write_whole(folder / MODEL_FILE, as_bytes(run.model.state_dict()))
-        sync_folder(folder)  # before the checkpoint goes
-        (folder / _CHECKPOINT).unlink(missing_ok=True)
+    return False
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -109,8 +135,8 @@ def _remove_leftovers(folder: Path) -> None:
 class _Run:
     """A run under way: everything that a checkpoint holds."""
 
-    def __init__(self, config: RunConfig, data: Dataset) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, data: Dataset, group: Group) -> None:
+        self.config, self.group = config, group
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         self.train_set = _to_device(data.train_inputs, data.train_targets, device, dtype)
         self.test_set = _to_device(data.test_inputs, data.test_targets, device, dtype)
@@ -129,14 +155,14 @@ class _Run:
     def finish(
         self,
         folder: Path,
-        records: Records,
+        records: Records | None,
         progress: Callable[[Progress], None] | None,
         stop: Callable[[], bool],
         checkpoint_seconds: float,
     ) -> None:
-        """Train from the current state to the end."""
+        """Train from the current state to the end; the first of the processes has the records."""
         config, (inputs, targets) = self.config, self.train_set
-        per_epoch = self.per_epoch
+        per_epoch, group = self.per_epoch, self.group
         steps = config.epochs * per_epoch
         marks = {round(part * per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
         if self.epoch == 0:
@@ -147,23 +173,26 @@ class _Run:
             self.order.set_state(self.order_of_epoch)
             batches = torch.randperm(len(inputs), generator=self.order).split(config.batch_size)
             for batch in batches[self.batches_done :]:
-                index = batch.to(inputs.device)
+                index = batch.tensor_split(group.size)[group.rank].to(inputs.device)
                 try:
                     values = self._step(inputs[index], targets[index])
                 except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
                     self._evaluate(records, per_epoch)
                     return
-                record = {"kind": "step", "epoch": self.epoch, "step": self.step, "seconds": self.seconds}
-                records.write({**record, **values})
-                if progress is not None:
-                    progress(Progress(self.step, steps, values["loss"], values["damping"]))
-                if self.batches_done in marks:
-                    self._evaluate(records, per_epoch)
-                stopping = stop()
-                if stopping or time.monotonic() - saved >= checkpoint_seconds:
-                    self.save(folder / _CHECKPOINT, records)
-                    saved = time.monotonic()
-                if stopping and self.step < steps:
+                with group.together():
+                    self._note(values, records)
+                    if records is not None and progress is not None:
+                        progress(Progress(self.step, steps, values["loss"], values["damping"]))
+                    if self.batches_done in marks:
+                        self._evaluate(records, per_epoch)
+                    asked = stop()
+                    if asked or time.monotonic() - saved >= checkpoint_seconds:
+                        self.save(folder / _CHECKPOINT, records)
+                        saved = time.monotonic()
+                if group.sums(asked)[0] and self.step < steps:
+                    with group.together():
+                        if not asked:  # but another process was
+                            self.save(folder / _CHECKPOINT, records)
                     raise InterruptedRunError
             self.epoch, self.batches_done, self.order_of_epoch = self.epoch + 1, 0, self.order.get_state()
 
@@ -182,8 +211,16 @@ class _Run:
             values["iterations"] = self.optimizer.iterations
         return values
 
-    def _evaluate(self, records: Records, per_epoch: int) -> None:
+    def _note(self, values: dict[str, Any], records: Records | None) -> None:
+        """Record a step."""
+        if records is not None:
+            record = {"kind": "step", "epoch": self.epoch, "step": self.step, "seconds": self.seconds}
+            records.write({**record, **values})
+
+    def _evaluate(self, records: Records | None, per_epoch: int) -> None:
         """Record the loss and the error on both sets."""
+        if records is None:
+            return
         epoch = self.step / per_epoch
         record: dict[str, Any] = {"kind": "epoch", "epoch": int(epoch) if epoch.is_integer() else epoch}
         record |= {"step": self.step, "seconds": self.seconds}
@@ -191,10 +228,11 @@ class _Run:
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
         records.write(record)
 
-    def save(self, path: Path, records: Records) -> None:
+    def save(self, path: Path, records: Records | None) -> None:
         """Write a checkpoint, with the records before it on disk."""
-        records.sync()
-        write_checkpoint(path, self._values(records))
+        if records is not None:
+            records.sync()
+            write_checkpoint(path, self._values(records))
 
     def _values(self, records: Records) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -210,14 +248,23 @@ class _Run:
             "records_sha256": records.sha256,
         }
 
-    def restore(self, path: Path, records: Records) -> None:
+    def restore(self, path: Path, records: Records | None) -> None:
         """Go back to the checkpoint, or to the start if there is none, and remove later records.
 
-        Raises RunFolderError, and leaves all files as they are, if it is damaged or of another run.
+        The first of the processes reads it, however many there were when it was written. Raises RunFolderError,
+        and leaves all files as they are, if it is damaged or of another run.
         """
+        with self.group.together():
+            values = None if records is None else self._restore(path, records)
+        values = self.group.object_of_first(values)
+        if records is None and values is not None:
+            self._go_to(values)
+
+    def _restore(self, path: Path, records: Records) -> dict[str, Any] | None:
+        """`restore` of the first process: the values in the checkpoint, None if there is none."""
         if not path.exists():
             records.go_back(0, None)
-            return
+            return None
         values = read_checkpoint(path, self._values(records))
         try:
             self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
@@ -226,10 +273,7 @@ class _Run:
             inside = 1 <= self.epoch <= self.config.epochs and 0 < self.batches_done <= self.per_epoch
             if not inside or self.step != before + self.batches_done:
                 raise ValueError(f"step {self.step} cannot be {place}")
-            self.model.load_state_dict(values["model"])
-            self.optimizer.load_state_dict(values["optimizer"])
-            self.order.set_state(values["order_of_epoch"])
-            self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
+            self._go_to(values)
             records.go_back(values["records"], values["records_sha256"])
         except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
             raise
@@ -237,6 +281,15 @@ class _Run:
             raise RunFolderError(
                 f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
             ) from None
+        return values
+
+    def _go_to(self, values: dict[str, Any]) -> None:
+        """Take over the values of a checkpoint."""
+        self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
+        self.model.load_state_dict(values["model"])
+        self.optimizer.load_state_dict(values["optimizer"])
+        self.order.set_state(values["order_of_epoch"])
+        self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
 
 
 @torch.no_grad()

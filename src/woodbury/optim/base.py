@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
-from woodbury._choice import FALLBACKS, part_named
+from woodbury._choice import FALLBACKS, PROCESS_GROUPS, part_named
 from woodbury._group import ALONE, Group
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
@@ -75,8 +75,6 @@ from woodbury.optim.settings import (
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo, decay_decrease
 from woodbury.optim.transaction import Transaction
 from woodbury.optim.watch import UNWATCHED, Watcher, run_closure
-
-PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one process's own
 
 
 @cache
@@ -818,6 +816,7 @@ class SecondOrder(torch.optim.Optimizer):
     def _borrowed(self, inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None] | None:
         """A sample of another process where this one has none; None if it has some. A collective."""
         counts = self._group.gather_numbers(_samples_of(inputs))
+        self.state["largest_batch"] = max(sum(counts), self.state["largest_batch"])  # that of all processes
         if 0 not in counts:
             return None
         lender = next((rank for rank, count in enumerate(counts) if count), None)

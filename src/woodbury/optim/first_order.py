@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._batch import check_batch
-from woodbury.device.scalars import scalar
+from woodbury._batch import check_batch, is_empty
+from woodbury._choice import PROCESS_GROUPS, part_named
+from woodbury._group import ALONE, Group, all_processes
+from woodbury.device.scalars import Scalar, scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
@@ -22,7 +24,8 @@ class FirstOrder(torch.optim.Optimizer):
     """A torch.optim optimizer that takes a batch and returns a `StepInfo`.
 
     The optimizer itself is `self.optimizer`, whose groups and state these are; `damping`, `ratio` and `predicted`
-    of the info are nan.
+    of the info are nan. Where torch.distributed has several processes, each gives its part of the batch, and the
+    gradient is that of the mean over all samples; process_group="self" lets each process train for itself.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class FirstOrder(torch.optim.Optimizer):
         loss: nn.Module,
         kind: type[torch.optim.Optimizer],
         forward: Forward | None = None,
+        process_group: Any = None,
         **settings: Any,  # handed to `kind`, which refuses what it does not know
     ) -> None:
         check_model_and_loss(model, loss)
@@ -44,6 +48,19 @@ class FirstOrder(torch.optim.Optimizer):
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self.state = self.optimizer.state
         self.last: StepInfo | None = None
+        self.process_group = process_group
+        self._group = self._new_group()
+        with torch.no_grad():
+            for parameter in self._trained():  # all processes start from those of the first
+                parameter.copy_(self._group.same(parameter))
+
+    def _new_group(self) -> Group:
+        named = self.process_group is None or isinstance(self.process_group, str)
+        own = named and part_named("process_group", self.process_group, PROCESS_GROUPS)
+        return ALONE if own else all_processes(self.process_group)
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
@@ -53,29 +70,62 @@ class FirstOrder(torch.optim.Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "loss", "forward", "optimizer", "last", "defaults")
+        names = ("model", "loss", "forward", "optimizer", "last", "defaults", "process_group")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         super().__setstate__({"param_groups": self.optimizer.param_groups, "state": self.optimizer.state})
+        self._group = self._new_group()
 
     def step(self, inputs: Any = None, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
         """One gradient step on the mean loss of the batch."""
+        if self._group.size > 1:
+            loss: Scalar = self._differentiate_jointly(inputs, targets)
+        else:
+            self._count_samples(inputs, targets)
+            self.optimizer.zero_grad()
+            value = loss_of(self.loss, self.forward(self.model, inputs), targets)
+            loss = check_loss(scalar(value.detach()))
+            value.backward()
+        self.optimizer.step()
+        absent = math.nan
+        self.last = StepInfo.later(Numbers(loss, absent, absent, absent, absent, True))
+        return self.last
+
+    def _count_samples(self, inputs: Any, targets: Tensor | None) -> int:
         try:
-            check_batch(inputs, targets)
+            return check_batch(inputs, targets)
         except (TypeError, ValueError):
             explain_inputs(inputs)
             raise
+
+    def _differentiate_jointly(self, inputs: Any, targets: Tensor | None) -> float:
+        """The loss of the samples of all processes, with its gradient in `grad`.
+
+        f = sum over processes of (n_r / n) f_r for n_r samples of process r, or the sum of f_r where f is a sum.
+        """
+        group = self._group
+        with group.together():
+            samples = 0 if is_empty(inputs) else self._count_samples(inputs, targets)
+        (total,) = group.sums(samples)
+        if not total:
+            raise ValueError("empty batch: no process has a sample")
         self.optimizer.zero_grad()
-        outputs = self.forward(self.model, inputs)
-        value = loss_of(self.loss, outputs, targets)
-        check_loss(scalar(value.detach()))
-        value.backward()
-        self.optimizer.step()
-        absent = math.nan
-        self.last = StepInfo.later(Numbers(scalar(value.detach()), absent, absent, absent, absent, True))
-        return self.last
+        own = 0.0
+        with group.together():
+            if samples:
+                share = 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else samples / total
+                value = share * loss_of(self.loss, self.forward(self.model, inputs), targets)
+                value.backward()
+                own = float(value.detach())
+        loss = float(check_loss(group.sums(own)[0]))
+        parameters = self._trained()
+        gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
+        summed = group.sum_vector({str(number): gradient for number, gradient in enumerate(gradients)})
+        for parameter, gradient in zip(parameters, summed.values(), strict=True):
+            parameter.grad = gradient
+        return loss
 
 
 def sgd(
@@ -86,10 +136,11 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     forward: Forward | None = None,
+    process_group: Any = None,
 ) -> FirstOrder:
     """torch.optim.SGD behind the common contract."""
     settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-    return FirstOrder(model, loss, torch.optim.SGD, forward, **settings)
+    return FirstOrder(model, loss, torch.optim.SGD, forward, process_group, **settings)
 
 
 def adam(
@@ -100,7 +151,8 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     forward: Forward | None = None,
+    process_group: Any = None,
 ) -> FirstOrder:
     """torch.optim.Adam behind the common contract."""
     settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-    return FirstOrder(model, loss, torch.optim.Adam, forward, **settings)
+    return FirstOrder(model, loss, torch.optim.Adam, forward, process_group, **settings)

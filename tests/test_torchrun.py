@@ -1,0 +1,250 @@
+"""`woodbury train` in several processes: the run of one process, from any of them stopped, killed and gone on."""
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+pytest.importorskip("typer")
+
+import processes
+from woodbury._group import LostProcessError
+from woodbury.experiments.config import RunConfig
+from woodbury.experiments.data import Dataset
+from woodbury.experiments.presets import PRESETS
+from woodbury.experiments.records import read_records
+from woodbury.experiments.train import InterruptedRunError, train
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or sys.platform == "win32", reason="needs torch.distributed and signals"
+)
+
+# The sums over samples have another order in several processes. The relative error of a step is eps times the
+# condition of its system, at most about 1e4 at these dampings, and a run has 12 steps.
+CLOSE = 1e-9
+OPTIMIZERS = {
+    "smw-gn": {"curvature_samples": None},
+    "smw-ng-bd": {"curvature_samples": None},
+    "kfac": {"curvature_samples": None},
+    "sgd": {"momentum": 0.5},
+    "adam": {},
+}
+
+
+def tiny_data() -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator)
+    return Dataset(inputs[:40], targets[:40], inputs[40:], targets[40:], classes=3)
+
+
+def tiny_run(optimizer: str, **settings: Any) -> RunConfig:
+    """A run of 12 steps on batches of 13, 13, 13 and 1 samples: of 2 processes one has none of the last."""
+    preset = PRESETS["digits"]
+    config = preset.config("digits", optimizer, seed=1, epochs=3, batch_size=13, settings=settings)
+    return dataclasses.replace(config, widths=(6, 4, 3), dtype="float64")
+
+
+def stop_after(steps: int) -> Any:
+    calls = iter(range(1, 10**9))
+    return lambda: next(calls) >= steps
+
+
+def assert_close(one: Path, other: Path) -> None:
+    """The same records, seconds apart, and the same network up to rounding."""
+    records = [read_records(folder, complete=True) for folder in (one, other)]
+    assert records[0].keys() == records[1].keys()
+    for kind, ours in records[0].items():
+        assert len(ours) == len(records[1][kind]) > 0
+        for own, theirs in zip(ours, records[1][kind], strict=True):
+            assert own.keys() == theirs.keys()
+            for key in own.keys() - {"kind", "seconds"}:
+                other_value = theirs[key]
+                expected = None if other_value is None else pytest.approx(other_value, rel=CLOSE, abs=1e-12)
+                assert own[key] == expected, (kind, own["step"], key)
+    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (one, other)]
+    for name, value in models[0].items():
+        torch.testing.assert_close(value, models[1][name], rtol=CLOSE, atol=CLOSE)
+
+
+def train_all(rank: int, world: int, folder: Path) -> list[tuple[int, float]]:
+    """A run of each optimizer; then what the first of them showed."""
+    shown: list[tuple[int, float]] = []
+    for name, settings in OPTIMIZERS.items():
+        train(
+            tiny_run(name, **settings),
+            folder / name,
+            lambda now: shown.append((now.step, now.loss)),
+            data=tiny_data(),
+        )
+    return shown
+
+
+def test_two_processes_write_the_run_of_one(tmp_path: Path) -> None:
+    shown = processes.run(train_all, 2, tmp_path / "two")
+    assert len(shown[0]) == 12 * len(OPTIMIZERS) and not shown[1]  # the first alone shows progress
+    train_all(0, 1, tmp_path / "one")
+    for name in OPTIMIZERS:
+        assert_close(tmp_path / "one" / name, tmp_path / "two" / name)
+        assert RunConfig.load(tmp_path / "two" / name).machine["processes"] == 2
+        assert sorted(path.name for path in (tmp_path / "two" / name).iterdir()) == sorted(
+            path.name for path in (tmp_path / "one" / name).iterdir()
+        )
+
+
+def stop_and_go_on(rank: int, world: int, folder: Path) -> list[int]:
+    """Stops two runs, one of them by the second process alone, and goes on with two that one process has begun."""
+    data, seen = tiny_data(), []
+    told = stop_after(7) if rank == 1 else lambda: False
+    try:
+        train(tiny_run("smw-gn", curvature_samples=None), folder / "gn", data=data, stop=told)
+    except InterruptedRunError:
+        seen.append(len(read_records(folder / "gn", complete=False)["step"]))
+    try:
+        train(tiny_run("smw-gn", curvature_samples=8), folder / "subset", data=data, stop=stop_after(3))
+    except InterruptedRunError:
+        seen.append(len(read_records(folder / "subset", complete=False)["step"]))
+    for name in ("kfac", "adam"):
+        train(tiny_run(name, **OPTIMIZERS[name]), folder / name, data=data, resume=True)
+    return seen
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    data, cut, whole = tiny_data(), tmp_path / "cut", tmp_path / "whole"
+    for name in ("kfac", "adam"):
+        with pytest.raises(InterruptedRunError):
+            train(tiny_run(name, **OPTIMIZERS[name]), cut / name, data=data, stop=stop_after(5))
+    # a stop that one process is told of ends both after the same step
+    assert processes.run(stop_and_go_on, 2, cut) == [[7, 3], [7, 3]]
+    train(tiny_run("smw-gn", curvature_samples=None), cut / "gn", data=data, resume=True)
+    train(tiny_run("smw-gn", curvature_samples=None), whole / "gn", data=data)
+    assert_close(whole / "gn", cut / "gn")
+    for name in ("kfac", "adam"):
+        train(tiny_run(name, **OPTIMIZERS[name]), whole / name, data=data)
+        assert_close(whole / name, cut / name)
+    # The next batch has 1 sample, fewer than the 8 curvature samples: the batches before had more.
+    train(tiny_run("smw-gn", curvature_samples=8), cut / "subset", data=data, resume=True)
+    assert len(read_records(cut / "subset", complete=True)["step"]) == 12
+
+
+def fail_to_write(rank: int, world: int, folder: Path) -> str:
+    def progress(now: Any) -> None:
+        if now.step == 2:
+            raise OSError("the disk is full")
+
+    try:
+        train(tiny_run("smw-gn"), folder / "run", progress, data=tiny_data())
+    except (OSError, LostProcessError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_error_of_the_process_that_writes_is_told_to_the_others(tmp_path: Path) -> None:
+    first, second = processes.run(fail_to_write, 2, tmp_path)
+    assert first == "OSError: the disk is full"
+    assert second == "LostProcessError: process 0 of 2 failed: OSError: the disk is full"
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+COMMAND = ["train", "digits", "--epochs", "1", "--dtype", "float64", "--set", "curvature_samples=null"]
+KILLED = """
+import os, signal
+from woodbury.cli import main
+from woodbury.experiments import train as training
+step = training._Run._step
+def step_or_die(run, inputs, targets):
+    if (run.group.rank, run.step) == (1, 4):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(run, inputs, targets)
+training._Run._step = step_or_die
+main()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def environment(**more: Any) -> dict[str, str]:
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {**os.environ, **own, **{name: str(value) for name, value in more.items()}}
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path: Path) -> None:
+    """The second of two is killed in step 5; each process starts without torchrun, which would end the other."""
+    arguments = [*COMMAND, "--checkpoint-seconds", "0", "--out", str(tmp_path / "cut")]
+    launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(RANK=rank, LOCAL_RANK=rank, **launched),
+        )
+        for rank in range(2)
+    ]
+    (survivor, _), _ = [process.communicate(timeout=300) for process in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode == 1, survivor
+    assert "Traceback" not in survivor
+    assert "process 0 of 2 waited for the others in vain" in survivor.replace("\n", " ")
+    assert "Start again from the last checkpoint" in survivor.replace("\n", " ")
+    cut = tmp_path / "cut" / "digits-1" / "smw-gn-seed0"
+    assert len(read_records(cut, complete=False)["step"]) == 4
+    for more in ([*arguments, "--resume"], [*COMMAND, "--out", str(tmp_path / "whole")]):
+        done = subprocess.run(
+            [sys.executable, "-m", "woodbury", *more], capture_output=True, text=True, env=environment()
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_close(tmp_path / "whole" / "digits-1" / "smw-gn-seed0", cut)
+
+
+@pytest.mark.slow
+def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", "1", "--epochs", "1"]
+    done = subprocess.run(
+        [*map(str, run), "-m", "woodbury", *command, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Medians over seeds") == 1
+    folder = tmp_path / "digits-1"
+    assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
+    for name in ("smw-ng", "sgd"):
+        assert (folder / f"{name}-seed0" / "model.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
+    launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = ["train", "digits", "--set", "process_group=self", "--out", str(tmp_path)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "woodbury", *command],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(RANK=rank, LOCAL_RANK=rank, **launched),
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 2 and "process_group is for one process" in said
+    assert not list(tmp_path.iterdir())
