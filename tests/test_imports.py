@@ -76,7 +76,7 @@ FLOORS = {
     ],
     "bench": [
         ["timing", "tables"],
-        ["step", "scale", "gpu", "peer_steps", "laplacian", "models", "problems"],
+        ["step", "scale", "gpu", "peer_steps", "laplacian", "models", "problems", "processes"],
         ["peers", "rivals"],
         ["standings"],
         ["draw"],

@@ -70,7 +70,7 @@ _LAUNCHED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )  # what torchrun puts into the environment
-_PATIENCE = timedelta(minutes=10)  # of a process that waits for another, which may be evaluating
+_PATIENCE = timedelta(minutes=30)  # of a process that waits for another, which may be loading data
 
 
 class Device(str, Enum):

@@ -20,6 +20,7 @@ from woodbury.bench.models import bench_models
 from woodbury.bench.peer_steps import PEERS
 from woodbury.bench.peers import OWN, PROBLEMS, bench_peers
 from woodbury.bench.problems import PROBLEMS as TRAINED
+from woodbury.bench.processes import bench_processes
 from woodbury.bench.rivals import METHODS, WOODBURY, Record, bench_problems
 from woodbury.bench.scale import bench_scale
 from woodbury.bench.standings import faults, read_records, summarise
@@ -30,6 +31,7 @@ from woodbury.bench.tables import (
     model_table,
     peer_tables,
     problems_tables,
+    processes_tables,
     scale_table,
     step_table,
 )
@@ -94,7 +96,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     laplacian = command("laplacian", _laplacian, text)
     text = "steps on a transformer with a bare parameter and dropout, an LSTM and a GRU beside Adam's (2 minutes)"
     models = command("models", _models, text)
-    for subparser in (scale, peers, laplacian, models):
+    text = "a step on 1, 2 and 4 processes: seconds by phase, bytes beside DDP's, a cost model (4 minutes)"
+    processes = command("processes", _processes, text)
+    for subparser in (scale, peers, laplacian, models, processes):
         subparser.add_argument("--quick", action="store_true", help="tiny networks, to check that it runs")
     text = "steps on a CUDA device, with and without a recording, up to 10^9 parameters; prints JSON (3 minutes)"
     gpu = command("gpu", _gpu, text, one_thread=False)
@@ -103,7 +107,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     text = "training with woodbury beside Adam and SGD, untuned and tuned, on small problems (20 minutes)"
     problems = command("problems", _problems, text)
     _add_problems(problems)
-    for subparser in (step, scale, peers, laplacian, models, gpu, problems):
+    for subparser in (step, scale, peers, laplacian, models, gpu, problems, processes):
         subparser.add_argument("--json", action="store_true", help="print one JSON object on one line")
     text = "figures bench-step.png, bench-scale.png and so on from the JSON of those commands"
     figures = command("draw", _draw, text, one_thread=False)
@@ -171,6 +175,11 @@ def _laplacian(options: argparse.Namespace) -> str:
 
 def _models(options: argparse.Namespace) -> str:
     return _format(bench_models(quick=options.quick), model_table, options.json)
+
+
+def _processes(options: argparse.Namespace) -> str:
+    result = bench_processes(3 if options.quick else 40, quick=options.quick, say=_say)
+    return _format(result, processes_tables, options.json)
 
 
 def _gpu(options: argparse.Namespace) -> str:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from woodbury.bench.peer_steps import GN, NG
+from woodbury.bench.processes import EXTRAPOLATED, NETWORKS, QUICK, TALK, efficiency, scaled
 from woodbury.bench.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, SGD, WOODBURY
 from woodbury.bench.scale import beyond_sgd
 from woodbury.bench.standings import read_records, summarise
@@ -67,12 +68,14 @@ def _kind(content: Any, path: Path) -> str:
     if isinstance(content, dict) and content:
         if "problems" in content:
             return "peers"
+        if "pays" in content:
+            return "processes"
         rows = list(content.values())
         if all(isinstance(row, dict) and "values" in row for row in rows):
             return "scale"
         if all(isinstance(row, dict) and "sgd" in row for row in rows):
             return "step"
-    raise ValueError(f"{path} is not the JSON of bench step, scale, peers or problems")
+    raise ValueError(f"{path} is not the JSON of bench step, scale, peers, problems or processes")
 
 
 def _figure(width: float, height: float, columns: int, rows: int = 1) -> tuple[Any, list[Any]]:
@@ -236,11 +239,88 @@ def draw_problems(runs: Sequence[Sequence[dict[str, Any]]]) -> Any:
     return figure
 
 
+def draw_processes(runs: Sequence[dict[str, Any]]) -> Any:
+    """Seconds by phase and bytes beside DDP's, as measured; below, how well devices are used, by the model."""
+    from matplotlib.lines import Line2D
+
+    result = runs[-1]
+    entries, model = result["processes"], result["model"]
+    name = list(result["networks"])[-1]
+    network = {**NETWORKS, **QUICK}[name]
+    figure, panels = _figure(12, 8, 2, 2)
+    groups = list(dict.fromkeys((entry["network"], entry["method"]) for entry in entries))
+    counts = sorted({entry["processes"] for entry in entries})
+    step = {count: (index - (len(counts) - 1) / 2) * 0.27 for index, count in enumerate(counts)}
+    places = [groups.index((entry["network"], entry["method"])) + step[entry["processes"]] for entry in entries]
+    bottoms = [0.0] * len(entries)
+    for phase, colour in _PHASE_COLOURS.items():
+        heights = [1e3 * entry["phases"].get(phase, 0.0) for entry in entries]
+        panels[0].bar(places, heights, 0.24, bottom=bottoms, color=colour, label=phase)
+        bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
+    for place, entry, top in zip(places, entries, bottoms, strict=True):
+        panels[0].text(place, top, f"{entry['processes']}", ha="center", va="bottom", fontsize=8)
+    panels[0].set_title(
+        f"measured: ms of a step on 1, 2, 4 processes, {result['cores']} cores", loc="left", fontsize=11
+    )
+    panels[0].legend(fontsize=7.5, frameon=False, ncols=2)
+    shared = [(place, entry) for place, entry in zip(places, entries, strict=True) if entry["processes"] > 1]
+    bottoms = [0.0] * len(shared)
+    for phase in ("gather rows", "gather Gram", "sum p", "agree"):
+        heights = [entry["bytes"].get(phase, 0) / 1e6 for _, entry in shared]
+        panels[1].bar(
+            [place for place, _ in shared], heights, 0.24, bottom=bottoms, color=_PHASE_COLOURS[phase], label=phase
+        )
+        bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
+    for index, (place, entry) in enumerate(shared):
+        panels[1].text(place, bottoms[index], f"{entry['processes']}", ha="center", va="bottom", fontsize=8)
+        line = {"color": "black", "linewidth": 1.5, "label": "DDP's gradients" if index == 0 else None}
+        panels[1].plot([place - 0.13, place + 0.13], [entry["ddp_bytes"] / 1e6] * 2, **line)
+    panels[1].set_title("measured: MB that a process gives per step, 2 and 4 processes", loc="left", fontsize=11)
+    panels[1].legend(fontsize=8, frameon=False)
+    for panel in panels[:2]:
+        panel.set_xticks(range(len(groups)), ["\n".join(group) for group in groups])
+        panel.grid(visible=False, axis="x")
+    samples = [2**power for power in range(5, 21)]
+    for panel, (talk, changed) in zip(panels[2:], TALK.items(), strict=True):
+        for devices, colour in zip(EXTRAPOLATED, ("#009E73", "#0072B2", "#D55E00"), strict=True):
+            for method, style in (("smw-ng", "-"), ("smw-gn", "--")):
+                values = [
+                    efficiency(model | changed, scaled(network, method, "N2 fixed", count), devices)
+                    for count in samples
+                ]
+                panel.plot(samples, values, color=colour, linestyle=style)
+        panel.axhline(0.5, color="#444444", linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(0, 1.02)
+        panel.set_xlabel("samples per step, of all devices")
+        title = f"extrapolated: efficiency on {name}, N2 {network.curvature_samples}; exchange as {talk}"
+        panel.set_title(title, loc="left", fontsize=11)
+    colours = ("#009E73", "#0072B2", "#D55E00")
+    handles = [Line2D([], [], color=colour) for colour in colours]
+    handles += [Line2D([], [], color="#444444", linestyle=style) for style in ("-", "--")]
+    labels = [f"{devices} devices" for devices in EXTRAPOLATED] + ["smw-ng", "smw-gn"]
+    panels[2].legend(handles, labels, fontsize=8, frameon=False)
+    return figure
+
+
+_PHASE_COLOURS = {
+    "passes and rows": "#0072B2",
+    "Gram": "#56B4E9",
+    "solve": "#009E73",
+    "p": "#F0E442",
+    "trial": "#CC79A7",
+    "other": "#BBBBBB",
+    "gather rows": "#D55E00",
+    "gather Gram": "#E69F00",
+    "sum p": "#7A3E00",
+    "agree": "#555555",
+}
 _FIGURES: dict[str, Callable[[Sequence[Any]], Any]] = {
     "step": draw_step,
     "scale": draw_scale,
     "peers": draw_peers,
     "problems": draw_problems,
+    "processes": draw_processes,
 }
 
 

@@ -72,6 +72,52 @@ def model_table(result: dict[str, dict[str, float]]) -> str:
     return table("CPU milliseconds of a step", ["model", *names, "ratio"], cells)
 
 
+def processes_tables(result: dict[str, Any]) -> str:
+    """Milliseconds by phase, kilobytes beside DDP's, and where many devices pay by the model."""
+    entries = result["processes"]
+    phases = list(dict.fromkeys(phase for entry in entries for phase in entry["phases"]))
+    heads = [[entry[key] for key in ("network", "method")] + [str(entry["processes"])] for entry in entries]
+    times = [
+        [
+            *head,
+            *(f"{1e3 * entry['phases'].get(phase, 0.0):.3g}" for phase in phases),
+            f"{1e3 * entry['seconds']:.3g}",
+        ]
+        for head, entry in zip(heads, entries, strict=True)
+    ]
+    headings = ["network", "method", "processes"]
+    title = f"Milliseconds of a step by phase, one thread per process on {result['cores']} cores"
+    tables = [table(title, [*headings, *(phase.replace(" ", "\n") for phase in phases), "all"], times, left=2)]
+    moved = [
+        [
+            *head,
+            *(f"{entry['bytes'].get(phase, 0) / 1e3:.4g}" for phase in _EXCHANGES),
+            f"{sum(entry['bytes'].values()) / 1e3:.4g}",
+            f"{entry['ddp_bytes'] / 1e3:.4g}",
+            *("-" if entry[key] is None else f"{entry[key] / 1e3:.4g}" for key in ("loopback", "ddp_loopback")),
+            f"{entry['messages']:g}",
+        ]
+        for head, entry in zip(heads, entries, strict=True)
+        if entry["processes"] > 1
+    ]
+    columns = [*(phase.replace(" ", "\n") for phase in _EXCHANGES), "all", "DDP", "all,\nloopback"]
+    title = "Kilobytes that a process puts into collectives per step, and that the loopback interface sends for it"
+    tables.append(table(title, [*headings, *columns, "DDP,\nloopback", "collec-\ntives"], moved, left=2))
+    devices = list(dict.fromkeys(row["devices"] for row in result["pays"]))
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for row in result["pays"]:
+        cell = "never" if row["samples"] is None else f"{row['samples']:,}"
+        cells.setdefault(tuple(row[key] for key in ("network", "method", "rule", "talk")), []).append(cell)
+    title = "By the model: the smallest batch on which so many devices are half as efficient as one"
+    rows = [[*key, *own] for key, own in cells.items()]
+    tables.append(table(title, ["network", "method", "rule", "exchange", *map(str, devices)], rows, left=4))
+    fitted = ", ".join(f"{name} {value:.3g}" for name, value in result["model"].items())
+    return "\n\n".join([*tables, f"fitted: {fitted}"])
+
+
+_EXCHANGES = ("gather rows", "gather Gram", "sum p", "agree")
+
+
 def peer_tables(result: dict[str, Any]) -> str:
     """One table per problem, and below it one line per peer that was not timed."""
     return "\n\n".join(_peer_table(problem) for problem in result["problems"].values())

@@ -28,6 +28,8 @@ class FirstOrder(torch.optim.Optimizer):
     gradient is that of the mean over all samples; process_group="self" lets each process train for itself.
     """
 
+    process_group: Any = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -50,9 +52,10 @@ class FirstOrder(torch.optim.Optimizer):
         self.last: StepInfo | None = None
         self.process_group = process_group
         self._group = self._new_group()
-        with torch.no_grad():
-            for parameter in self._trained():  # all processes start from those of the first
-                parameter.copy_(self._group.same(parameter))
+        if self._group.size > 1:
+            with torch.no_grad():
+                for parameter in self._trained():  # all processes start from those of the first
+                    parameter.copy_(self._group.same(parameter))
 
     def _new_group(self) -> Group:
         named = self.process_group is None or isinstance(self.process_group, str)

@@ -457,8 +457,8 @@ class GaussNewton(_SampleSpace):
             and for `step(closure)`, which needs no hooks. See docs/doors.md.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
-        process_group: "self" where torch.distributed runs several processes and each trains a model of its own;
-            steps are not reduced between processes yet, so that without this word they are refused.
+        process_group: the processes of torch.distributed whose batches are one: None for all, a group of them, or
+            "self" where each process trains a model of its own.
     """
 
     curvature = CURVATURES["gauss-newton"]
