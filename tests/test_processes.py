@@ -154,9 +154,9 @@ def in_a_loop(rank, world):
         criterion = nn.CrossEntropyLoss()
         optimizer = woodbury.GaussNewton(wrapped, criterion, damping=0.3, watch=how == "watch")
 
-        def closure(wrapped=wrapped, optimizer=optimizer, own=own, criterion=criterion):
+        def closure(wrapped=wrapped, optimizer=optimizer, criterion=criterion, batch=(inputs[own], targets[own])):
             optimizer.zero_grad()
-            criterion(wrapped(inputs[own]), targets[own]).backward()
+            criterion(wrapped(batch[0]), batch[1]).backward()
 
         for _ in range(5):
             if how == "step":

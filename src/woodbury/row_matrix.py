@@ -21,7 +21,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_own_product, byte_limit, windows
-from woodbury.linalg import full_precision, plus_diagonal
+from woodbury.linalg import Solution, full_precision, plus_diagonal
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import GraphCapture, call_model, capture
@@ -31,6 +31,9 @@ from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan, plan_layers
 
 _PASSES = 200  # operations in the time that one number of p takes in memory: written, added, its norm taken
+
+
+SmallSolver = Callable[[Tensor, Tensor], Solution]  # of (b, m, m) and (b, m)
 
 
 class Slab(NamedTuple):
@@ -188,6 +191,10 @@ class Rows:
     def joined(self, own: Tensor) -> Tensor:
         """Columns of the Gram matrix that belong to the rows here, and those of other processes if any."""
         return own
+
+    def shared_out(self, solve: SmallSolver) -> SmallSolver:
+        """A solver of the small systems, whose blocks are shared out to processes if there are several."""
+        return solve
 
     def forming_pays(self, head: int) -> bool:
         """`forming_pays` for these layers; False if one of them is not affine."""

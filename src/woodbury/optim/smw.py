@@ -465,9 +465,9 @@ class GaussNewton(_SampleSpace):
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
         process_group: of torch.distributed, whose processes take one step on the samples of all of them: None for
-            all processes, a group, or "self" where each trains a model of its own. Each process passes its own part
-            of the batch, of any size; all start from the parameters of the first. curvature_samples as a number are
-            those of all processes together. See docs/processes.md.
+            all processes, a group, or "self" where each trains a model of its own. Each process passes its own
+            part of the batch, of any size; all start from the parameters of the first. curvature_samples as a
+            number are those of all processes together. See docs/processes.md.
     """
 
     curvature = CURVATURES["gauss-newton"]
