@@ -412,14 +412,15 @@ class SecondOrder(torch.optim.Optimizer):
                 with torch.enable_grad():
                     closure()
             seen = watcher.take(self.loss, self._seen_steps)
-        loss, forward, holders = self.loss, self.forward, self._plan().buffers
-        buffers = Buffers(holders, {}) if holders else None
+        loss, forward, buffers = self.loss, self.forward, None
         self.loss, self.forward = seen.loss, seen.forward
         try:
             with (
                 nullcontext() if watcher is None else watcher.paused(),
                 nullcontext() if seen.random is None else _random.replayed(seen.random),
             ):
+                holders = self._plan().buffers
+                buffers = Buffers(holders, {}) if holders else None
                 yield seen.inputs, seen.targets
         finally:
             self.loss, self.forward = loss, forward
