@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo doors test test-slow test-all fuzz fuzz-api fuzz-files soak lint format clean
+.PHONY: help demo doors test test-slow test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -25,7 +25,13 @@ test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take giga
 
 test-all: test test-slow  ## Both
 
+test-install: $(STAMP)  ## Install the wheel with torch alone, the lowest and the newest allowed, and run the first example
+	$(BIN)/python -m tests.install.wheel $(INSTALLS)
+
 doors: .venv/.doors  ## Install Lightning, skorch, transformers and accelerate; without them their tests are skipped
+
+docs: .venv/.docs  ## Build the documentation site into site/, strictly: a broken link or name is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fuzz: fuzz-api fuzz-files  ## Look for wrong steps and for damaged files that are taken for good ones
 
@@ -49,7 +55,7 @@ format: $(STAMP)  ## Rewrite the source in the project's format and fix what lin
 	$(BIN)/ruff check --fix
 
 clean:  ## Delete the environment, the caches and the build outputs (runs/ is kept)
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt requirements-peers.txt
@@ -58,6 +64,10 @@ $(STAMP): pyproject.toml constraints.txt requirements-peers.txt
 	$(INSTALL) $(TORCH)
 	$(INSTALL) --editable ".[dev]"
 	$(INSTALL) --no-deps --requirement requirements-peers.txt
+	@touch $@
+
+.venv/.docs: $(STAMP)
+	$(INSTALL) --editable ".[docs]"
 	@touch $@
 
 .venv/.doors: $(STAMP)

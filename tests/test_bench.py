@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import woodbury
-from woodbury.bench import draw, laplacian, models, peer_steps, peers, scale, tables
+from woodbury.bench import draw, laplacian, models, peer_steps, peers, scale, step, tables
 from woodbury.bench.__main__ import main
 from woodbury.bench.timing import Network
 from woodbury.experiments.models import parameter_count
@@ -326,3 +326,11 @@ def test_draw_raises_an_error_for_other_json(tmp_path):
     path.write_text('{"a": 1}')
     with pytest.raises(ValueError, match="not the JSON of bench"):
         draw.draw([path], tmp_path)
+
+
+def test_doors_benchmark_times_the_same_step_three_ways(monkeypatch):
+    monkeypatch.setattr(step, "NETWORKS", {"tiny": step.Network((4, 3, 2), 5, 3, iterations=1)})
+    (row,) = step.bench_doors(1).values()
+    ways = ("step(x, y)", "step(closure)", "watch=True")
+    assert row.keys() == {"sgd", *(f"{name}, {way}" for name in ("smw-ng", "smw-gn") for way in ways)}
+    assert all(ratio > 0 for ratio in row.values())

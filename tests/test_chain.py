@@ -13,6 +13,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
+from woodbury import _process
 from woodbury.losses import rules as losses
 from woodbury.losses.elementwise import SquaredError
 from woodbury.losses.factors import DenseFactor
@@ -303,6 +304,29 @@ def test_a_model_that_grows_is_run_as_what_it_became():
     before = float(optimizer.step(inputs, targets).loss)
     assert optimizer.verify(inputs, targets) < 1e-11
     assert float(optimizer.step(inputs, targets).loss) != before
+
+
+@pytest.mark.parametrize(
+    "register, options",
+    [
+        ("register_module_forward_pre_hook", {}),
+        ("register_module_forward_hook", {}),
+        ("register_module_forward_hook", {"with_kwargs": True}),
+        ("register_module_forward_hook", {"always_call": True}),
+        ("register_module_full_backward_pre_hook", {}),
+        ("register_module_full_backward_hook", {}),
+    ],
+)
+def test_every_kind_of_global_hook_is_seen(register, options):
+    """Also by the way that is taken where torch has no function for it."""
+    seen = (_process.has_global_hook, _process._has_global_hook)
+    handle = getattr(nn.modules.module, register)(lambda *given: None, **options)
+    try:
+        assert all(see() for see in seen)
+    finally:
+        handle.remove()
+        nn.modules.module._global_forward_hooks_with_kwargs.clear()  # which torch leaves to the end of the process
+    assert not any(see() for see in seen)
 
 
 def test_a_global_hook_is_seen():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner, Result
 
+import woodbury
 from woodbury import cli
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import DATASETS, Dataset
@@ -348,8 +350,24 @@ def test_every_command_has_help(command: list[str]) -> None:
     assert "usage:" in result.output.lower()
 
 
-def test_without_the_extra_the_command_says_what_to_install() -> None:
-    program = "import sys; sys.modules['typer'] = None; from woodbury.cli import main; main()"
+def test_the_version_is_shown_by_the_command_and_the_module() -> None:
+    expected = f"woodbury {woodbury.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+    assert invoke("--version").output == expected
+    command = [sys.executable, "-m", "woodbury", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
+
+
+def test_the_module_and_the_command_are_one_program() -> None:
+    command = [sys.executable, "-m", "woodbury", "report", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Usage: woodbury report" in shown
+
+
+@pytest.mark.parametrize(
+    "start", ["from woodbury.cli import main; main()", "import runpy; runpy.run_module('woodbury')"]
+)
+def test_without_the_extra_the_command_says_what_to_install(start: str) -> None:
+    program = f"import sys; sys.modules['typer'] = None; {start}"
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert finished.returncode != 0
     assert finished.stderr.strip() == 'The command line needs typer: pip install "woodbury[experiments]"'

@@ -150,6 +150,23 @@ def test_code_about_models_runs_and_its_steps_verify(number, code):
     assert optimizer.verify(names["inputs"], names.get("targets")) < 1e-4
 
 
+def test_every_page_is_in_the_navigation():
+    """As the strict build of the site demands, which this says without mkdocs."""
+    pages = re.findall(
+        r"^ +- .*?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_every_public_name_is_in_the_reference():
+    """By a line `::: name`, which says the name itself or the function of that name in its module."""
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
+    assert {id(resolve(name)) for name in documented} == {
+        id(getattr(woodbury, name)) for name in woodbury.__all__ if name != "__version__"
+    }
+
+
 @pytest.mark.parametrize(
     "name",
     ["woodbury.Rows.grams", "woodbury.nothing", "woodbury.row_matrix.Rows.gram.x", "woodbury.optim.smw.solve"],

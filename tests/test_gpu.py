@@ -102,6 +102,7 @@ def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
     "kind, settings",
     [
         *((kind, {"capture": False}) for kind in SMW),
+        *((kind, {"capture": False, "curvature_samples": None}) for kind in SMW),
         ("kfac", {}),
         *(("smw-gn", {"columns": count}) for count in (1, 3)),
     ],
@@ -109,7 +110,7 @@ def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
 def test_a_step_does_not_wait_for_the_device(kind, settings):
     model = problems.mlp(20, 30, 30, 5).cuda()
     inputs, targets = torch.randn(40, 20, device="cuda"), torch.randint(5, (40,), device="cuda")
-    optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), curvature_samples=20, **settings)
+    optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), **{"curvature_samples": 20, **settings})
     for _ in range(3):
         optimizer.step(inputs, targets)
     torch.cuda.synchronize()

@@ -14,15 +14,16 @@ ROOT = Path(woodbury.__file__).parent
 # The rooms of the house, lowest first: a module imports from lower rooms only. Inside a room that is a package the
 # same holds for its own floors. There are no exceptions.
 ROOMS = [
-    *("_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
+    *("_version", "_vector", "_random", "_process", "_memory", "_forward_mode", "_batch", "_choice", "device"),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "sklearn", "experiments", "bench", "cli"),
+    *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
+    *("lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
+    "losses": [["factors", "tape"], ["rules"], ["elementwise", "robust", "softmax", "seen"]],
     "layers": [
         ["forms"],
         ["registry", "shared"],
@@ -34,7 +35,7 @@ FLOORS = {
         ["buffers", "noise"],
         ["fallback"],
         ["plan", "tangents"],
-        ["call", "chain"],
+        ["call", "chain", "compiled"],
         ["graph"],
         ["bare"],
         ["capture"],
@@ -42,7 +43,7 @@ FLOORS = {
     ],
     "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
     "optim": [
-        ["settings", "passes", "transaction", "price"],
+        ["settings", "passes", "transaction", "price", "watch"],
         ["step", "guard"],
         ["faults"],
         ["base", "first_order", "linearize"],

@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-import woodbury
+import torch
 
 README = Path(__file__).parent.parent / "README.md"
+PAGES = sorted((README.parent / "docs").rglob("*.md"))
 
 
 def test_the_examples_run_and_print_what_they_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,15 +25,46 @@ def test_the_examples_run_and_print_what_they_show(capsys: pytest.CaptureFixture
     assert all(re.fullmatch(r"loss \d.*, damping \d.*, ratio -?\d.*", line) for line in lines)
 
 
-@pytest.mark.parametrize("page", sorted((README.parent / "docs").glob("*.md")), ids=lambda path: path.name)
-def test_code_in_the_docs_runs(page: Path) -> None:
-    names: dict[str, object] = {}
-    for example in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
-        if page.name != "regression.md":  # whose blocks follow one another, and assert what they show
-            names = {}
-        exec(compile(example, str(page), "exec"), names)
-        if page.name == "regression.md" or isinstance(names.get("fit"), woodbury.Fit):
-            continue
-        optimizer = names["optimizer"]
-        assert isinstance(optimizer, woodbury.GaussNewton)
-        assert optimizer.verify(names["inputs"], names["counts"]) < 1e-4  # type: ignore[arg-type]
+BY_THEIR_OWN_TESTS = {"doors.md", "models.md", "precision.md", "runs.md"}  # with blocks marked "py"
+
+
+def blocks(page: Path, mark: str) -> list[str]:
+    return re.findall(rf"^```{mark}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_code_in_the_docs_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page one after the other, as a reader types them; what they assert holds."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with torch.random.fork_rng():
+        for number, example in enumerate(blocks(page, "python"), start=1):
+            exec(compile(example, f"{page.name}, block {number}", "exec"), names)
+    if page.name == "extending.md":
+        assert names["optimizer"].verify(names["inputs"], names["counts"]) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", ["lightning", "skorch", "transformers"])
+def test_code_for_other_libraries_runs(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    page = README.parent / "docs" / "doors.md"
+    (example,) = [
+        block for block in blocks(page, "py") if re.search(rf"^import .*\b{library}\b", block, re.MULTILINE)
+    ]
+    with torch.random.fork_rng():
+        exec(compile(example, f"{page.name}, {library}", "exec"), {"__name__": "__main__"})
+
+
+def test_no_code_is_left_out() -> None:
+    """A fenced block is marked as what some test runs; commands are indented."""
+    for page in PAGES:
+        marks = set(re.findall(r"^ *```(\S*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)) - {""}
+        assert marks <= ({"py", "python"} if page.name in BY_THEIR_OWN_TESTS else {"python"}), page.name
+
+
+def test_the_blocks_of_a_page_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n\n```python\nx = 1\n```\nb\n```python\nx += 1\n```\n```py\ny\n```\n")
+    assert blocks(page, "python") == ["x = 1\n", "x += 1\n"] and blocks(page, "py") == ["y\n"]

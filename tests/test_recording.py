@@ -9,7 +9,7 @@ from torch import nn
 import problems
 import woodbury
 from changes import CHANGES, Scaled
-from woodbury.device import recording
+from woodbury.device import recording, scalars
 from woodbury.device.recording import Key, Recording, Recordings
 
 CPU = torch.device("cpu")
@@ -42,14 +42,21 @@ def on_a_device(optimizer, device):
     return moving | {name: optimizer.state[name] for name in ("momentum",) if name in optimizer.state}
 
 
+def refuse(number):
+    raise AssertionError("a number of a step was looked at: a device would have been waited for")
+
+
+@pytest.mark.parametrize("curvature_samples", [4, None])
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.5, "weight_decay": 0.01}], ids=["plain", "dense"])
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-def test_replayed_steps_are_the_ordinary_ones(method, settings, monkeypatch):
+def test_replayed_steps_are_the_ordinary_ones(method, settings, curvature_samples, monkeypatch):
+    for name in ("__bool__", "__float__"):
+        monkeypatch.setattr(scalars.Number, name, refuse)
     monkeypatch.setattr(recording, "record", record)
     monkeypatch.setattr(method, "_moving_state", on_a_device)
     problem, same = problems.make("softmax"), problems.make("softmax")
     ordinary, replaying = (
-        method(p.model, p.loss, curvature_samples=4, seed=0, **settings) for p in (problem, same)
+        method(p.model, p.loss, curvature_samples=curvature_samples, seed=0, **settings) for p in (problem, same)
     )
     replayed = 0
     for step in range(8):

@@ -1,5 +1,6 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
+from woodbury._version import __version__
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments.recorder import Recorder
 from woodbury.fit import Fit, fit
@@ -28,6 +29,7 @@ __all__ = [
     "Recorder",
     "Rows",
     "StepInfo",
+    "__version__",
     "fit",
     "kernel",
     "laplacian",

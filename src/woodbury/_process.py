@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from threading import RLock, get_ident
 from typing import Any
 
+from torch.nn.modules import module as modules
+
 
 class ForAllThreads:
     """A context, entered any number of times at once: the first one in changes a setting, the last puts it back.
@@ -62,3 +64,20 @@ def leave_all() -> None:
     """Put back, after an error or an interrupt, what this thread may have left changed."""
     for context in _CONTEXTS:
         context.repair()
+
+
+def _has_global_hook() -> bool:
+    return any(
+        (
+            modules._global_backward_pre_hooks,
+            modules._global_backward_hooks,
+            modules._global_forward_pre_hooks,
+            modules._global_forward_hooks,
+            modules._global_forward_hooks_always_called,
+            modules._global_forward_hooks_with_kwargs,
+        )
+    )
+
+
+# Whether hooks on all modules of the process are registered; torch has its own function for it from 2.8 on.
+has_global_hook = getattr(modules, "_has_any_global_hook", _has_global_hook)

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import platform
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,10 +47,10 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(f'The command line needs {error.name}: pip install "woodbury[experiments]"') from None
 
+from woodbury._version import __version__
 from woodbury.optim import OPTIMIZERS
 
 app = typer.Typer(
-    help="Second-order optimizers for PyTorch: train with them, compare them, measure them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -110,7 +111,22 @@ Settings = Annotated[
 
 def main() -> None:
     """Run the command line."""
-    app()
+    app(prog_name="woodbury")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"woodbury {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the versions and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Second-order optimizers for PyTorch: train with them, compare them, measure them."""
 
 
 @app.command("list")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from woodbury._forward_mode import derivatives_along
+from woodbury._process import has_global_hook
 from woodbury.device.constants import constant_tensor, identity
 
 
@@ -103,7 +103,7 @@ def _is_bare(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or hooks._has_any_global_hook()
+        or has_global_hook()
     )
 
 

@@ -25,6 +25,7 @@ from woodbury.linalg import full_precision, plus_diagonal
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import GraphCapture, call_model, capture
+from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan, plan_layers
@@ -351,6 +352,7 @@ def rows(
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
     kind = part_named("curvature", curvature, CURVATURES)
+    loss = None if loss is None else written_model(loss)
     rule = None if loss is None else loss_rule(loss)
 
     def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
@@ -386,12 +388,13 @@ def capture_rows(
 
     check looks whether the model mixes samples, which takes a few passes more.
     """
-    has_fallback = part_named("fallback", fallback, FALLBACKS)
+    model, has_fallback = written_model(model), part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
     buffers = Buffers(plan.buffers, {})
     try:
-        captured = capture(plan, model, buffers.preserved(forward or call_model, inputs), inputs, samples)
+        run = buffers.preserved(run_as_written(plan, forward or call_model), inputs)
+        captured = capture(plan, model, run, inputs, samples)
         if check:
             check_samples_apart(captured)
         columns, divisor = columns_of(captured)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from woodbury.bench.timing import Network, median_seconds, medians_within, optimizer_step, sgd_step
+from woodbury.bench.timing import Network, Step, median_seconds, medians_within, optimizer_step, sgd_step
+from woodbury.optim import OPTIMIZERS
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")
@@ -36,6 +38,39 @@ def bench_columns(repeats: int) -> dict[str, dict[str, float]]:
     steps["smw-ng"] = optimizer_step("smw-ng", network, *batch)
     seconds = median_seconds(steps, repeats)
     return {"100 classes": {name: value / seconds[REFERENCE] for name, value in seconds.items()}}
+
+
+def bench_doors(repeats: int) -> dict[str, dict[str, float]]:
+    """The same for steps on a batch, from a closure and in an unchanged loop."""
+    ratios = {}
+    for key, network in NETWORKS.items():
+        torch.manual_seed(0)
+        batch = network.batch()
+        steps = {REFERENCE: sgd_step(network.build(), network.loss(), *batch)}
+        for name in ("smw-ng", "smw-gn"):
+            steps[f"{name}, step(x, y)"] = optimizer_step(name, network, *batch)
+            steps[f"{name}, step(closure)"] = _loop_step(name, network, *batch, watch=False)
+            steps[f"{name}, watch=True"] = _loop_step(name, network, *batch, watch=True)
+        seconds = median_seconds(steps, repeats)
+        ratios[key] = {name: value / seconds[REFERENCE] for name, value in seconds.items()}
+    return ratios
+
+
+def _loop_step(name: str, network: Network, inputs: Tensor, targets: Tensor, watch: bool) -> Step:
+    """A step in a loop of the user's own: a closure, or with `watch` the usual lines."""
+    model, loss = network.build(), network.loss()
+    settings = {"lr": 0.1, "curvature_samples": network.curvature_samples, "watch": watch}
+    optimizer = OPTIMIZERS[name](model, loss, **settings)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+
+    def watched() -> None:
+        backward()
+        optimizer.step()
+
+    return watched if watch else lambda: optimizer.step(backward)
 
 
 def bench_step(repeats: int, in_module: bool = False) -> dict[str, dict[str, float]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
+
+from woodbury._process import has_global_hook
 
 _PLAIN = frozenset((int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size))
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module, which `_of_module` treats one by one
@@ -38,7 +39,7 @@ class Same:
 
 def of_model(model: nn.Module) -> Hashable:
     """Everything about a model and its modules that decides what it computes."""
-    return bool(module_hooks._has_any_global_hook()), *map(_of_module, model.modules())
+    return bool(has_global_hook()), *map(_of_module, model.modules())
 
 
 def of_function(function: Any, depth: int = 1) -> Hashable:

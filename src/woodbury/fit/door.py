@@ -18,6 +18,7 @@ from woodbury.fit.result import Fit
 from woodbury.fit.run import Run
 from woodbury.fit.sources import Data, Draw, MiniBatches, is_batches, source_of
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, training_optimizer
+from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
 from woodbury.search import CurvedSearch
@@ -93,6 +94,7 @@ def fit(
     Returns:
         a `Fit`: loss, steps, seconds, samples, reason, history.
     """
+    model, loss = written_model(model), written_model(loss)
     parameters = [own for own in model.parameters() if own.requires_grad]
     settings: dict[str, Any] = {
         "forward": forward,

@@ -19,11 +19,15 @@ class _Entry(NamedTuple):
     parameters: frozenset[str] | None
 
 
-_RULES: dict[type[nn.Module], _Entry] = {}
+_RULES: dict[type[nn.Module] | str, _Entry] = {}
 
 
-def register_layer(kind: type[nn.Module], parameters: Collection[str] | None = None) -> Callable[[Rule], Rule]:
+def register_layer(
+    kind: type[nn.Module] | str, parameters: Collection[str] | None = None
+) -> Callable[[Rule], Rule]:
     """Function decorator that makes a function the rule for layers of class `kind`.
+
+    A class of a library that need not be there may be given by its full name, "package.module.Class".
 
     The function gets the layer, its input (n, ...) (a tuple if it was called with several tensors) and the
     gradients of k scalars per sample in its output, (n, k, *output shape). It returns the gradients of those
@@ -51,14 +55,14 @@ def layer_rule(layer: nn.Module, parameters: Collection[str]) -> Rule | None:
     A subclass inherits a rule only if it inherits `forward` and the private methods that `forward` may call.
     """
     for kind in type(layer).__mro__:
-        if kind in _RULES:
-            rule, known = _RULES[kind]
-            covers_all = known is None or known.issuperset(parameters)
-            return rule if covers_all and _computes_as(kind, layer) else None
+        entry = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if entry is not None:
+            covers_all = entry.parameters is None or entry.parameters.issuperset(parameters)
+            return entry.rule if covers_all and _computes_as(kind, layer) else None
     return None
 
 
-def _computes_as(kind: type[nn.Module], layer: nn.Module) -> bool:
+def _computes_as(kind: type, layer: nn.Module) -> bool:
     """Whether the layer has not replaced `forward` or a private method of `kind`."""
     private = {name for name in dir(kind) if name.startswith("_") and not name.startswith("__")} - set(
         dir(nn.Module)

@@ -1,4 +1,4 @@
-"""The built-in rules for Linear, Bilinear, Embedding and PReLU: one decorated function each."""
+"""The built-in rules for Linear, Conv1D, Bilinear, Embedding and PReLU: one decorated function each."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ def sequence_rows(
 def _positions(inputs: Tensor) -> Tensor:
     """(n, ..., i) -> (n, s, 1, i)."""
     return inputs.flatten(1, -2).unsqueeze(2)
+
+
+@register_layer("transformers.pytorch_utils.Conv1D", parameters=WEIGHT_AND_BIAS)
+def turned_linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
+    """z = W^T v + b at every position, as GPT-2 has it: a Linear layer whose W is stored as (i, o)."""
+    assert isinstance(layer.weight, Tensor)
+    n, k, width = grads.shape[0], grads.shape[1], grads.shape[-1]
+    part = Part(inputs.reshape(n, -1, 1, inputs.shape[-1]), grads.reshape(n, k, -1, 1, width), unchanged)
+    return SharedRows((part,), tuple(layer.weight.shape), swapped=True)
 
 
 @register_layer(nn.Bilinear, parameters=WEIGHT_AND_BIAS)

@@ -167,13 +167,16 @@ class Bare:
         outputs: Tensor,
         columns: Tensor,
         start: int,
-        autocast: torch.dtype | None,
+        precision: torch.dtype,
     ) -> bool:
-        """Compare rows with a gradient; False if some are wrong, which the next call of `find_bare` knows then."""
+        """Compare rows with a gradient, in half the digits of the pass.
+
+        False if some are wrong, which the next call of `find_bare` knows then.
+        """
         if not all(bool(torch.isfinite(own).all()) for own in rows.values()):
             return True  # nothing can be said; the step has its own word for it
         parameters = {name: plan.parameters[name] for name in self.keys}
-        wrong = wrong_rows(rows, outputs, parameters, columns, start, autocast)
+        wrong = wrong_rows(rows, outputs, parameters, columns, start, precision)
         checked, failures = plan.findings.checked_bare, plan.findings.wrong_bare
         if len(checked) + len(failures) >= _MAX_CHECKED:
             checked.clear()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from inspect import signature
+from inspect import signature, unwrap
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
 from woodbury.layers.norms import instance_norm_rows
-from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows
+from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows, turned_linear_rows
 from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
@@ -32,7 +32,7 @@ from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
 from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
-from woodbury.model.graph import PassGraph, chain_of, unseen_parameters
+from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled, unseen_parameters
 from woodbury.model.plan import Layer, Plan
 from woodbury.products import jacobian_products
 
@@ -48,7 +48,7 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 
 def calls_model(forward: Forward) -> bool:
     """Whether a forward is the default one, as it is or wrapped."""
-    return getattr(forward, "__wrapped__", forward) is call_model
+    return unwrap(forward) is call_model
 
 
 class Capture(Protocol):
@@ -113,6 +113,11 @@ class GraphCapture:
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
         return chain_of(self.plan, self.outputs, self.calls)
+
+    @cached_property
+    def precision(self) -> torch.dtype:
+        """The type whose digits outputs of the pass, and what goes back through it, can be expected to have."""
+        return self.autocast or fewest_digits(self.outputs)
 
     def call_of(self, layer: str) -> Call | None:
         calls = [call for call in self.calls if call.layer.name == layer]
@@ -232,7 +237,7 @@ class GraphCapture:
         grads = self._grads([*(call.edge for call in calls), *meetings], columns, keep_graph)
         if bare_blocks:
             rows = bare.rows(plan, grads[len(calls) :], own_columns.shape, window)
-            if unsure and not bare.check(plan, rows, self.outputs, own_columns, start, self.autocast):
+            if unsure and not bare.check(plan, rows, self.outputs, own_columns, start, self.precision):
                 return None
             forms |= _explicit(plan, bare_blocks, rows)
         for call, grad in zip(calls, grads, strict=False):
@@ -465,6 +470,29 @@ def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> N
             )
 
 
+def _first_capture(
+    plan: Plan,
+    model: nn.Module,
+    forward: Forward,
+    inputs: Any,
+    samples: int,
+    autocast: torch.dtype | None,
+) -> GraphCapture:
+    """`capture`, and again without compiled code if the model turns out to run some inside."""
+    random, findings = _random.snapshot(plan.device), plan.findings
+    findings.compiled = False
+    try:
+        captured = capture(plan, model, forward, inputs, samples, autocast)
+        if not runs_compiled(captured.outputs):
+            return captured
+        findings.compiled = True
+    except BaseException:
+        findings.compiled = None  # nothing was shown
+        raise
+    _random.restore(random)
+    return capture(plan, model, forward, inputs, samples, autocast)
+
+
 def capture(
     plan: Plan,
     model: nn.Module,
@@ -474,6 +502,8 @@ def capture(
     autocast: torch.dtype | None = None,
 ) -> GraphCapture:
     """Run forward(model, inputs) with gradients on, keeping every layer's input and output."""
+    if plan.findings.compiled is None:
+        return _first_capture(plan, model, forward, inputs, samples, autocast)
     calls: list[Call] = []
     obstacles: dict[str, str] = {}
     cast = autocast is not None or torch.is_autocast_enabled(plan.device.type)
@@ -502,7 +532,7 @@ def capture(
 
     def noting_forward(layer: Layer) -> Callable[..., Any]:
         plain = type(layer.module).forward
-        gives_views = layer.rule in (linear_rows, instance_norm_rows)
+        gives_views = layer.rule in (linear_rows, turned_linear_rows, instance_norm_rows)
 
         def layer_forward(*args: Any, **kwargs: Any) -> Tensor:
             outputs: Tensor = plain(layer.module, *args, **kwargs)

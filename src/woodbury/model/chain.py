@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as hooks
 
+from woodbury._process import has_global_hook
 from woodbury._vector import Vector
 from woodbury.layers.forms import Layout, OuterRows, OuterSum, RowForm, layout_of, linear
 from woodbury.layers.rules import has_own_parameters, linear_rows
@@ -142,7 +142,7 @@ class Chain:
 
         Then its plan has not changed either.
         """
-        if model is not self.plan.model or model.training != self.plan.training or hooks._has_any_global_hook():
+        if model is not self.plan.model or model.training != self.plan.training or has_global_hook():
             return False
         dtype = self.plan.dtype
         for layer, weight, bias in zip(self.layers, self.weights, self.biases, strict=True):

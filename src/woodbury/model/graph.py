@@ -101,6 +101,26 @@ def graph_edges(outputs: Tensor) -> Iterator[tuple[Any, Any]]:
                 pending.append(following)
 
 
+def fewest_digits(outputs: Tensor) -> torch.dtype:
+    """The type with the fewest digits among the values that autograd followed up to the outputs.
+
+    A model may cast to float32 in between, as norms do that were written for bfloat16.
+    """
+    dtype = outputs.dtype
+    if outputs.grad_fn is None:
+        return dtype
+    for node in {outputs.grad_fn, *(following for _, following in graph_edges(outputs))}:
+        for value in getattr(node, "_input_metadata", ()):
+            if value.dtype.is_floating_point and torch.finfo(value.dtype).eps > torch.finfo(dtype).eps:
+                dtype = value.dtype
+    return dtype
+
+
+def runs_compiled(outputs: Tensor) -> bool:
+    """Whether the pass ran code that torch.compile made, which autograd cannot see inside."""
+    return any("CompiledFunctionBackward" in (node.name(), below.name()) for node, below in graph_edges(outputs))
+
+
 _LOOKED_AT = frozenset(("CheckpointFunctionBackward", "EmbeddingBackward0", "EmbeddingBagBackward0"))
 
 

@@ -12,7 +12,7 @@ from woodbury import _batch, _random
 from woodbury._batch import Batch
 from woodbury.model.capture import GraphCapture, capture, casting
 from woodbury.model.fallback import Forward, outputs_agree
-from woodbury.model.graph import graph_edges
+from woodbury.model.graph import fewest_digits, graph_edges
 from woodbury.model.plan import Plan
 
 _MIXED = "rows per sample do not exist where the model mixes the samples of a batch"
@@ -141,19 +141,19 @@ def _outputs_of(model: nn.Module, forward: Forward, inputs: Any, count: int) -> 
     random = _random.snapshot(device)
     try:
         with torch.enable_grad():  # as in a step: without gradients a model may take another path, or none
-            outputs = forward(model, inputs).detach().reshape(count, -1)
+            outputs = forward(model, inputs).reshape(count, -1)
         return outputs, _random.drawn_since(random)
     finally:
         _random.restore(random)
 
 
-def _same(part: Tensor, whole: Tensor, autocast: torch.dtype | None) -> bool:
+def _same(part: Tensor, whole: Tensor, precision: torch.dtype) -> bool:
     """Whether the outputs of part of a batch are those in the batch; nan is checked elsewhere."""
     if not bool(torch.isfinite(whole).all()):
         return True
     # loosely on a GPU, which computes few samples by other kernels than many
     digits = 0.5 if whole.device.type == "cpu" else 0.25
-    return outputs_agree(part.to(whole.dtype), whole, digits, autocast)
+    return outputs_agree(part.to(whole.dtype), whole, digits, precision)
 
 
 def _check_alone(captured: GraphCapture, index: Tensor) -> None:
@@ -167,7 +167,7 @@ def _check_alone(captured: GraphCapture, index: Tensor) -> None:
     except Exception:  # whatever a model does not like about fewer samples; `check_part` raises where it matters
         return
     captured.check_inputs()
-    if not drawn and not _same(alone, outputs[index], captured.autocast):
+    if not drawn and not _same(alone.detach(), outputs[index], captured.precision):
         which = "one" if len(index) == 1 else f"{len(index)}"
         raise ValueError(
             f"the outputs of {which} of {samples} samples change when run apart from the others: {_MIXED}, or "
@@ -186,6 +186,7 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
         if drawn:
             _check_inputs_apart(plan, forward, batch.inputs, batch.samples, autocast, look)
             return
+        precision, whole = autocast or fewest_digits(whole), whole.detach()
         for inputs, _, count in batch.pieces():
             try:
                 part, _ = _outputs_of(model, forward, inputs, count)
@@ -194,7 +195,7 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
                     f"the model cannot be run on {count} of {batch.samples} samples ({error}), so the curvature "
                     "cannot be taken from part of the batch: pass curvature_samples=None and no subset"
                 ) from error
-            if not _same(part, whole[start : start + count], autocast):
+            if not _same(part.detach(), whole[start : start + count], precision):
                 raise ValueError(
                     f"the outputs of {count} of {batch.samples} samples change when run apart from the others: "
                     f"{_MIXED}, or changes from one run to the next"

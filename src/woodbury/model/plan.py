@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ class Layer:
     parameters: dict[str, str]  # the module's own name -> name in the model
 
 
-# a module, its submodules, and whether it is in training mode
-ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool]
+# a module, its submodules, whether it is in training mode, and what runs in its place if it was compiled
+ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool, Any]
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Findings:
     fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
     checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
     checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
+    compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
     warned: bool = False  # whether someone was told how many passes a step takes
     passes: int = 0  # how many, over more than one sample
@@ -63,6 +65,11 @@ def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, in place or as another module around it."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _mixes_samples(norm: nn.Module) -> bool:
@@ -139,6 +146,16 @@ class Plan:
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
+    def _outside_layers(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """The modules that own parameters and are no layers, with these parameters."""
+        return [
+            (self.model.get_submodule(block), local, self.parameters[full])
+            for block, names in self.owned.items()
+            if block not in self.layer_named
+            for local, full in names.items()
+        ]
+
+    @cached_property
     def fast_paths(self) -> tuple[nn.Module, ...]:
         """Modules that in eval mode may give other numbers where no gradient is asked for."""
         return tuple(module for module in self.model.modules() if isinstance(module, FAST_PATHS))
@@ -152,8 +169,12 @@ class Plan:
         """Whether a new plan would be the same, and what passes have shown still holds."""
         if model is not self.model:
             return False
-        for module, children, training in self.modules:
-            if module.training is not training or tuple(module._modules.values()) != children:
+        for module, children, training, compiled in self.modules:
+            if (
+                module.training is not training
+                or tuple(module._modules.values()) != children
+                or module._compiled_call_impl is not compiled
+            ):
                 return False
         for layer in self.layers:
             own = layer.module._parameters
@@ -162,10 +183,9 @@ class Plan:
                     return False
             if "forward" in vars(layer.module):
                 return False
-        for name in self.uncovered:
-            block, local = self.block_of[name]
-            own = model.get_submodule(block)._parameters
-            if local not in own or own[local] is not self.parameters[name]:  # a scripted module has no `get`
+        for module, local, parameter in self._outside_layers:
+            own = module._parameters
+            if local not in own or own[local] is not parameter:  # a scripted module has no `get`
                 return False
         return (
             all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
@@ -273,6 +293,10 @@ def plan_layers(
             layers.append(Layer(path, module, rule, used))
         else:
             uncovered.update({full: _no_rule(full, path, module) for full in used.values()})
+    # A module may hold what a layer inside it uses (the bias of a tied head); that all uses are those of layers, a
+    # pass shows.
+    ruled = {full for layer in layers for full in layer.parameters.values()}
+    uncovered = {full: why for full, why in uncovered.items() if full not in ruled}
     frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
     return Plan(
         model,
@@ -287,6 +311,10 @@ def plan_layers(
         tuple(norms),
         tuple(lookups),
         tied,
-        tuple((module, tuple(module._modules.values()), module.training) for module in model.modules()),
+        tuple(
+            (module, tuple(module._modules.values()), module.training, module._compiled_call_impl)
+            for module in model.modules()
+        ),
         changing_buffers(model),
+        Findings(compiled=any(map(_is_compiled, model.modules())) or None),
     )

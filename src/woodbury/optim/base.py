@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
@@ -27,7 +27,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
 from woodbury.curvature import Curvature
-from woodbury.damping import Damping, LevenbergMarquardt, as_damping, check_damping, is_relative
+from woodbury.damping import Constant, Damping, LevenbergMarquardt, as_damping, check_damping, is_relative
 from woodbury.device import fingerprint, recording
 from woodbury.device.recording import Key, Recordings
 from woodbury.device.scalars import (
@@ -44,8 +44,11 @@ from woodbury.device.scalars import (
 from woodbury.layers.attention import plain_attention
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
+from woodbury.losses.seen import NoLoss
+from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
+from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
@@ -68,6 +71,7 @@ from woodbury.optim.settings import (
 )
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo, decay_decrease
 from woodbury.optim.transaction import Transaction
+from woodbury.optim.watch import UNWATCHED, Watcher, run_closure
 
 PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
 
@@ -92,7 +96,7 @@ class SecondOrder(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: nn.Module | None,
         lr: float,  # alpha
         *,
         blocks: str,
@@ -108,12 +112,16 @@ class SecondOrder(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         process_group: str | None = None,
         bad_samples: str = "raise",
+        watch: bool = False,
     ) -> None:
+        loss = NoLoss() if loss is None else loss
         self.process_group = process_group
         part_named("process_group", process_group, PROCESS_GROUPS)
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
+        self._called = model  # in loops of the user's own: what torch.compile returned, if that was given
+        model, loss = written_model(model), written_model(loss)
         check_model_and_loss(model, loss)
         part_named("bad_samples", bad_samples, BAD_SAMPLES)
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
@@ -129,6 +137,8 @@ class SecondOrder(torch.optim.Optimizer):
             raise TypeError(f"forward must be a function of (model, inputs), got {forward!r}")
         if seed is not None:
             check_whole_number("seed", seed)
+        if not isinstance(watch, bool):
+            raise TypeError(f"watch must be True or False, got {watch!r}")
         self.model = model
         self.loss = loss
         self.damping = as_damping(damping)
@@ -154,6 +164,9 @@ class SecondOrder(torch.optim.Optimizer):
         self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
+        self.watch = watch
+        self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
+        self._watcher = self._new_watcher()
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -176,11 +189,16 @@ class SecondOrder(torch.optim.Optimizer):
         inputs: Any = None,
         targets: Tensor | None = None,
         *,
+        closure: Callable[[], Any] | None = None,
         subset: Tensor | None = None,
         full: Batches | None = None,
         held_out: tuple[Any, Tensor | None] | None = None,
     ) -> StepInfo:
         """Take one step on a batch and return what happened.
+
+        `step(closure)` takes the batch and the loss from a function that calls the model, computes the loss from
+        its outputs and calls `backward`, as torch.optim has it; it is run once. `step()` takes them from the
+        backward passes since the last step, if the optimizer was made with watch=True.
 
         Args:
             inputs: the batch as the model takes it; the first axis of its tensors is the sample axis.
@@ -188,9 +206,27 @@ class SecondOrder(torch.optim.Optimizer):
             subset: indices into the batch that fix S2 instead of drawing it.
             full: any re-iterable of (inputs, targets) batches. Then g, f(theta) and f(theta + p) are taken
                 over all of it, and the curvature from `inputs` alone (the paper's semi-stochastic variant).
+            closure: in place of a batch: a function as above; it may be given as the first argument too.
             held_out: (inputs, targets) of other samples, on which a `search` chooses its step; by default it does
                 so on the batch itself.
         """
+        if closure is None and callable(inputs) and not isinstance(inputs, nn.Module):
+            closure, inputs = inputs, None
+        if closure is None and (inputs is not None or self._watcher is None):
+            return self._step(inputs, targets, subset, full, held_out)
+        if inputs is not None or targets is not None:
+            raise TypeError("step takes a batch (inputs, targets) or a closure, not both")
+        with self._seen_batch(closure) as (inputs, targets):
+            return self._step(inputs, targets, subset, full, held_out)
+
+    def _step(
+        self,
+        inputs: Any,
+        targets: Tensor | None,
+        subset: Tensor | None,
+        full: Batches | None,
+        held_out: tuple[Any, Tensor | None] | None,
+    ) -> StepInfo:
         transaction = self._begin()
         try:
             device = self._device()
@@ -214,6 +250,12 @@ class SecondOrder(torch.optim.Optimizer):
             transaction.end()
             raise
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; steps do not need it, except for what watch=True has seen: that is forgotten."""
+        super().zero_grad(set_to_none)
+        if self._watcher is not None:
+            self._watcher.clear()
+
     @property
     def blocks(self) -> str:
         """Which blocks of B are kept, by name; setting another name changes it."""
@@ -222,6 +264,28 @@ class SecondOrder(torch.optim.Optimizer):
     @blocks.setter
     def blocks(self, name: str) -> None:
         self._blocks = part_named("blocks", name, BLOCKS)
+
+    @property
+    def current_damping(self) -> float:
+        """lambda of the next step: what the damping policy has reached, plus its floor.
+
+        Setting a number, at least the floor, makes the next step use it; a policy goes on from there. Where the
+        policy is relative both are in units of the scale of K. A `search` chooses its own dampings instead.
+        To read it is to wait for the device.
+        """
+        return float(self.state["damping"]) + self.damping.floor
+
+    @current_damping.setter
+    def current_damping(self, damping: float) -> None:
+        if getattr(self, "search", None) is not None:
+            raise AttributeError("a search chooses its own dampings: give CurvedSearch(rungs=...) others")
+        check_number("current_damping", damping, above=0)
+        if damping < self.damping.floor:
+            raise ValueError(f"current_damping must be at least {self.damping.floor}, the floor of {self.damping}")
+        value = float(damping) - self.damping.floor
+        if isinstance(self.damping, Constant):
+            self.damping = replace(self.damping, initial=value)
+        self.state["damping"] = to_device(value, self._device())
 
     def direction(
         self,
@@ -297,6 +361,44 @@ class SecondOrder(torch.optim.Optimizer):
     def _one_system(self, problem: Problem) -> Proposal:
         """The proposal that solves one damped system, for `verify`."""
         return self._proposal(problem)
+
+    # -- a loop of the user's own -------------------------------------------------------------------------
+
+    def _new_watcher(self) -> Watcher | None:
+        return Watcher(self._called, self._trained(), runs_backward=True) if self.watch else None
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @contextmanager
+    def _seen_batch(self, closure: Callable[[], Any] | None) -> Iterator[tuple[Any, Tensor]]:
+        """The batch of a closure, or of the backward passes that were watched; inside, its loss is the step's.
+
+        The model has run on the batch before: its random numbers are repeated, and its buffers stay as they are.
+        """
+        self._seen_steps += 1
+        watcher = self._watcher
+        if watcher is None:
+            assert closure is not None
+            seen = run_closure(self._called, self._trained(), closure, self.loss, self._seen_steps)
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure()
+            seen = watcher.take(self.loss, self._seen_steps)
+        loss, forward, holders = self.loss, self.forward, self._plan().buffers
+        buffers = Buffers(holders, {}) if holders else None
+        self.loss, self.forward = seen.loss, seen.forward
+        try:
+            with (
+                nullcontext() if watcher is None else watcher.paused(),
+                nullcontext() if seen.random is None else _random.replayed(seen.random),
+            ):
+                yield seen.inputs, seen.targets
+        finally:
+            self.loss, self.forward = loss, forward
+            if buffers is not None:
+                buffers.put_back()
 
     # -- parts -------------------------------------------------------------------------------------------
 
@@ -422,7 +524,7 @@ class SecondOrder(torch.optim.Optimizer):
             return None
         plan, moving = self._plan(), self._moving_state(device)
         curvature_samples = self._curvature_count(samples)
-        key = Key((self._fingerprint(plan, moving), curvature_samples), shape)
+        key = Key(self._fingerprint(plan, moving), (shape, curvature_samples))
         replayable = recordings.find(key)
         if replayable is None:
             if not recordings.is_due(key, device):
@@ -560,6 +662,7 @@ class SecondOrder(torch.optim.Optimizer):
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain, forward = chain is not None, self.forward
         if not is_chain:
+            forward = run_as_written(plan, forward)
             transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
             if transaction.buffers is not None:
                 forward = transaction.buffers.preserved(forward, batch.inputs)
@@ -575,6 +678,8 @@ class SecondOrder(torch.optim.Optimizer):
         try:
             return _batch.check_batch(inputs, targets)
         except (TypeError, ValueError):
+            if inputs is None:
+                raise TypeError(UNWATCHED) from None
             explain_inputs(inputs)
             raise
 
@@ -751,7 +856,13 @@ class SecondOrder(torch.optim.Optimizer):
             "_orders": _random.Orders(),
             "_options": None,
             "_recordings": None if self._recordings is None else Recordings(),
+            "_watcher": None,
+            "_called": self.model,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watcher = self._new_watcher()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"

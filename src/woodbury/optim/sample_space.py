@@ -66,6 +66,10 @@ class System(NamedTuple):
         """Where the Cholesky factors of this damping go, None if they are not kept."""
         return None if self.factors is None else self.factors.setdefault(damping, [])
 
+    def refines(self, damping: Scalar) -> bool:
+        """Whether the system of this damping is refined; without a search none is, and lambda is not looked at."""
+        return self.refine_below > 0 and bool(damping < self.refine_below)
+
     def tolerance_in(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.75 if self.tolerance is None else self.tolerance
 
@@ -104,7 +108,7 @@ class Cholesky(Solver):
             return answer_in_parameter_space(
                 *(problem, line, line.rows, system.blocks, system.gram_dtype, damping, system.look),
                 system.factors_at(damping),
-                damping < system.refine_below,
+                system.refines(damping),
             )
         return answer_in_sample_space(problem, line, line.rows, system, damping, self)
 
@@ -209,7 +213,7 @@ def answer_in_sample_space(
         solver.small_solver(system, damping),
     )
     plain = base is None and gram.dim() == 2 and rows.row_count == line.curvature_rows
-    if plain and damping < system.refine_below:
+    if plain and system.refines(damping):
         return _refined(problem, line, rows, system, damping, step, gram)
     displacement = Displacement(problem.plan.parameters, rows, step.coefficients, base, scales, form)
     if not solver.exact:

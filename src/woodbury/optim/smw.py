@@ -52,7 +52,7 @@ class _SampleSpace(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: nn.Module | None,
         lr: float = 1.0,  # alpha
         *,
         blocks: str = "full",
@@ -451,6 +451,10 @@ class GaussNewton(_SampleSpace):
             is then an unbiased estimate, and g stays exact. For losses with many outputs per sample. `verify`
             takes the columns as they were drawn. Such steps are not recorded, and there is no `search` for them.
         seed: of the draws of S2 and of columns; by default they follow torch.manual_seed.
+        watch: True to take steps in an unchanged loop: `loss = criterion(model(x), y); loss.backward();
+            optimizer.step()`. Hooks on the model see its calls and the losses of their outputs, from now on.
+            Several backward passes before one step are added up, up to zero_grad(). `loss` may be None for this,
+            and for `step(closure)`, which needs no hooks. See docs/doors.md.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
         process_group: "self" where torch.distributed runs several processes and each trains a model of its own;

@@ -37,18 +37,31 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What happened in a step, as 0-dim tensors (reading one waits for the device)."""
+    """What happened in a step, as 0-dim tensors (reading one waits for the device); `as_dict` gives plain numbers.
 
-    loss: Tensor  # f(theta) on the batch before the step, without the weight decay term
-    damping: Tensor  # lambda used; with a search that of the rung with the largest c
-    ratio: Tensor  # rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted
-    predicted: Tensor  # m(0) - m(p)
-    step_norm: Tensor  # |p|; theta moved by lr p. On a GPU up to a relative error of eps lmax |c|^2 / |p|^2
-    accepted: Tensor  # whether theta moved
-    # of a step with `search=`; without it 1, 1 and false
-    length: Tensor  # alpha: theta moved by lr (alpha p + alpha^2 bend); 0 for a rejected step
-    share: Tensor  # sum of c in p = sum_j c_j p_j: far below 1 says that the step is limited by the samples
-    bent: Tensor  # whether it went along the bent path
+    Attributes:
+        loss: f(theta) on the batch before the step, without the weight decay term.
+        damping: lambda used; with a search that of the rung with the largest c.
+        ratio: rho = actual over predicted decrease at theta + p; -inf if not finite or none predicted.
+        predicted: m(0) - m(p), the decrease that the quadratic model promises.
+        step_norm: |p|; theta moved by lr p. On a GPU up to a relative error of eps lmax |c|^2 / |p|^2.
+        accepted: whether theta moved.
+        length: alpha of a step with `search=`: theta moved by lr (alpha p + alpha^2 bend); 0 for a rejected step.
+            Without a search 1.
+        share: sum of c in p = sum_j c_j p_j: far below 1 says that the step is limited by the samples. Without a
+            search 1.
+        bent: whether a step with `search=` went along the bent path.
+    """
+
+    loss: Tensor
+    damping: Tensor
+    ratio: Tensor
+    predicted: Tensor
+    step_norm: Tensor
+    accepted: Tensor
+    length: Tensor
+    share: Tensor
+    bent: Tensor
 
     @classmethod
     def later(cls, numbers: Numbers | Tensor) -> StepInfo:

@@ -1,0 +1,376 @@
+"""A loss as it was seen in a loop of the user's own: a loss that has a rule, or any function of the outputs.
+
+`recognise` finds out whether a taped loss is one of torch's, times a constant, at outputs that were only reshaped,
+sliced or reordered. `TapedLoss` is any other: its residual and its Hessian at each sample come from autograd.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from woodbury.device.scalars import Scalar
+from woodbury.losses.factors import DenseFactor, Factor
+from woodbury.losses.rules import LossRule, loss_rule, register_loss
+from woodbury.losses.tape import Base, Node
+
+FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.l1_loss: nn.L1Loss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss,
+}
+_PER_CLASS = (F.cross_entropy, F.nll_loss)
+_TIMES, _OVER = {"mul", "rmul", "imul", "multiply"}, {"div", "truediv", "itruediv", "true_divide", "divide"}
+_MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
+
+
+class NoLoss(nn.Module):
+    """Stands in for a loss that is seen in a closure or in a watched loop."""
+
+
+@register_loss(NoLoss)
+class _NoLossRule(LossRule):
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        raise ValueError(
+            "the optimizer was made without a loss, which it sees in a closure or a watched loop: pass the loss "
+            "as its second argument to call step(inputs, targets)"
+        )
+
+    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ScaledLoss(nn.Module):
+    """A constant times a loss."""
+
+    def __init__(self, loss: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.loss, self.factor = loss, factor
+
+    @property
+    def reduction(self) -> str:
+        return str(getattr(self.loss, "reduction", "mean"))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        value: Tensor = self.factor * self.loss(outputs, targets)
+        return value
+
+
+@register_loss(ScaledLoss)
+class _ScaledRule(LossRule):
+    """c l: values and residuals times c, S and e times sqrt(c)."""
+
+    def check(self, loss: nn.Module) -> None:
+        _inner(loss).check(_own(loss))
+
+    def is_sum(self, loss: nn.Module) -> bool:
+        return _inner(loss).is_sum(_own(loss))
+
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        return _inner(loss).prepare(_own(loss), outputs, targets)
+
+    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
+        return _inner(loss).count(_own(loss), targets)
+
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        return _inner(loss).count_of_first(_own(loss), targets, samples)
+
+    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _factor(loss) * _inner(loss).values(_own(loss), outputs, targets)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _factor(loss) * _inner(loss).total(_own(loss), outputs, targets)
+
+    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _factor(loss) * _inner(loss).residual(_own(loss), outputs, targets)
+
+    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        compact = self.compact_factor(loss, outputs, targets)
+        return compact.columns(), compact.e
+
+    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
+        factor = _factor(loss)
+        own = _inner(loss).compact_factor(_own(loss), outputs, targets)
+        e, rest = own.e, own.rest
+        return DenseFactor(
+            None if e is None else e * math.sqrt(factor),
+            own.columns() * math.sqrt(factor),
+            rest=None if rest is None else rest * factor,
+        )
+
+    def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        own, factor = _inner(loss).curved_loss(_own(loss)), _factor(loss)
+        return lambda outputs, targets: factor * own(outputs, targets)
+
+
+def _own(loss: Any) -> nn.Module:
+    own: nn.Module = loss.loss
+    return own
+
+
+def _inner(loss: Any) -> LossRule:
+    return loss_rule(loss.loss)
+
+
+def _factor(loss: Any) -> float:
+    return float(loss.factor)
+
+
+class TapedLoss(nn.Module):
+    """Any loss f(y) of the outputs y of a batch that is a sum of one term for each sample.
+
+    Targets are the places of samples in the batch: what a subset of the samples adds to f is found by leaving the
+    outputs of the others as they were seen.
+    """
+
+    def __init__(self, root: Node, base: Base, factor: float, samples: int) -> None:
+        super().__init__()
+        self.root, self.base, self.factor, self.samples = root, base, factor, samples
+        self.seen = base.tensor.reshape(samples, -1)
+        self.at_seen = self.value(self.seen).detach()
+
+    def value(self, outputs: Tensor) -> Tensor:
+        """f, for outputs (n, C) of the whole batch."""
+        shaped = outputs.reshape(self.base.tensor.shape)
+        with torch.enable_grad():
+            value = self.root.value({self.base: shaped}) * self.factor
+        return value.sum()  # of one number
+
+    def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
+        """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
+        return self.seen.to(outputs.dtype).index_copy(0, places, outputs.reshape(len(places), -1))
+
+    def forward(self, outputs: Tensor, places: Tensor) -> Tensor:
+        """The mean of N l_i over the samples at `places`."""
+        return _TapedRule().total(self, outputs, places) / len(places)
+
+
+@register_loss(TapedLoss)
+class _TapedRule(LossRule):
+    """f = (1/N) sum_i l_i with l_i = N times what sample i adds to f: r_i = N df/dy_i, H_i = N d2f/dy_i2."""
+
+    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        assert targets is not None
+        return targets
+
+    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        total = self.total(loss, outputs, targets)
+        return (total / len(targets)).expand(len(targets))  # only their sum is known
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        assert isinstance(loss, TapedLoss)
+        gained = loss.value(loss.with_others(outputs, targets)) - loss.at_seen
+        return loss.samples * gained + len(targets) * loss.at_seen
+
+    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        assert isinstance(loss, TapedLoss)
+        with torch.enable_grad():
+            point = loss.with_others(outputs.detach(), targets).requires_grad_()
+            (slope,) = torch.autograd.grad(loss.value(point), point)
+        return loss.samples * slope[targets]
+
+    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(loss, TapedLoss)
+        size = outputs.shape[1]
+        if size > _MOST_OUTPUTS:
+            raise ValueError(
+                f"this loss is not one that has a rule, and its Hessian at {size} outputs per sample is too "
+                f"large to be formed (up to {_MOST_OUTPUTS}): use a loss of torch.nn in the loop (cross entropy "
+                "on logits that are reshaped or sliced is recognised), or NaturalGradient, which needs no Hessian"
+            )
+        with torch.enable_grad():
+            point = loss.with_others(outputs.detach().double(), targets).requires_grad_()
+            (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
+            if not slope.requires_grad:  # linear
+                return outputs.new_zeros(len(targets), size, size), None
+            columns = [
+                torch.autograd.grad(slope[:, index].sum(), point, retain_graph=True)[0] for index in range(size)
+            ]
+        hessian = loss.samples * torch.stack(columns, 2)[targets]
+        eigenvalues, eigenvectors = torch.linalg.eigh(0.5 * (hessian + hessian.mT))
+        return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
+
+
+def check_terms_apart(loss: TapedLoss) -> None:
+    """Raise if the loss mixes samples: with signs s_i, H (s v) = s (H v) where H has one block per sample."""
+    generator = torch.Generator().manual_seed(0)
+    shape = loss.seen.shape
+    vector = torch.randn(shape, generator=generator, dtype=torch.float64).to(loss.seen.device)
+    signs = torch.ones(shape[0], 1, dtype=torch.float64)
+    signs[1::2] = -1.0
+    signs = signs[torch.randperm(shape[0], generator=generator)].to(loss.seen.device)
+    with torch.enable_grad():
+        point = loss.seen.double().requires_grad_()
+        (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
+        if not slope.requires_grad:
+            return
+        products = [
+            torch.autograd.grad((slope * own).sum(), point, retain_graph=True)[0]
+            for own in (vector, signs * vector)
+        ]
+    error = (signs * products[0] - products[1]).abs().max()
+    # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
+    if error > 1e-3 * products[0].abs().max():
+        raise ValueError(
+            "the loss mixes samples: its second derivatives between outputs of different samples are not zero. A "
+            "step needs a loss that is a sum of one term per sample"
+        )
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """c loss(outputs, targets), for outputs as the model gives them, or with the last axis brought second."""
+
+    loss: nn.Module
+    base: Base
+    targets: Tensor
+    factor: float
+    classes_last: bool
+
+
+def recognise(root: Node, samples: int) -> Recognised | None:
+    """The loss that a tape ends in, if it has a rule."""
+    factor, node = _without_factors(root)
+    kind = FUNCTIONS.get(node.function)
+    if kind is None:
+        return None
+    arguments = dict(_signature(node.function).bind(*node.args, **node.kwargs).arguments)
+    source, targets = arguments.pop("input"), arguments.pop("target")
+    options = {name: value for name, value in arguments.items() if value is not None}
+    if not isinstance(source, Node) or not isinstance(targets, Tensor) or targets.requires_grad:
+        return None
+    if kind is nn.GaussianNLLLoss:
+        variance = options.pop("var")
+        if isinstance(variance, Node) or (isinstance(variance, Tensor) and variance.requires_grad):
+            return None
+        targets = torch.stack([targets, torch.as_tensor(variance).to(targets).expand_as(targets)], 1)
+    if {"size_average", "reduce"} & options.keys() or any(isinstance(own, Node) for own in options.values()):
+        return None
+    bases = root.bases()
+    if len(bases) != 1 or not factor > 0:
+        return None
+    loss, base = _module(kind, options), bases[0]
+    if loss is None:
+        return None
+    placed = _place(node.function, loss, source, base, targets, samples)
+    return None if placed is None else Recognised(loss, base, *placed[:1], factor, placed[1])
+
+
+def _place(
+    function: Callable[..., Any], loss: Any, source: Node, base: Base, targets: Tensor, samples: int
+) -> tuple[Tensor, bool] | None:
+    """Targets for outputs as the base has them, and whether these have their classes last; None if unknown."""
+    outputs = base.tensor
+    if source is base and len(outputs) == samples:
+        return targets, False
+    per_class = function in _PER_CLASS
+    if per_class and (source.tensor.dim() != 2 or targets.dim() != 1):
+        return None  # of other shapes only as the base has them
+    if function is F.gaussian_nll_loss or outputs.numel() % samples:
+        return None
+    # where each number at the loss comes from: the operations between run on the places of the outputs
+    places = torch.arange(outputs.numel(), dtype=torch.float64, device=outputs.device).reshape(outputs.shape)
+    try:
+        found = source.value({base: places}).long()
+        same = torch.equal(outputs.reshape(-1)[found.clamp(0, outputs.numel() - 1)], source.tensor)
+    except (RuntimeError, IndexError):
+        return None
+    if not same:
+        return None
+    flat = found.reshape(-1)
+    if len(flat) != len(flat.unique()):
+        return None
+    if not per_class:
+        if len(flat) != outputs.numel() or targets.shape != source.tensor.shape:
+            return None
+        placed = torch.empty(outputs.numel(), dtype=targets.dtype, device=targets.device)
+        placed[flat] = targets.reshape(-1)
+        return placed.reshape(samples, *_rest(outputs, samples)), False
+    classes = outputs.shape[-1]
+    start = found[:, 0]
+    if classes != found.shape[1] or bool((found != start.unsqueeze(1) + torch.arange(classes).to(start)).any()):
+        return None
+    ignored = int(loss.ignore_index)
+    placed = torch.full((outputs.numel() // classes,), ignored, dtype=targets.dtype, device=targets.device)
+    placed[start // classes] = targets
+    positions = len(placed) // samples
+    return (placed, False) if positions == 1 else (placed.reshape(samples, positions), True)
+
+
+def _rest(outputs: Tensor, samples: int) -> tuple[int, ...]:
+    """The shape of the outputs of one sample."""
+    return tuple(outputs.shape[1:]) if outputs.dim() and len(outputs) == samples else (outputs.numel() // samples,)
+
+
+def _without_factors(root: Node) -> tuple[float, Node]:
+    """root = c node with a constant c."""
+    factor, node = 1.0, root
+    while True:
+        name, parents = node.name, node.parents()
+        if name in _TIMES | _OVER and len(parents) == 1 and len(node.args) == 2 and not node.kwargs:
+            other = node.args[1] if node.args[0] is parents[0] else node.args[0]
+            divided = name in _OVER
+            if divided and node.args[0] is not parents[0]:
+                return factor, node  # a constant over the loss
+            if not isinstance(other, int | float | Tensor) or (isinstance(other, Tensor) and other.numel() != 1):
+                return factor, node
+            if isinstance(other, Tensor) and other.requires_grad:
+                return factor, node
+            factor = factor / float(other) if divided else factor * float(other)
+        elif not (
+            len(parents) == 1
+            and node.tensor.numel() == parents[0].tensor.numel() == 1
+            and name
+            in {"mean", "sum", "float", "double", "to", "clone", "squeeze", "reshape", "view", "contiguous"}
+        ):
+            return factor, node
+        node = parents[0]
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | None:
+    """A loss with these options, None if the module does not have one of them."""
+    tensors = {name: own for name, own in options.items() if isinstance(own, Tensor)}
+    plain = {name: own for name, own in options.items() if name not in tensors}
+    loss = kind(**plain)
+    if not tensors.keys() <= loss._buffers.keys():
+        return None
+    for name, own in tensors.items():
+        loss._buffers[name] = own
+    return loss
+
+
+def same_loss(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two losses are of one kind with the same options."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    first, second = _options(a), _options(b)
+    return first.keys() == second.keys() and all(
+        first[name] is second[name] if isinstance(first[name], Tensor) else first[name] == second[name]
+        for name in first
+    )
+
+
+def _options(loss: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in vars(loss).items() if not name.startswith("_") and name != "training"}
+    return {**own, **{name: value for name, value in loss._buffers.items() if value is not None}}

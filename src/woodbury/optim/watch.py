@@ -1,0 +1,467 @@
+"""Steps from a loop of the user's own: `step(closure)`, and `loss.backward(); optimizer.step()` with watch=True.
+
+Hooks on the model note what it was called with and give its outputs a tape (`woodbury.losses.tape`), which notes
+the operations up to `backward`. From the two follows what `step(inputs, targets)` would have been given.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from woodbury import _batch, _random
+from woodbury.losses.rules import loss_rule
+from woodbury.losses.seen import (
+    FUNCTIONS,
+    Recognised,
+    ScaledLoss,
+    TapedLoss,
+    check_terms_apart,
+    recognise,
+    same_loss,
+)
+from woodbury.losses.tape import LossesInside, Node, Taped, tape
+from woodbury.model.capture import call_model
+from woodbury.model.fallback import Forward
+
+UNWATCHED = (
+    "step() without a batch: no loss.backward() was watched since the last step. Ways out: "
+    "optimizer.step(inputs, targets), without backward; optimizer.step(closure), where the closure computes the "
+    "loss and calls backward; or watch=True when the optimizer is made, before the model is called"
+)
+
+
+@dataclass(eq=False)
+class ModelCall:
+    """A call of the model: what it was given, where its random numbers began, and the loss that came of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: _random.Snapshot
+    training: bool
+    versions: list[int]  # of the tensors it was given
+    outputs: list[Tensor] = field(default_factory=list)  # that a loss may begin at
+    is_tensor: bool = False  # whether the model returned one tensor
+    inside: bool = False  # whether the loss is computed inside the model
+    root: Node | None = None  # of the backward pass
+    place: int = 0  # among the outputs, or among the losses inside: where the loss begins
+
+    @property
+    def inputs(self) -> Any:
+        """As `step` takes them."""
+        if self.is_plain:
+            return self.args[0]
+        return {"args": self.args, "kwargs": self.kwargs}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is model(inputs) with one tensor that gives one tensor."""
+        single = len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor)
+        return single and self.is_tensor and not self.inside
+
+    def check_unchanged(self, model: nn.Module) -> None:
+        if _versions(self.args, self.kwargs) != self.versions:
+            raise ValueError(
+                "the inputs of the model were changed in place after its call: a step runs the model on them again"
+            )
+        if model.training is not self.training:
+            raise ValueError("model.train() or model.eval() was called between the model's call and step()")
+
+
+@dataclass(frozen=True)
+class SeenForward:
+    """Runs the model as it was called in the loop, and returns the outputs that its loss began at."""
+
+    place: int
+    inside: bool
+    classes_last: bool
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+        samples = _batch.sample_count(inputs)
+        args, kwargs = (inputs["args"], inputs["kwargs"]) if isinstance(inputs, dict) else ((inputs,), {})
+        if self.inside:
+            with LossesInside(FUNCTIONS, _ignore) as seen:
+                model(*args, **kwargs)
+            outputs = seen.inputs[self.place]
+        else:
+            outputs = _differentiable(model(*args, **kwargs))[self.place]
+        if outputs.dim() == 0 or len(outputs) != samples:  # tokens of all samples in one axis
+            rest = outputs.shape[1:] if outputs.dim() > 1 and self.classes_last else ()
+            outputs = outputs.reshape(samples, -1, *rest)
+        return outputs.movedim(-1, 1) if self.classes_last else outputs
+
+
+@dataclass(frozen=True)
+class SeenBatch:
+    """What a step on a watched loss is taken with."""
+
+    inputs: Any
+    targets: Tensor
+    loss: nn.Module
+    forward: Forward
+    random: _random.Snapshot | None  # from which the passes of the step draw; None where nothing can be repeated
+
+
+def _ignore(root: Node, run: Callable[[], Any]) -> None:
+    """Hears of no backward pass: one inside a step is its own."""
+    run()
+
+
+def _differentiable(outputs: Any) -> list[Tensor]:
+    """The tensors in what a model returns that a loss may begin at."""
+    leaves = [outputs] if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs)
+    return [
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point()
+    ]
+
+
+def _versions(*trees: Any) -> list[int]:
+    leaves = pytree.tree_leaves(trees)
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+class _Hook:
+    """A hook that does nothing once its watcher is gone; a copy, as of a model that is copied, has none."""
+
+    def __init__(self, watcher: Watcher | None, name: str) -> None:
+        self._watcher = None if watcher is None else weakref.ref(watcher)
+        self._name = name
+
+    def __call__(self, *arguments: Any) -> Any:
+        watcher = None if self._watcher is None else self._watcher()
+        return None if watcher is None else getattr(watcher, self._name)(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None, self._name)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(None, self._name)
+
+
+class Watcher:
+    """Notes the calls of a model and the backward passes of losses, from its making on until `close`."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], *, runs_backward: bool) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._probe = min(parameters, key=lambda parameter: parameter.numel())
+        self._runs_backward = runs_backward  # a closure's own need not be run: the step has one
+        self._calls: list[ModelCall] = []  # whose loss was sent back since the last step
+        self._open: list[tuple[ModelCall, LossesInside]] = []  # calls that are running
+        self._gradient: Tensor | None = None  # of the probe, after the last backward pass
+        self._off = False
+        self._looks_inside = True  # until the model has shown that it computes no loss
+        self._version: int | None = None  # of that gradient
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True),
+            model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, calls of the model are not noted."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
+
+    # -- hooks -------------------------------------------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._off or not torch.is_grad_enabled() or self._open:
+            return
+        random = _random.snapshot(self._probe.device)
+        call = ModelCall(args, dict(kwargs), random, module.training, _versions(args, kwargs))
+        inside = LossesInside(FUNCTIONS, lambda root, run: self._hear(call, root, run))
+        if self._looks_inside:
+            inside.__enter__()
+        self._open.append((call, inside))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        if self._off or not self._open:
+            return None
+        call, inside = self._open.pop()
+        if self._looks_inside:
+            inside.__exit__(None, None, None)
+        if outputs is None:  # the model raised
+            return None
+        call.is_tensor = isinstance(outputs, Tensor)
+        call.outputs = [leaf for leaf in inside.inputs if leaf.requires_grad]
+        if call.outputs:
+            call.inside = True
+            return None
+        found = _differentiable(outputs)
+        call.outputs = found
+        self._looks_inside = not (isinstance(outputs, Tensor) and outputs.dim())
+        if not found:
+            return None
+
+        def hears(root: Node, run: Callable[[], Any]) -> None:
+            self._hear(call, root, run)
+
+        if isinstance(outputs, Tensor):
+            return tape(outputs, hears)
+        known = {id(leaf) for leaf in found}
+        return pytree.tree_map(lambda leaf: tape(leaf, hears) if id(leaf) in known else leaf, outputs)
+
+    def _hear(self, call: ModelCall, root: Node, run: Callable[[], Any]) -> None:
+        """A backward pass from a loss of a call starts."""
+        if self._off:
+            run()
+            return
+        bases = root.bases()
+        if call.root is not None:
+            raise ValueError("two backward passes through one call of the model: add the losses up first")
+        if len(bases) != 1:
+            raise ValueError(
+                "the loss depends on several outputs of the model, or on two calls of it: a step needs a loss of "
+                "one tensor of outputs, from one call (join the inputs, or return one tensor)"
+            )
+        if root.strangers():
+            raise ValueError(
+                "the loss depends on tensors with a gradient beside the outputs of the model: a penalty on the "
+                "weights (use weight_decay= of the optimizer instead), or parameters outside of the model"
+            )
+        if root.tensor.numel() != 1:
+            raise ValueError(f"backward from a loss of shape {tuple(root.tensor.shape)}: it must be one number")
+        self._check_gradients_before()
+        if self._runs_backward:
+            run()
+        else:
+            self._probe.grad = torch.zeros_like(self._probe)  # clipping shows itself by its trace
+        call.root = root
+        base = bases[0]
+        same = [
+            leaf.data_ptr() == base.tensor.data_ptr() and leaf.shape == base.tensor.shape for leaf in call.outputs
+        ]
+        call.place = same.index(True) if True in same else 0
+        self._calls.append(call)
+        own = self._probe.grad
+        self._gradient = None if own is None else own.detach().clone()
+        self._version = None if own is None else own._version
+
+    def _check_gradients_before(self) -> None:
+        """Drop calls of before zero_grad, and raise where gradients are there that nobody watched."""
+        own = self._probe.grad
+        if own is None or not bool(own.any()):
+            if self._runs_backward or own is None:
+                self._calls.clear()
+            return
+        if not self._calls or self._gradient is None:
+            raise ValueError(
+                "parameters hold gradients of a backward pass that was not watched, or of the step before: call "
+                "zero_grad() after each step, and add losses up before one backward pass. In a closure, gradients "
+                "cannot be accumulated: pass watch=True for that"
+            )
+        self._changed_by(own)
+
+    # -- what a step asks --------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        self._calls.clear()
+        self._gradient = None
+
+    def _changed_by(self, own: Tensor) -> float:
+        """The factor by which the gradient of the probe was multiplied since the last backward pass.
+
+        Warns of clipping, and raises if it was changed in another way.
+        """
+        before = self._gradient
+        assert before is not None
+        if torch.equal(own, before):
+            return 1.0
+        size = float(before.square().sum())
+        factor = float((own * before).sum()) / size if size else 0.0
+        if factor <= 0 or float((own - factor * before).abs().max()) > 1e-3 * abs(factor) * math.sqrt(size):
+            raise ValueError(
+                "gradients were changed between loss.backward() and step(), or come from another loss as well (a "
+                "penalty with a backward pass of its own?): a step is that of the watched loss alone. For a "
+                "penalty on the weights use weight_decay="
+            )
+        power = math.log2(factor)
+        if abs(power - round(power)) < 1e-6:
+            return 2.0 ** round(power)  # GradScaler has taken its scale back
+        self._warn_of_clipping()
+        return 1.0
+
+    def _warn_of_clipping(self) -> None:
+        warnings.warn(
+            "gradients were clipped before step(): a second-order step does not use them and is not shorter for "
+            "it. Leave clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the damping "
+            "and the guard bound a step",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def take(self, known: nn.Module, count: int) -> SeenBatch:
+        """The batch and the loss of the calls since the last step, for its `count`-th step; forgets them."""
+        calls, own = self._calls, self._probe.grad
+        if not calls:
+            raise ValueError(UNWATCHED)
+        factor = 1.0
+        if not self._runs_backward:
+            if own is None or own._version != self._version:
+                self._warn_of_clipping()
+            self._probe.grad = None
+        elif own is not None and self._gradient is not None:
+            factor = self._changed_by(own)
+        self._calls = []
+        for call in calls:
+            call.check_unchanged(self._model)
+        return _join(calls, factor, known, count)
+
+
+def _join(calls: Sequence[ModelCall], factor: float, known: nn.Module, count: int) -> SeenBatch:
+    """One batch of all calls, and its loss; `factor` was taken off the gradients after the backward passes."""
+    first = calls[0]
+    sizes = [_batch.sample_count(call.inputs) for call in calls]
+    seen = [_recognised(call, size) for call, size in zip(calls, sizes, strict=True)]
+    random = first.random if len(calls) == 1 else None
+    if any(own is None for own in seen):
+        return _of_any_loss(calls, sizes, factor, count)
+    found = [own for own in seen if own is not None]
+    loss = found[0].loss
+    if any(not same_loss(loss, own.loss) for own in found[1:]):
+        raise ValueError("the micro-batches before one step have different losses")
+    layouts = {(call.place, call.inside, own.classes_last) for call, own in zip(calls, found, strict=True)}
+    if len(layouts) != 1:
+        raise ValueError("the micro-batches before one step use the outputs of the model in different ways")
+    ((place, inside, classes_last),) = layouts
+    plain = first.is_plain and not classes_last and place == 0
+    forward = call_model if plain else SeenForward(place, inside, classes_last)
+    inputs, targets = first.inputs, found[0].targets
+    if len(calls) > 1:
+        inputs = _concatenate([call.inputs for call in calls], sizes)
+        targets = torch.cat([own.targets for own in found])
+    loss, scale = _mean_of_all(loss, found, factor)
+    loss = known if same_loss(loss, known) else loss
+    if abs(scale - 1) > 1e-6:
+        loss = ScaledLoss(loss, scale)
+    return SeenBatch(inputs, targets, loss, forward, random)
+
+
+def _mean_of_all(loss: Any, found: Sequence[Recognised], factor: float) -> tuple[nn.Module, float]:
+    """The loss over all micro-batches, c times a mean, with the factor c; a sum is left as it is."""
+    factors = [own.factor * factor for own in found]
+    if loss_rule(loss).is_sum(loss):
+        if all(abs(own - 1) < 1e-6 for own in factors):
+            return loss, 1.0
+        loss = copy.copy(loss)
+        loss.reduction = "mean"
+        terms = [float(_term_count(loss, own)) for own in found]
+        weights = factors
+    else:
+        if len(found) == 1:
+            return loss, factors[0]
+        terms = [float(_term_count(loss, own)) for own in found]
+        weights = [own / count for own, count in zip(factors, terms, strict=True)]  # of each term of the sum
+    if max(weights) > (1 + 1e-6) * min(weights):
+        warnings.warn(
+            "micro-batches of different sizes were accumulated, each as a mean: the step gives every sample the "
+            "same weight, and not every micro-batch",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return loss, 1.0
+    return loss, weights[0] * math.fsum(terms)
+
+
+def _recognised(call: ModelCall, samples: int) -> Recognised | None:
+    assert call.root is not None
+    return recognise(call.root, samples)
+
+
+def _term_count(loss: nn.Module, seen: Recognised) -> Any:
+    """M, what the mean loss of a call divided by."""
+    outputs, rule = seen.base.tensor, loss_rule(loss)
+    samples = len(seen.targets)
+    if len(outputs) != samples:
+        outputs = outputs.reshape(samples, -1, *(outputs.shape[1:] if seen.classes_last else ()))
+    outputs = outputs.movedim(-1, 1) if seen.classes_last else outputs
+    return rule.count(loss, rule.prepare(loss, outputs, seen.targets))
+
+
+def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float, count: int) -> SeenBatch:
+    """A batch whose loss has no rule: a function of the outputs, by its tape."""
+    call = calls[0]
+    if len(calls) > 1:
+        raise ValueError(
+            "micro-batches can be accumulated with losses that have a rule only (those of torch.nn, at outputs "
+            "that are only reshaped or sliced): take a step for each, or use such a loss"
+        )
+    if call.inside:
+        raise ValueError("the loss inside the model has no rule: compute it outside, from the model's outputs")
+    assert call.root is not None
+    base, samples = call.root.bases()[0], sizes[0]
+    if base.tensor.dim() == 0 or len(base.tensor) != samples:
+        raise ValueError(
+            f"the loss begins at outputs of shape {tuple(base.tensor.shape)} for {samples} samples: the first "
+            "axis must be the sample axis"
+        )
+    loss = TapedLoss(call.root, base, factor, samples)
+    if count & (count - 1) == 0:  # at steps 1, 2, 4, 8, ...
+        check_terms_apart(loss)
+    forward = call_model if call.is_plain else SeenForward(call.place, False, False)
+    places = torch.arange(samples, device=base.tensor.device)
+    return SeenBatch(call.inputs, places, loss, forward, call.random)
+
+
+def _concatenate(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One batch of several: tensors with a sample axis are joined, everything else must be the same."""
+    flattened = [pytree.tree_flatten(tree) for tree in trees]
+    structure = flattened[0][1]
+    if any(other != structure for _, other in flattened[1:]):
+        raise ValueError("the model was called in different ways in the micro-batches before one step")
+    joined = []
+    for leaves in zip(*(own for own, _ in flattened), strict=True):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) == len(leaves) and all(
+            _batch.has_samples(leaf, size) for leaf, size in zip(tensors, sizes, strict=True)
+        ):
+            joined.append(torch.cat(tensors))
+            continue
+        same = torch.equal(leaves[0], leaves[-1]) if len(tensors) == len(leaves) else leaves[0] == leaves[-1]
+        if not same:
+            raise ValueError("an argument of the model without a sample axis differs between the micro-batches")
+        joined.append(leaves[0])
+    return pytree.tree_unflatten(joined, structure)
+
+
+def run_closure(
+    model: nn.Module, parameters: Iterable[Tensor], closure: Callable[[], Any], known: nn.Module, count: int
+) -> SeenBatch:
+    """The batch and the loss of a closure; it is run once, and its backward pass is not."""
+    watcher = Watcher(model, list(parameters), runs_backward=False)
+    try:
+        with torch.enable_grad():
+            value = closure()
+        if not watcher._calls and isinstance(value, Taped):  # a closure that only returns the loss
+            value.backward()
+        if not watcher._calls:
+            raise ValueError(
+                "the closure called no loss.backward() on a loss of this model's outputs: it must call the model, "
+                "compute the loss from its outputs and call backward (torch.autograd.backward is not seen)"
+            )
+        if len(watcher._calls) > 1:
+            raise ValueError(
+                "the closure calls the model and backward more than once: a step needs one loss of one call. With "
+                "watch=True several backward passes before a step are added up"
+            )
+        return watcher.take(known, count)
+    finally:
+        watcher.close()

@@ -1,0 +1,130 @@
+"""Inside Lightning: the steps are those of a plain loop, checkpoints go on bit by bit, numbers are logged."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import woodbury
+
+lightning = pytest.importorskip("lightning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+def data(samples=40):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(samples, 5, generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, **settings):
+        super().__init__()
+        self.net, self.settings = network(), settings
+
+    def training_step(self, batch, index):
+        inputs, targets = batch
+        loss = nn.functional.cross_entropy(self.net(inputs), targets)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        inputs, targets = batch
+        self.log("val_loss", nn.functional.cross_entropy(self.net(inputs), targets))
+
+    def configure_optimizers(self):
+        return woodbury.GaussNewton(self.net, nn.CrossEntropyLoss(), curvature_samples=5, seed=0, **self.settings)
+
+
+def trainer(path, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return lightning.Trainer(default_root_dir=path, **{"enable_checkpointing": False, **quiet, **options})
+
+
+def loader(size=10):
+    return DataLoader(TensorDataset(*data()), batch_size=size)
+
+
+def plain_steps(size, count, **settings):
+    """The parameters after so many steps of a loop without Lightning."""
+    model = network()
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples=5, seed=0, **settings)
+    taken = 0
+    while True:
+        for inputs, targets in loader(size):
+            optimizer.step(inputs, targets)
+            taken += 1
+            if taken == count:
+                return list(model.parameters())
+
+
+def test_ten_steps_are_ten_steps_and_those_of_a_plain_loop(tmp_path):
+    model, run = Module(), trainer(tmp_path, max_steps=10)
+    run.fit(model, loader(), loader())
+    assert run.global_step == 10
+    for p, q in zip(model.net.parameters(), plain_steps(10, 10), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_checkpoint_goes_on_bit_by_bit(tmp_path):
+    whole, part = Module(momentum=0.5), Module(momentum=0.5)
+    trainer(tmp_path, max_epochs=4).fit(whole, loader())
+    first = trainer(tmp_path, max_epochs=2, enable_checkpointing=True)
+    first.fit(part, loader())
+    path = tmp_path / "half.ckpt"
+    first.save_checkpoint(path)
+    resumed = Module(momentum=0.5)
+    run = trainer(tmp_path, max_epochs=4)
+    run.fit(resumed, loader(), ckpt_path=path)
+    assert run.global_step == 16
+    for p, q in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_accumulated_batches_are_one_batch_with_watch(tmp_path):
+    model, run = Module(watch=True), trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2)
+    run.fit(model, loader())
+    assert run.global_step == 6
+    for p, q in zip(model.net.parameters(), plain_steps(20, 6), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # float32, sums in another order
+
+
+def test_accumulation_without_watch_raises(tmp_path):
+    with pytest.raises(ValueError, match="watch=True"):
+        trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2).fit(Module(), loader())
+
+
+def test_clipping_is_reported(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, max_steps=1, gradient_clip_val=0.1).fit(Module(), loader())
+    assert any("clipped" in str(warning.message) for warning in caught)
+
+
+def test_steps_are_logged(tmp_path):
+    import woodbury.lightning
+
+    model = Module()
+    run = trainer(tmp_path, max_steps=3, callbacks=[woodbury.lightning.StepMonitor()])
+    run.fit(model, loader())
+    logged, last = run.logged_metrics, run.optimizers[0].last
+    for name in ("loss", "damping", "ratio", "step_norm", "accepted"):
+        assert float(logged[f"woodbury/{name}"]) == pytest.approx(float(getattr(last, name)), rel=1e-6)
+    with pytest.raises(ValueError, match="every"):
+        woodbury.lightning.StepMonitor(every=0)
+
+
+def test_the_example_is_not_below_adam():
+    pytest.importorskip("sklearn")
+    import lightning_digits
+
+    options = {"enable_progress_bar": False}
+    assert lightning_digits.main(epochs=3, **options) >= lightning_digits.main(epochs=3, adam=True, **options)

@@ -1,0 +1,117 @@
+"""Inside skorch: fits, grid search and pickles, with the optimizers of this package."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import woodbury
+
+pytest.importorskip("skorch")
+np = pytest.importorskip("numpy")
+
+
+class Network(nn.Module):
+    def __init__(self, hidden=8, outputs=3):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(5, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def data():
+    generator = np.random.default_rng(0)
+    inputs = generator.normal(size=(60, 5)).astype(np.float32)
+    return inputs, (inputs[:, 0] + inputs[:, 1] > 0).astype(np.int64), inputs[:, :1] * inputs[:, 1:2]
+
+
+def classifier(**settings):
+    import woodbury.skorch
+
+    return woodbury.skorch.NeuralNetClassifier(
+        Network,
+        criterion=nn.CrossEntropyLoss,
+        **{"optimizer": woodbury.GaussNewton, "lr": 0.5, "batch_size": 20, "max_epochs": 5, **settings},
+        train_split=None,
+        verbose=0,
+    )
+
+
+def test_a_classifier_takes_the_steps_of_a_plain_loop():
+    inputs, labels, _ = data()
+    net = classifier(optimizer__damping=0.5, optimizer__seed=0, optimizer__curvature_samples=10)
+    net.fit(inputs, labels)
+    model = Network()
+    optimizer = woodbury.GaussNewton(
+        model, nn.CrossEntropyLoss(), lr=0.5, damping=0.5, seed=0, curvature_samples=10
+    )
+    for _ in range(5):
+        for start in range(0, 60, 20):
+            part = slice(start, start + 20)
+            optimizer.step(torch.tensor(inputs[part]), torch.tensor(labels[part]))
+    for p, q in zip(net.module_.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert net.history[-1, "train_loss"] < net.history[0, "train_loss"]
+    assert net.score(inputs, labels) > 0.9
+
+
+def test_a_regressor_fits():
+    import woodbury.skorch
+
+    inputs, _, values = data()
+    net = woodbury.skorch.NeuralNetRegressor(
+        Network,
+        module__outputs=1,
+        optimizer=woodbury.NaturalGradient,
+        optimizer__damping=0.1,
+        lr=0.3,
+        batch_size=60,
+        max_epochs=40,
+        train_split=None,
+        verbose=0,
+    )
+    net.fit(inputs, values)
+    assert net.history[-1, "train_loss"] < 0.2 * net.history[0, "train_loss"]
+
+
+def test_pickles_go_on():
+    inputs, labels, _ = data()
+    net = classifier()
+    net.fit(inputs, labels)
+    other = pickle.loads(pickle.dumps(net))
+    assert np.array_equal(net.predict_proba(inputs), other.predict_proba(inputs))
+    net.partial_fit(inputs, labels)
+    other.partial_fit(inputs, labels)
+    for p, q in zip(net.module_.parameters(), other.module_.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_grid_search_reaches_the_settings():
+    from sklearn.model_selection import GridSearchCV
+
+    inputs, labels, _ = data()
+    search = GridSearchCV(
+        classifier(), {"lr": [1e-6, 0.5], "optimizer__damping": [0.1, 1.0]}, cv=3, scoring="accuracy"
+    )
+    search.fit(inputs, labels)
+    assert search.best_params_["lr"] == 0.5
+    net = classifier().initialize()
+    net.set_params(lr=0.25, optimizer__momentum=0.5)
+    assert net.optimizer_.param_groups[0]["lr"] == 0.25 and net.optimizer_.param_groups[0]["momentum"] == 0.5
+
+
+def test_other_optimizers_are_made_as_ever():
+    inputs, labels, _ = data()
+    net = classifier(optimizer=torch.optim.Adam, lr=0.01)
+    net.fit(inputs, labels)
+    assert isinstance(net.optimizer_, torch.optim.Adam)
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    import skorch_digits
+
+    assert skorch_digits.main(epochs=2) > 0.8
