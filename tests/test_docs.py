@@ -162,9 +162,9 @@ def test_every_public_name_is_in_the_reference():
     """By a line `::: name`, which says the name itself or the function of that name in its module."""
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
-    assert {id(resolve(name)) for name in documented} == {
-        id(getattr(woodbury, name)) for name in woodbury.__all__ if name != "__version__"
-    }
+    found = [resolve(name) for name in documented]  # doors as well, which are not among the public names
+    missing = [name for name in woodbury.__all__ if not any(getattr(woodbury, name) is own for own in found)]
+    assert missing == ["__version__"]
 
 
 @pytest.mark.parametrize(
