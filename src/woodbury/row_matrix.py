@@ -364,8 +364,8 @@ def rows(
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd.
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
-    model, loss = written_model(model), written_model(loss)
     kind = part_named("curvature", curvature, CURVATURES)
+    loss = None if loss is None else written_model(loss)
     rule = None if loss is None else loss_rule(loss)
 
     def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
@@ -401,7 +401,7 @@ def capture_rows(
 
     check looks whether the model mixes samples, which takes a few passes more.
     """
-    has_fallback = part_named("fallback", fallback, FALLBACKS)
+    model, has_fallback = written_model(model), part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
     buffers = Buffers(plan.buffers, {})
