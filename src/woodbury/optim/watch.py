@@ -32,6 +32,7 @@ from woodbury.losses.seen import (
 )
 from woodbury.losses.tape import LossesInside, Node, Taped, tape
 from woodbury.model.capture import call_model
+from woodbury.model.compiled import WrittenCall
 from woodbury.model.fallback import Forward
 
 UNWATCHED = (
@@ -163,12 +164,14 @@ class Watcher:
         self._off = False
         self._looks_inside = True  # until the model has shown that it computes no loss
         self._version: int | None = None  # of that gradient
+        WrittenCall.put_on(model)
         self._handles = [
             model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True),
             model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
+        WrittenCall.take_off(self._model)
         for handle in self._handles:
             handle.remove()
 
