@@ -43,10 +43,10 @@ FLOORS = {
         ["attention", "convolutions", "norms", "recurrent"],
     ],
     "model": [
-        ["buffers", "noise"],
+        ["buffers", "noise", "compiled"],
         ["fallback"],
         ["plan", "tangents"],
-        ["call", "chain", "compiled"],
+        ["call", "chain"],
         ["graph"],
         ["bare"],
         ["capture"],

@@ -406,7 +406,7 @@ def capture_rows(
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
     buffers = Buffers(plan.buffers, {})
     try:
-        run = buffers.preserved(run_as_written(plan, forward or call_model), inputs)
+        run = buffers.preserved(run_as_written(forward or call_model, plan.has_compiled), inputs)
         captured = capture(plan, model, run, inputs, samples)
         if check:
             check_samples_apart(captured)

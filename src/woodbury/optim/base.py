@@ -729,7 +729,7 @@ class SecondOrder(torch.optim.Optimizer):
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain, forward = chain is not None, self.forward
         if not is_chain:
-            forward = run_as_written(plan, forward)
+            forward = run_as_written(forward, plan.has_compiled)
             transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
             if transaction.buffers is not None:
                 forward = transaction.buffers.preserved(forward, batch.inputs)

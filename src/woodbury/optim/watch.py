@@ -32,6 +32,7 @@ from woodbury.losses.seen import (
 )
 from woodbury.losses.tape import LossesInside, Node, Taped, tape
 from woodbury.model.capture import call_model
+from woodbury.model.compiled import WrittenCall
 from woodbury.model.fallback import Forward
 
 UNWATCHED = (
@@ -167,12 +168,14 @@ class Watcher:
         self._open_hooks()
 
     def _open_hooks(self) -> None:
+        WrittenCall.put_on(self._model)  # a loop may compile the model, around these hooks
         self._handles = [
             self._model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True),
             self._model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
+        WrittenCall.take_off(self._model)
         for handle in self._handles:
             handle.remove()
 
