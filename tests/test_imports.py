@@ -28,8 +28,8 @@ ROOMS = [
     ),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "sklearn", "experiments", "bench"),
-    *("tensorboard", "wandb", "lightning", "skorch", "cli", "__main__"),
+    *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
+    *("tensorboard", "wandb", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
