@@ -56,7 +56,7 @@ FLOORS = {
     "optim": [
         ["settings", "passes", "transaction", "price", "watch", "joint", "by_parameter"],
         ["step", "guard"],
-        ["faults"],
+        ["faults", "shards"],
         ["base", "first_order", "linearize"],
         ["parameter_space"],
         ["sample_space"],
