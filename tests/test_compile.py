@@ -207,3 +207,73 @@ def test_steps_of_a_model_compiled_to_machine_code():
         woodbury.GaussNewton(own, loss).step(*batch())
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("door", ["watch", "closure"])
+@pytest.mark.parametrize("way", [compile_whole, compile_in_place, compile_part])
+def test_loops_with_a_compiled_model_take_the_steps_of_the_model_as_written(way, door):
+    model, plain, loss = way("aot_eager").eval(), written().eval(), nn.CrossEntropyLoss()
+    optimizer = woodbury.GaussNewton(model, loss, watch=door == "watch")
+    alone = woodbury.GaussNewton(plain, loss)
+    inputs, targets = batch()
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model(inputs), targets)
+        value.backward()
+        return value
+
+    compiled = []
+    for _ in range(6):
+        optimizer.step(closure) if door == "closure" else (closure(), optimizer.step())
+        alone.step(inputs, targets)
+        compiled.append(graphs())
+    assert compiled[1] == compiled[-1]  # whatever torch makes of calls that are not to be compiled
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_model_is_compiled_again_once_nobody_watches():
+    model = compile_in_place("aot_eager")
+    own = model._compiled_call_impl
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    inputs, targets = batch()
+
+    def closure():
+        assert model._compiled_call_impl is not own
+        value = nn.CrossEntropyLoss()(model(inputs), targets)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    assert model._compiled_call_impl is own
+    assert graphs() == 0
+    model(inputs)
+    assert graphs() == 1
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Inside()
+
+    def forward(self, inputs, labels):
+        outputs = self.net(inputs)
+        return {"loss": nn.functional.cross_entropy(outputs, labels), "logits": outputs}
+
+
+def test_a_watched_model_compiled_later_with_its_loss_inside():
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = WithLoss().double().eval()
+        optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(*batch())["loss"].backward()
+            optimizer.step()
+        results.append(flatten(dict(model.named_parameters())).detach())
+    assert torch.equal(*results)

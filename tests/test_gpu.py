@@ -658,3 +658,47 @@ def test_a_search_takes_the_step_of_the_cpu(name):
     assert made[0][1] == made[1][1]
     # "residual" has a SiLU, whose second derivative comes from differences: sqrt(eps)
     torch.testing.assert_close(made[1][0], made[0][0], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", ["closure", "watch"])
+@pytest.mark.parametrize("name", ["softmax", "squared"])
+def test_a_loop_of_ones_own_takes_the_same_steps(name, how):
+    problem, same = problems.make(name), problems.make(name)
+    problem.model.cuda()
+    same.model.cuda()
+    batch = problem.inputs.cuda(), problem.targets.cuda()
+    plain = woodbury.GaussNewton(problem.model, problem.loss)
+    optimizer = woodbury.GaussNewton(same.model, same.loss, watch=how == "watch")
+    for _ in range(6):
+        plain.step(*batch)
+
+        def backward():
+            optimizer.zero_grad()
+            same.loss(same.model(batch[0]), batch[1]).backward()
+
+        if how == "watch":
+            backward()
+            optimizer.step()
+        else:
+            optimizer.step(backward)
+    assert is_recorded(optimizer)
+    for p, q in zip(problem.model.parameters(), same.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_gradient_scaler_in_a_watched_loop():
+    problem, same = problems.make("softmax"), problems.make("softmax")
+    problem.model.cuda()
+    same.model.cuda()
+    batch = problem.inputs.cuda(), problem.targets.cuda()
+    plain = woodbury.GaussNewton(problem.model, problem.loss)
+    optimizer = woodbury.GaussNewton(same.model, same.loss, watch=True)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(5):
+        plain.step(*batch)
+        optimizer.zero_grad()
+        scaler.scale(same.loss(same.model(batch[0]), batch[1])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for p, q in zip(problem.model.parameters(), same.model.parameters(), strict=True):
+        assert torch.equal(p, q)

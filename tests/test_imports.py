@@ -28,8 +28,8 @@ ROOMS = [
     ),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "sklearn", "experiments", "bench"),
-    *("tensorboard", "wandb", "lightning", "skorch", "cli", "__main__"),
+    *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
+    *("tensorboard", "wandb", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
@@ -43,10 +43,10 @@ FLOORS = {
         ["attention", "convolutions", "norms", "recurrent"],
     ],
     "model": [
-        ["buffers", "noise"],
+        ["buffers", "noise", "compiled"],
         ["fallback"],
         ["plan", "tangents"],
-        ["call", "chain", "compiled"],
+        ["call", "chain"],
         ["graph"],
         ["bare"],
         ["capture"],
@@ -56,7 +56,7 @@ FLOORS = {
     "optim": [
         ["settings", "passes", "transaction", "price", "watch", "joint", "by_parameter"],
         ["step", "guard"],
-        ["faults"],
+        ["faults", "shards"],
         ["base", "first_order", "linearize"],
         ["parameter_space"],
         ["sample_space"],

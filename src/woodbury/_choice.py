@@ -9,8 +9,6 @@ Part = TypeVar("Part")
 
 FALLBACKS = {None: False, "autograd": True}  # whether rows that no layer rule gives are computed
 
-PROCESS_GROUPS = {None: False, "self": True}  # whether a step is one process's own
-
 
 def part_named(name: str, value: Any, parts: Mapping[Any, Part]) -> Part:
     """The part that the value of an argument names; raises an error that names the argument if there is none."""

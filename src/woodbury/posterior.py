@@ -41,6 +41,7 @@ from woodbury.curvature import GaussNewtonMatrix
 from woodbury.linalg import plus_diagonal
 from woodbury.losses.rules import LossRule, loss_rule, prepare
 from woodbury.model.capture import GraphCapture
+from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.row_matrix import Rows, capture_rows, unit_columns
@@ -173,6 +174,7 @@ def posterior(
 
         prior |theta|^2 = gamma,    noise (n C - gamma) = |y - t|^2
     """
+    model, loss = written_model(model), written_model(loss)
     is_squared = isinstance(loss, nn.MSELoss)
     _check_argument("prior", prior, what="a precision")
     _check_argument("noise", noise, what="a variance")

@@ -21,7 +21,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_own_product, byte_limit, windows
-from woodbury.linalg import full_precision, plus_diagonal
+from woodbury.linalg import Solution, full_precision, plus_diagonal
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import GraphCapture, call_model, capture
@@ -31,6 +31,9 @@ from woodbury.model.independence import check_samples_apart
 from woodbury.model.plan import Plan, plan_layers
 
 _PASSES = 200  # operations in the time that one number of p takes in memory: written, added, its norm taken
+
+
+SmallSolver = Callable[[Tensor, Tensor], Solution]  # of (b, m, m) and (b, m)
 
 
 class Slab(NamedTuple):
@@ -188,6 +191,10 @@ class Rows:
     def joined(self, own: Tensor) -> Tensor:
         """Columns of the Gram matrix that belong to the rows here, and those of other processes if any."""
         return own
+
+    def shared_out(self, solve: SmallSolver) -> SmallSolver:
+        """A solver of the small systems, whose blocks are shared out to processes if there are several."""
+        return solve
 
     def forming_pays(self, head: int) -> bool:
         """`forming_pays` for these layers; False if one of them is not affine."""
@@ -357,8 +364,8 @@ def rows(
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd.
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
-    model, loss = written_model(model), written_model(loss)
     kind = part_named("curvature", curvature, CURVATURES)
+    loss = None if loss is None else written_model(loss)
     rule = None if loss is None else loss_rule(loss)
 
     def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
@@ -394,12 +401,12 @@ def capture_rows(
 
     check looks whether the model mixes samples, which takes a few passes more.
     """
-    has_fallback = part_named("fallback", fallback, FALLBACKS)
+    model, has_fallback = written_model(model), part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
     buffers = Buffers(plan.buffers, {})
     try:
-        run = buffers.preserved(run_as_written(plan, forward or call_model), inputs)
+        run = buffers.preserved(run_as_written(forward or call_model, plan.has_compiled), inputs)
         captured = capture(plan, model, run, inputs, samples)
         if check:
             check_samples_apart(captured)

@@ -45,32 +45,19 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
     evidence after some steps goes on until the evidence rises no more. No data are held out. Several targets share
     the hidden units and, in units of their standard deviations, the noise.
 
-    Parameters
-    ----------
-    hidden_layer_sizes : sequence of int, default=(20,)
-        The numbers of tanh units in the hidden layers.
-    restarts : int, default=4
-        How many starts are tried.
-    max_iter : int, default=150
-        The most Levenberg-Marquardt steps of the start that is chosen.
-    tol : float, default=1e-3
-        Stops where the log evidence per sample has risen by less than this over nine steps.
-    random_state : int, RandomState instance or None, default=None
-        Of the starts. The same number gives the same fit.
+    Args:
+        hidden_layer_sizes: the numbers of tanh units in the hidden layers.
+        restarts: how many starts are tried.
+        max_iter: the most Levenberg-Marquardt steps of the start that is chosen.
+        tol: it stops where the log evidence per sample has risen by less than this over nine steps.
+        random_state: of the starts; a number, a RandomState or None. The same number gives the same fit.
 
-    Attributes
-    ----------
-    model_ : torch.nn.Sequential
-        The network, for standardised inputs and targets.
-    posterior_ : woodbury.Posterior
-        Its posterior, in the same units.
-    noise_std_ : ndarray of shape (n_outputs,) or float
-        The standard deviation of the noise, in the units of y.
-    log_evidence_ : float
-        Of the standardised data; larger is better, for hidden layers of different sizes as well.
-    n_iter_ : int
-        Steps of the start that was chosen.
-    n_features_in_, feature_names_in_ : see scikit-learn.
+    Attributes:
+        model_: the network (torch.nn.Sequential), for standardised inputs and targets.
+        posterior_: its `woodbury.Posterior`, in the same units.
+        noise_std_: the standard deviation of the noise in the units of y, a number or one for each output.
+        log_evidence_: of the standardised data; larger is better, for hidden layers of different sizes as well.
+        n_iter_: steps of the start that was chosen.
     """
 
     def __init__(

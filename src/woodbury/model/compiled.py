@@ -6,6 +6,8 @@ layer to capture its input would be compiled anew at every step. Outside of a st
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -14,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from woodbury._process import ForAllThreads
-from woodbury.model.fallback import Forward
-from woodbury.model.plan import Plan
 
 # Inside, compiled modules and functions run as they were written.
 uncompiled = ForAllThreads(lambda: torch.compiler.set_stance("force_eager"))
@@ -29,12 +29,54 @@ def written_model(model: Any) -> Any:
     return inside if isinstance(inside, nn.Module) else model
 
 
-def run_as_written(plan: Plan, forward: Forward) -> Forward:
+class WrittenCall:
+    """What runs in place of a model's own call: as it was written where gradients are followed.
+
+    So it does in a loop that compiles the model around the hooks of an optimizer, which could not see inside then.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._compiled = model._compiled_call_impl  # by model.compile()
+        self._plain = model._call_impl
+        self._written: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            if self._written is None:
+                if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and its import takes seconds
+                    return self._plain(*args, **kwargs)
+                self._written = torch.compiler.disable(self._plain)
+            return self._written(*args, **kwargs)
+        return (self._compiled or self._plain)(*args, **kwargs)
+
+    @staticmethod
+    def put_on(model: nn.Module) -> None:
+        """Let calls of the model be such."""
+        vars(model)["_compiled_call_impl"] = WrittenCall(model)
+
+    @staticmethod
+    def take_off(model: nn.Module) -> None:
+        """Undo `put_on`, unless the model was compiled since."""
+        own = vars(model).get("_compiled_call_impl")
+        if isinstance(own, WrittenCall):
+            vars(model)["_compiled_call_impl"] = own._compiled
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has compiled a module, in place or as another module around it."""
+    own = module._compiled_call_impl
+    own = own._compiled if isinstance(own, WrittenCall) else own
+    return own is not None or type(module).__name__ == "OptimizedModule"
+
+
+def run_as_written(
+    forward: Callable[[nn.Module, Any], Tensor], has_compiled: Callable[[], bool | None]
+) -> Callable[[nn.Module, Any], Tensor]:
     """forward(model, inputs) without compiled code, where the model has some."""
 
     @wraps(forward)
     def run(model: nn.Module, inputs: Any) -> Tensor:
-        if not plan.findings.compiled:
+        if not has_compiled():
             return forward(model, inputs)
         with uncompiled:
             return forward(model, inputs)

@@ -15,6 +15,7 @@ from woodbury.layers.attention import projects_out
 from woodbury.layers.registry import Rule, layer_rule
 from woodbury.layers.rules import LOOKUPS, refused_option
 from woodbury.model.buffers import Holder, changing_buffers
+from woodbury.model.compiled import is_compiled
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,6 @@ def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
 FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has compiled a module, in place or as another module around it."""
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
 def _mixes_samples(norm: nn.Module) -> bool:
     return norm.training or norm.running_mean is None
 
@@ -120,6 +116,10 @@ class Plan:
         """The parameters of the model by name, trained or not; without those that a first pass has to make."""
         named = self.model.named_parameters()
         return {name: parameter for name, parameter in named if not nn.parameter.is_lazy(parameter)}
+
+    def has_compiled(self) -> bool | None:
+        """Whether the model runs compiled code, as far as is known."""
+        return self.findings.compiled
 
     def versions(self) -> list[int]:
         """How often each of all parameters was changed in place so far."""
@@ -316,5 +316,5 @@ def plan_layers(
             for module in model.modules()
         ),
         changing_buffers(model),
-        Findings(compiled=any(map(_is_compiled, model.modules())) or None),
+        Findings(compiled=any(map(is_compiled, model.modules())) or None),
     )

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from woodbury import _batch, _random, products
 from woodbury._batch import Batch
-from woodbury._choice import FALLBACKS, PROCESS_GROUPS, part_named
+from woodbury._choice import FALLBACKS, part_named
 from woodbury._group import ALONE, Group
 from woodbury._vector import Vector
 from woodbury.blocks import BLOCKS
@@ -46,7 +45,7 @@ from woodbury.device.scalars import (
 from woodbury.layers.attention import plain_attention
 from woodbury.linalg import full_precision
 from woodbury.losses.rules import loss_rule
-from woodbury.losses.seen import NoLoss, NoSamples
+from woodbury.losses.seen import NoLoss
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
@@ -72,6 +71,7 @@ from woodbury.optim.settings import (
     read_settings,
     with_names,
 )
+from woodbury.optim.shards import agree, borrow_sample, count_nothing, find_group, start_alike
 from woodbury.optim.step import Numbers, Problem, Proposal, StepInfo, decay_decrease
 from woodbury.optim.transaction import Transaction
 from woodbury.optim.watch import UNWATCHED, Watcher, run_closure
@@ -80,16 +80,6 @@ from woodbury.optim.watch import UNWATCHED, Watcher, run_closure
 @cache
 def _rounding(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
-
-
-def _samples_of(inputs: Any) -> int:
-    """The number of samples, 0 for an empty batch; of what is no batch 1, which is refused where it is checked."""
-    try:
-        return _batch.sample_count(inputs)
-    except ValueError as error:
-        return 0 if "empty" in str(error) else 1
-    except TypeError:
-        return 1
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -127,8 +117,6 @@ class SecondOrder(torch.optim.Optimizer):
     ) -> None:
         loss = NoLoss() if loss is None else loss
         self.process_group = process_group
-        if process_group is None or isinstance(process_group, str):
-            part_named("process_group", process_group, PROCESS_GROUPS)
         self._blocks = part_named("blocks", blocks, BLOCKS)
         has_fallback = part_named("fallback", fallback, FALLBACKS)
         check_curvature_samples(curvature_samples)
@@ -176,7 +164,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.state["damping"] = to_device(self.damping.initial, self._device())
         self.state["generator"] = _random.new_state(seed)
         self.state["largest_batch"] = 0
-        self._agree()
+        start_alike(self._group, self._trained(), self.state)
         self.watch = watch
         self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
         self._watcher = self._new_watcher()
@@ -410,14 +398,15 @@ class SecondOrder(torch.optim.Optimizer):
                 with torch.enable_grad():
                     closure()
             seen = watcher.take(self.loss, self._seen_steps)
-        loss, forward, holders = self.loss, self.forward, self._plan().buffers
-        buffers = Buffers(holders, {}) if holders else None
+        loss, forward, buffers = self.loss, self.forward, None
         self.loss, self.forward = seen.loss, seen.forward
         try:
             with (
                 nullcontext() if watcher is None else watcher.paused(),
                 nullcontext() if seen.random is None else _random.replayed(seen.random),
             ):
+                holders = self._plan().buffers
+                buffers = Buffers(holders, {}) if holders else None
                 yield seen.inputs, seen.targets
         finally:
             self.loss, self.forward = loss, forward
@@ -438,24 +427,9 @@ class SecondOrder(torch.optim.Optimizer):
             proposal = self._proposal(problem, to_take=True)
             with nullcontext() if random is None else _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
-            if self._group.size > 1:
-                proposal, actual = self._agreed(proposal, actual)
+            proposal, actual = agree(self._group, proposal, actual)
         with torch.no_grad():
             return self._conclude(problem, proposal, actual, transaction)
-
-    def _agreed(self, proposal: Proposal, actual: Scalar) -> tuple[Proposal, Scalar]:
-        """The numbers of a step as the first process has them, so that all judge alike to the last bit."""
-        own = (proposal.loss, proposal.predicted, proposal.squared_norm, proposal.damping, actual, proposal.usable)
-        loss, predicted, squared, damping, actual, usable = self._group.of_first([float(number) for number in own])
-        proposal = replace(
-            proposal,
-            loss=loss,
-            predicted=predicted,
-            squared_norm=squared,
-            damping=damping,
-            usable=bool(usable),
-        )
-        return proposal, actual
 
     def _on_good_samples(
         self,
@@ -672,16 +646,12 @@ class SecondOrder(torch.optim.Optimizer):
 
         A process without a sample borrows one of another, and counts it 0 times.
         """
-        borrowed = self._borrowed(inputs, targets) if self._group.size > 1 else None
+        borrowed = borrow_sample(self._group, inputs, targets, self._device(), self.state)
         if borrowed is not None:
             (inputs, targets), subset = borrowed, None
         with self._group.together():
             problem = self._pose(inputs, targets, subset, full, transaction, held_out)
-        if borrowed is None:
-            return problem
-        loss = NoSamples(self.loss)
-        passes = replace(problem.passes, chain=None, loss=loss, rule=loss_rule(loss), samples_count=False)
-        return replace(problem, passes=passes)
+        return problem if borrowed is None else count_nothing(problem)
 
     def _pose(
         self,
@@ -726,7 +696,7 @@ class SecondOrder(torch.optim.Optimizer):
         chain = None if full is not None else self._chain_for(batch.inputs)
         is_chain, forward = chain is not None, self.forward
         if not is_chain:
-            forward = run_as_written(plan, forward)
+            forward = run_as_written(forward, plan.has_compiled)
             transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
             if transaction.buffers is not None:
                 forward = transaction.buffers.preserved(forward, batch.inputs)
@@ -786,16 +756,7 @@ class SecondOrder(torch.optim.Optimizer):
             )
 
     def _new_group(self) -> Group:
-        """The processes whose samples are one batch: those of torch.distributed, unless each trains for itself."""
-        own = isinstance(self.process_group, str) and PROCESS_GROUPS[self.process_group]
-        if own or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            if isinstance(self._called, DistributedDataParallel):
-                raise ValueError(
-                    "the model is wrapped in DistributedDataParallel, and process_group='self' asks for a model "
-                    "of each process's own: pass the module inside"
-                )
-            return ALONE
-        group = Group(self.process_group, alone=torch.distributed.get_world_size(self.process_group) == 1)
+        group = find_group(self.process_group, self._called)
         if group.size > 1:
             self._check_joint()
         return group
@@ -804,30 +765,6 @@ class SecondOrder(torch.optim.Optimizer):
         """Raise where a setting cannot be had by several processes."""
         if self.bad_samples != "raise":
             raise ValueError("bad_samples='skip' is for one process: several must agree on their samples")
-
-    def _agree(self) -> None:
-        """Start all processes from the parameters and the random state of the first."""
-        if self._group.size > 1:
-            with torch.no_grad():
-                for parameter in self._trained():
-                    parameter.copy_(self._group.same(parameter))
-            self.state["generator"] = self._group.same(self.state["generator"])
-
-    def _borrowed(self, inputs: Any, targets: Tensor | None) -> tuple[Any, Tensor | None] | None:
-        """A sample of another process where this one has none; None if it has some. A collective."""
-        counts = self._group.gather_numbers(_samples_of(inputs))
-        self.state["largest_batch"] = max(sum(counts), self.state["largest_batch"])  # that of all processes
-        if 0 not in counts:
-            return None
-        lender = next((rank for rank, count in enumerate(counts) if count), None)
-        if lender is None:
-            raise ValueError("empty batch: no process has a sample")
-        lent = None
-        if lender == self._group.rank:
-            first = torch.zeros(1, dtype=torch.long, device=self._device())
-            lent = tuple(_batch.take(tree, first, counts[lender]) for tree in (inputs, targets))
-        lent = self._group.gather_objects(lent)[lender]
-        return None if counts[self._group.rank] else lent
 
     def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:
         """Order the batch so that S2 leads."""

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch, is_empty
-from woodbury._choice import PROCESS_GROUPS, part_named
-from woodbury._group import ALONE, Group, all_processes
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
 from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
+from woodbury.optim.shards import find_group
 from woodbury.optim.step import Numbers, StepInfo
 from woodbury.products import loss_of
 
@@ -51,16 +50,11 @@ class FirstOrder(torch.optim.Optimizer):
         self.state = self.optimizer.state
         self.last: StepInfo | None = None
         self.process_group = process_group
-        self._group = self._new_group()
+        self._group = find_group(process_group, model)
         if self._group.size > 1:
             with torch.no_grad():
                 for parameter in self._trained():  # all processes start from those of the first
                     parameter.copy_(self._group.same(parameter))
-
-    def _new_group(self) -> Group:
-        named = self.process_group is None or isinstance(self.process_group, str)
-        own = named and part_named("process_group", self.process_group, PROCESS_GROUPS)
-        return ALONE if own else all_processes(self.process_group)
 
     def _trained(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -79,7 +73,7 @@ class FirstOrder(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         super().__setstate__({"param_groups": self.optimizer.param_groups, "state": self.optimizer.state})
-        self._group = self._new_group()
+        self._group = find_group(self.process_group, self.model)
 
     def step(self, inputs: Any = None, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
         """One gradient step on the mean loss of the batch."""

@@ -20,8 +20,8 @@ from woodbury._group import Group, assemble, dismantle
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import RowForm, concatenate_forms
-from woodbury.linalg import full_precision
-from woodbury.row_matrix import Rows
+from woodbury.linalg import Solution, full_precision
+from woodbury.row_matrix import Rows, SmallSolver
 
 
 class Shard(NamedTuple):
@@ -160,6 +160,22 @@ class JointRows(Rows):
     ) -> list[Tensor]:
         own = self._own.curvature(self._factor_rows[self._group.rank], blocks, dtype)
         return [self._group.sum(matrix) for matrix in own]
+
+    def shared_out(self, solve: SmallSolver) -> SmallSolver:
+        group = self._group
+
+        def solve_own_blocks(matrix: Tensor, rhs: Tensor) -> Solution:
+            if matrix.dim() == 2:
+                return solve(matrix, rhs)
+            x, ok, condition = torch.zeros_like(rhs), True, 1.0
+            if group.rank < len(matrix):
+                own = solve(matrix[group.rank :: group.size], rhs[group.rank :: group.size])
+                x[group.rank :: group.size] = own.x
+                ok, condition = bool(own.ok), own.reciprocal_condition
+            (failures,) = group.sums(0.0 if ok else 1.0)
+            return Solution(group.sum(x), not failures, 1, condition)
+
+        return solve_own_blocks
 
     def dense(self) -> Tensor:
         raise NotImplementedError("the rows of several processes are not written out")

@@ -211,7 +211,7 @@ def answer_in_sample_space(
         line.e,
         projected,
         damping,
-        solver.small_solver(system, damping),
+        rows.shared_out(solver.small_solver(system, damping)),
     )
     plain = base is None and gram.dim() == 2 and rows.row_count == line.curvature_rows
     if plain and system.refines(damping):

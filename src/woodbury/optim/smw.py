@@ -150,6 +150,13 @@ class _SampleSpace(SecondOrder):
             raise TypeError(f"held_out must be a pair (inputs, targets), got {type(held_out).__name__}")
         self._count_samples(*held_out)
 
+    def _check_joint(self) -> None:
+        super()._check_joint()
+        if self.search is not None:
+            raise ValueError("search= is for one process: it looks at the loss several times per step")
+        if not self._solver.forms_rows:
+            raise ValueError(f"solver={self._solver.name!r} is for one process: use 'cholesky', or HessianFree")
+
     def _one_system(self, problem: Problem) -> Proposal:
         if self.search is None:
             return super()._one_system(problem)
@@ -457,8 +464,10 @@ class GaussNewton(_SampleSpace):
             and for `step(closure)`, which needs no hooks. See docs/doors.md.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
-        process_group: the processes of torch.distributed whose batches are one: None for all, a group of them, or
-            "self" where each process trains a model of its own.
+        process_group: of torch.distributed, whose processes take one step on the samples of all of them: None for
+            all processes, a group, or "self" where each trains a model of its own. Each process passes its own
+            part of the batch, of any size; all start from the parameters of the first. curvature_samples as a
+            number are those of all processes together. See docs/processes.md.
     """
 
     curvature = CURVATURES["gauss-newton"]

@@ -32,6 +32,7 @@ from woodbury.losses.seen import (
 )
 from woodbury.losses.tape import LossesInside, Node, Taped, tape
 from woodbury.model.capture import call_model
+from woodbury.model.compiled import WrittenCall
 from woodbury.model.fallback import Forward
 
 UNWATCHED = (
@@ -163,23 +164,31 @@ class Watcher:
         self._off = False
         self._looks_inside = True  # until the model has shown that it computes no loss
         self._version: int | None = None  # of that gradient
+        self._handles: list[Any] = []
+        self._open_hooks()
+
+    def _open_hooks(self) -> None:
+        WrittenCall.put_on(self._model)  # a loop may compile the model, around these hooks
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True),
-            model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
+            self._model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True),
+            self._model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
+        WrittenCall.take_off(self._model)
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, calls of the model are not noted."""
-        before, self._off = self._off, True
+        """Inside, calls of the model are not noted, and it has no hooks of ours: it may be a plain chain."""
+        self._off = True
+        self.close()
         try:
             yield
         finally:
-            self._off = before
+            self._open_hooks()
+            self._off = False
 
     # -- hooks -------------------------------------------------------------------------------------------
 

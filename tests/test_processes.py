@@ -1,0 +1,308 @@
+"""Steps of several processes are those of one process on all their samples."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import processes
+import woodbury
+from woodbury._group import ALONE
+from woodbury.optim import OPTIMIZERS
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="needs torch.distributed with gloo",
+)
+
+N = 12
+SPREAD = {2: (7, 5), 4: (5, 4, 0, 3)}  # samples of each process
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def cnn():
+    torch.manual_seed(1)
+    convolution = nn.Conv2d(1, 4, 3, padding=1)
+    return nn.Sequential(convolution, nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)).double()
+
+
+class Tokens(nn.Module):
+    """An embedding, attention and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        hidden = self.embedding(x)
+        hidden = self.norm(hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0])
+        return self.head(hidden).movedim(-1, 1)
+
+
+def tokens():
+    torch.manual_seed(1)
+    return Tokens().double()
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "tokens": tokens}
+
+
+def data(kind):
+    generator = torch.Generator().manual_seed(0)
+    if kind == "tokens":
+        words = torch.randint(7, (N, 4), generator=generator)
+        targets = words.roll(1, 1)
+        targets[::3, 1:] = -100  # another number of terms for every process
+        return words, targets
+    shape = (N, 5) if kind == "mlp" else (N, 1, 6, 6)
+    inputs = torch.randn(shape, generator=generator).double()
+    return inputs, torch.randint(3, (N,), generator=generator)
+
+
+CASES = [
+    *((model, name, {}) for model in ("mlp", "cnn") for name in ("smw-gn", "smw-ng", "smw-ng-bd", "hf")),
+    ("mlp", "kfac", {}),
+    *(("mlp", name, {"weight_decay": 0.01}) for name in ("smw-gn", "smw-ng-bd", "hf", "kfac")),
+    *(("cnn", name, {"momentum": 0.5}) for name in ("smw-gn", "smw-ng")),
+    ("mlp", "smw-gn", {"momentum": 0.5, "solver": "cg", "solver_tolerance": 1e-14}),
+    ("mlp", "smw-gn", {"damping": woodbury.LevenbergMarquardt(initial=0.01, relative=True)}),
+    ("tokens", "smw-ng", {}),
+    ("tokens", "smw-gn", {"columns": None}),
+]
+
+
+def train(rank, world, sizes, half):
+    """The parameters, the damping and the last numbers of each case; half of each part is S2 with `half`."""
+    results = []
+    parts = torch.arange(N).split(list(sizes))
+    for kind, name, settings in CASES:
+        model, (inputs, targets) = MODELS[kind](), data(kind)
+        optimizer = OPTIMIZERS[name](model, nn.CrossEntropyLoss(), **{"damping": 0.3, **settings})
+        own = parts[rank] if world > 1 else torch.arange(N)
+        subset = None
+        if half:
+            subset = torch.arange(0, len(own), 2) if world > 1 else torch.cat([part[::2] for part in parts])
+        for _ in range(20):
+            info = optimizer.step(inputs[own], targets[own], subset=subset)
+        flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        results.append((flat, optimizer.state["damping"], info.as_dict()))
+    return results
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["all", "half"])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_twenty_steps_are_those_of_one_process(world, half):
+    """Also with uneven shards, and an empty one; float64, systems of condition below 1e4."""
+    expected = train(0, 1, SPREAD[world], half)
+    everyone = processes.run(train, world, SPREAD[world], half)
+    for case, (flat, damping, info) in zip(CASES, expected, strict=True):
+        index = CASES.index(case)
+        for own in everyone:
+            assert (own[index][0] - flat).abs().max() <= 1e-9, case
+            assert torch.equal(own[index][0], everyone[0][index][0]), case
+            assert float(own[index][1]) == float(everyone[0][index][1]) == pytest.approx(float(damping)), case
+            assert own[index][2] == everyone[0][index][2], case
+            assert own[index][2] == pytest.approx(info, rel=1e-6, abs=1e-9), case
+
+
+def many_steps(rank, world):
+    """200 steps in float32 with S2 drawn at random, momentum, dropout and uneven batches."""
+    torch.manual_seed(rank)  # the models differ until the optimizer is made
+    model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Dropout(0.1), nn.Linear(20, 3))
+    optimizer = woodbury.GaussNewton(
+        model, nn.CrossEntropyLoss(), lr=0.3, momentum=0.9, curvature_samples=0.5, seed=rank
+    )
+    generator = torch.Generator().manual_seed(10 + rank)
+    losses = []
+    for step in range(200):
+        count = 1 + (step + 3 * rank) % 5
+        inputs = torch.randn(count, 5, generator=generator)
+        targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 1).long()
+        losses.append(float(optimizer.step(inputs, targets).loss))
+    return losses, optimizer.state_dict(), [parameter.detach() for parameter in model.parameters()]
+
+
+def test_processes_stay_bit_identical():
+    (losses, state, parameters), (others, other_state, other_parameters) = processes.run(many_steps, 2)
+    assert losses == others and len(set(losses)) == 200
+    assert all(torch.equal(a, b) for a, b in zip(parameters, other_parameters, strict=True))
+    assert torch.equal(state["state"]["generator"], other_state["state"]["generator"])
+    assert float(state["state"]["damping"]) == float(other_state["state"]["damping"])
+
+
+def in_a_loop(rank, world):
+    """DistributedDataParallel around the model, and the loop that its users have."""
+    results = []
+    for how in ("step", "watch", "closure"):
+        model = mlp()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        inputs, targets = data("mlp")
+        own = slice(0, 7) if rank == 0 else slice(7, None)
+        criterion = nn.CrossEntropyLoss()
+        optimizer = woodbury.GaussNewton(wrapped, criterion, damping=0.3, watch=how == "watch")
+
+        def closure(wrapped=wrapped, optimizer=optimizer, criterion=criterion, batch=(inputs[own], targets[own])):
+            optimizer.zero_grad()
+            criterion(wrapped(batch[0]), batch[1]).backward()
+
+        for _ in range(5):
+            if how == "step":
+                optimizer.step(inputs[own], targets[own])
+            elif how == "watch":
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+        results.append([parameter.detach() for parameter in model.parameters()])
+    return results
+
+
+def test_a_wrapped_model_takes_the_same_steps():
+    model, (inputs, targets) = mlp(), data("mlp")
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.3)
+    for _ in range(5):
+        optimizer.step(inputs, targets)
+    for ways in processes.run(in_a_loop, 2):
+        for parameters in ways:
+            for a, b in zip(parameters, model.parameters(), strict=True):
+                torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-11)
+
+
+def with_a_fault(rank, world):
+    model, (inputs, targets) = mlp(), data("mlp")
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    messages = []
+    for bad in (inputs[:, :4], inputs * torch.nan, None):
+        try:
+            optimizer.step(bad if rank == 1 else inputs, targets)
+            messages.append("stepped")
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    try:
+        optimizer.verify(inputs, targets)
+    except ValueError as error:
+        messages.append(str(error))
+    for settings in ({"search": woodbury.CurvedSearch()}, {"solver": "products"}, {"bad_samples": "skip"}):
+        try:
+            woodbury.GaussNewton(model, nn.CrossEntropyLoss(), **settings)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages, same, bool(optimizer.step(inputs, targets).accepted)
+
+
+def test_an_error_of_one_process_is_an_error_of_all():
+    first, second = processes.run(with_a_fault, 2)
+    for messages, same, accepted in (first, second):
+        assert same and accepted
+        assert len(messages) == 7 and all("one process" in message for message in messages[3:])
+    assert "shapes cannot be multiplied" in second[0][0] and "nan or inf" in second[0][1]
+    for shown, cause in zip(
+        first[0][:3], ("shapes cannot be multiplied", "nan or inf", "at least one"), strict=True
+    ):
+        assert shown.startswith("LostProcessError: process 1 of 2 failed") and cause in shown
+
+
+def bytes_of_a_step(rank, world):
+    model = nn.Sequential(nn.Linear(784, 500), nn.Tanh(), nn.Linear(500, 10))
+    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), curvature_samples=0.5)
+    inputs, targets = torch.randn(60, 784), torch.randint(10, (60,))
+    optimizer.step(inputs, targets)
+    before = optimizer._group.bytes_given
+    optimizer.step(inputs, targets)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    rows = 30 * (784 + 500 + 500 + 10)  # v and h of its curvature samples
+    return optimizer._group.bytes_given - before, 4 * parameters, 4 * rows
+
+
+def test_the_bytes_of_a_step_are_those_of_a_gradient_and_the_rows():
+    for given, gradient, rows in processes.run(bytes_of_a_step, 2):
+        assert gradient + rows <= given <= 1.3 * (gradient + rows)
+
+
+def in_subgroups(rank, world):
+    group = torch.distributed.new_group([0, 1])
+    model, (inputs, targets) = mlp(), data("mlp")
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.3, process_group=group)
+    half = slice(0, 6) if rank == 0 else slice(6, None)
+    optimizer.step(inputs[half], targets[half])
+    own = mlp()
+    alone = woodbury.GaussNewton(own, nn.CrossEntropyLoss(), damping=0.3, process_group="self")
+    alone.step(inputs, targets)
+    return [p.detach() for p in model.parameters()], [p.detach() for p in own.parameters()]
+
+
+def test_groups_of_processes_can_be_chosen():
+    for joint, alone in processes.run(in_subgroups, 2):
+        for a, b in zip(joint, alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+SCRIPT = """
+    import os, signal, sys, torch, woodbury
+    from datetime import timedelta
+    from torch import nn
+
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    model = nn.Linear(3, 2)
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    for step in range(100):
+        if step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            optimizer.step(torch.randn(4, 3), torch.randint(2, (4,)))
+        except RuntimeError as error:
+            print(type(error).__name__, step, error)
+            os._exit(3)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_process_that_is_killed_ends_the_others_with_a_message(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    started = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    shown, _ = ranks[0].communicate(timeout=120)
+    ranks[1].communicate(timeout=120)
+    assert ranks[0].returncode == 3 and ranks[1].returncode == -signal.SIGKILL
+    assert shown.startswith("LostProcessError 5 process 0 of 2 waited for the others in vain")
+    assert "last checkpoint" in shown and time.monotonic() - started < 100
+
+
+def test_for_one_process_nothing_is_exchanged():
+    tensor = torch.randn(3)
+    assert ALONE.sum(tensor) is tensor and ALONE.same(tensor) is tensor and ALONE.gather(tensor) == [tensor]
+    assert ALONE.sums(1.0, 2.0) == [1.0, 2.0] and ALONE.bytes_given == 0
+    with pytest.raises(KeyError), ALONE.together():
+        raise KeyError
+
+
+def test_what_several_processes_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="process_group"):
+        woodbury.GaussNewton(mlp(), nn.MSELoss(), process_group="all")
