@@ -59,11 +59,11 @@ class Group:
         """The sum of a vector by parameter name, in one collective."""
         return vector if self.size == 1 else unflatten(self.sum(flatten(vector)), vector)
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of each process; they may differ in the length of the last axis."""
+    def gather(self, tensor: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
+        """The tensor of each process; they may differ in the length of the last axis: `lengths`, if known."""
         if self.size == 1:
             return [tensor]
-        lengths = self.gather_numbers(tensor.shape[-1])
+        lengths = self.gather_numbers(tensor.shape[-1]) if lengths is None else lengths
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]

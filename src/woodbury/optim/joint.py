@@ -6,6 +6,9 @@ columns of its own rows; the columns are then exchanged. The small system is sol
 summed in one reduction of the size of the parameters:
 
     K[:, own rows] = U_all Z_own^T,      p = sum over processes of -Z_own^T c_own
+
+The rows of samples outside S2 all have the same coefficient, so that those of a process count as one row, their
+sum.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from woodbury._group import Group, assemble, dismantle
 from woodbury._vector import Vector
@@ -28,52 +31,62 @@ class Shard(NamedTuple):
     """What one process has of the rows: how many, and the forms of its factor rows without their numbers."""
 
     factor_rows: int
-    gradient_rows: int
+    others: int  # the rows of other samples
+    has_gradient: bool  # whether part of its gradient is in no row
     skeletons: dict[str, tuple[bytes, list[tuple[torch.Size, torch.dtype]]]]  # by layer
+
+    @property
+    def row_count(self) -> int:
+        """Of those that are exchanged: the rows of other samples are one."""
+        return self.factor_rows + min(1, self.others)
+
+
+def describe(
+    model: nn.Module, head: Mapping[str, RowForm], factor_rows: int, others: int, has_gradient: bool
+) -> Shard:
+    """The shard of this process, whose factor rows have the forms head."""
+    skeletons = {}
+    for name, form in head.items():
+        skeleton, tensors = dismantle(form, model)
+        skeletons[name] = skeleton, [(tensor.shape, tensor.dtype) for tensor in tensors]
+    return Shard(factor_rows, others, has_gradient, skeletons)
 
 
 class JointRows(Rows):
-    """Z of all processes: the factor rows of each in turn, then the gradient rows of each in turn."""
+    """Z of all processes: the factor rows of each in turn, then the sum of the others of each that has some."""
 
     joint = True
 
-    def __init__(self, own: Rows, head: Mapping[str, RowForm], factor_rows: int, group: Group) -> None:
-        """own are the rows of this process; the first factor_rows of them, in the forms head, are factor rows."""
+    def __init__(self, own: Rows, head: Mapping[str, RowForm], shard: Shard, group: Group) -> None:
+        """own are the rows of this process; the first of them, in the forms head, are its factor rows."""
         super().__init__(own.plan, {}, 0)
         self._own, self._head, self._group = own, head, group
-        with group.together():
-            skeletons = {}
-            for name, form in head.items():
-                skeleton, tensors = dismantle(form, own.plan.model)
-                skeletons[name] = skeleton, [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._shards = group.gather_objects(Shard(factor_rows, own.row_count - factor_rows, skeletons))
-        self._factor_rows = [shard.factor_rows for shard in self._shards]
-        self._gradient_rows = [shard.gradient_rows for shard in self._shards]
-        self.row_count = sum(self._factor_rows) + sum(self._gradient_rows)
-
-    @property
-    def factor_row_count(self) -> int:
-        return sum(self._factor_rows)
+        self._shards: list[Shard] = group.gather_objects(shard)
+        self.factor_rows = [other.factor_rows for other in self._shards]
+        self.row_count = sum(other.row_count for other in self._shards)
+        self.has_gradient = any(other.has_gradient for other in self._shards)
 
     def _own_part(self, values: Tensor) -> Tensor:
-        """The entries of this process along the last axis."""
+        """The entries of the rows of this process along the last axis."""
         rank = self._group.rank
-        start, length = sum(self._factor_rows[:rank]), self._factor_rows[rank]
-        outside = sum(self._factor_rows) + sum(self._gradient_rows[:rank])
-        parts = (
-            values[..., start : start + length],
-            values[..., outside : outside + self._gradient_rows[rank]],
-        )
-        return torch.cat(parts, dim=-1)
-
-    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
-        """The entries of all processes along the last axis, factor rows first."""
-        factor = [own[..., :count] for own, count in zip(parts, self._factor_rows, strict=True)]
-        others = [own[..., count:] for own, count in zip(parts, self._factor_rows, strict=True)]
-        return torch.cat([*factor, *others], dim=-1)
+        own, before = self._shards[rank], self._shards[:rank]
+        start = sum(shard.factor_rows for shard in before)
+        inside = values[..., start : start + own.factor_rows]
+        if not own.others:
+            return inside
+        place = sum(self.factor_rows) + sum(min(1, shard.others) for shard in before)
+        outside = values[..., place : place + 1]
+        return torch.cat([inside, outside.expand(*outside.shape[:-1], own.others)], dim=-1)
 
     def joined(self, own: Tensor) -> Tensor:
-        return self._in_order(self._group.gather(own.contiguous()))
+        shard = self._shards[self._group.rank]
+        if shard.others:
+            outside = own[..., shard.factor_rows :].sum(-1, keepdim=True)
+            own = torch.cat([own[..., : shard.factor_rows], outside], dim=-1)
+        parts = self._group.gather(own.contiguous(), [other.row_count for other in self._shards])
+        factor = [part[..., :count] for part, count in zip(parts, self.factor_rows, strict=True)]
+        others = [part[..., count:] for part, count in zip(parts, self.factor_rows, strict=True)]
+        return torch.cat([*factor, *others], dim=-1)
 
     # -- the Gram matrix on the factor rows ----------------------------------------------------------------
 
@@ -104,7 +117,11 @@ class JointRows(Rows):
         for dtype in dict.fromkeys(dtype for entry in entries if entry for _, dtype in entry[1]):
             parts = [tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype]
             empty = torch.empty(0, dtype=dtype, device=self.plan.device)
-            received[dtype] = self._group.gather(torch.cat(parts) if parts else empty)
+            lengths = [
+                sum(shape.numel() for shape, own in (entry[1] if entry else ()) if own == dtype)
+                for entry in entries
+            ]
+            received[dtype] = self._group.gather(torch.cat(parts) if parts else empty, lengths)
         forms: list[RowForm] = []
         for rank, entry in enumerate(entries):
             if entry is None:
@@ -158,7 +175,7 @@ class JointRows(Rows):
     def curvature(
         self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        own = self._own.curvature(self._factor_rows[self._group.rank], blocks, dtype)
+        own = self._own.curvature(self.factor_rows[self._group.rank], blocks, dtype)
         return [self._group.sum(matrix) for matrix in own]
 
     def shared_out(self, solve: SmallSolver) -> SmallSolver:

@@ -13,7 +13,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
-from woodbury.optim.joint import JointRows
+from woodbury.optim.joint import JointRows, describe
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
@@ -107,9 +107,7 @@ def _in_pieces(
             check_memory(pieces[0].capture.raw)
         piece, outputs = evaluated[0]
         factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
-    term_count = passes.term_count(pieces)
-    loss = check_loss(passes.mean([piece.losses for piece in pieces], term_count))
-    divisor = passes.divisor(curvature, pieces[0].term_count, batch.curvature, batch.samples)
+    term_count, loss, divisor = passes.totals(pieces, curvature, batch)
     assert factor.e is not None
     width = batch.curvature * factor.width
     in_rows = 1 if products_by is not None else len(pieces)  # pieces whose gradient Z holds
@@ -132,9 +130,12 @@ def _in_pieces(
             forms = [piece.capture.rows([own]) for piece, own in zip(pieces, columns, strict=False)]
             height = sum(own.shape[0] * own.shape[1] for own in columns)
             rows = own_rows = Rows(problem.plan, concatenate_forms(forms), height)
+            if group.size > 1:
+                shard = describe(problem.plan.model, forms[0], width, height - width, gradient is not None)
         if group.size > 1:
-            rows = joint_rows = JointRows(own_rows, forms[0], width, group)
-            width, e = joint_rows.factor_row_count, torch.cat(group.gather(e))
-            if group.sums(0.0 if gradient is None else 1.0)[0]:
+            rows = joint_rows = JointRows(own_rows, forms[0], shard, group)
+            e = torch.cat(group.gather(e, joint_rows.factor_rows))
+            width = len(e)
+            if joint_rows.has_gradient:
                 gradient = group.sum_vector(gradient or _vector.zeros_like(problem.plan.parameters))
     return Linearization(rows, width, divisor, term_count, e, gradient, loss), pieces

@@ -170,9 +170,25 @@ class Passes:
             share = 1.0 if self.samples_count else 0.0
             terms, *counts = self.group.sums(float(term_count), share * samples, share * of)
             term_count, (samples, of) = terms, map(round, counts)
+        return self._divisor(curvature, term_count, samples, of)
+
+    def _divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
         if self.is_sum:
             return curvature.divisor_of_sum(samples, of)
         return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
+
+    def totals(self, pieces: Sequence[Piece], curvature: Curvature, batch: Batch) -> tuple[Scalar, Scalar, Scalar]:
+        """M, f(theta) and D of a batch whose first piece is S2; of all processes together, in one collective."""
+        first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
+        if self.group.size == 1:
+            term_count = self.term_count(pieces)
+            loss = check_loss(mean_of(losses, term_count))
+            return term_count, loss, self.divisor(curvature, first, batch.curvature, batch.samples)
+        share = 1.0 if self.samples_count else 0.0
+        own = (sum(float(piece.term_count) for piece in pieces), float(mean_of(losses, 1.0)), float(first))
+        terms, total, first, *counts = self.group.sums(*own, share * batch.curvature, share * batch.samples)
+        term_count = 1.0 if self.is_sum else check_term_count(terms)
+        return term_count, check_loss(total / term_count), self._divisor(curvature, first, *map(round, counts))
 
     def capture(self, inputs: Any, samples: int) -> Capture:
         """A pass over a batch, or part of it, at theta."""
@@ -272,8 +288,10 @@ class Passes:
         parts = [*gradient.values(), factor.columns()]
         return all(bool(torch.isfinite(part).all()) for part in parts)
 
-    def decrease_on(self, pieces: list[Piece], displacement: Displacement) -> Scalar:
-        """f(theta) - f(theta + p) over pieces already evaluated at theta."""
+    def decrease_on(
+        self, pieces: list[Piece], displacement: Displacement, term_count: Scalar | None = None
+    ) -> Scalar:
+        """f(theta) - f(theta + p) over pieces already evaluated at theta; with M where it is known."""
         differences = []
         for index, piece in enumerate(pieces):
             outputs = displacement.outputs_on(piece.capture, index)
@@ -281,7 +299,7 @@ class Passes:
             if outputs.dim() != 2:
                 outputs = outputs.reshape(outputs.shape[0], -1)
             differences.append(piece.losses - self.losses(outputs, piece.targets))
-        return self.mean(differences, self.term_count(pieces))
+        return self.mean(differences, self.term_count(pieces) if term_count is None else term_count)
 
     def objective(self, batch: Batch, full: Batches | None) -> Objective:
         """f, g and the trial evaluation on the batch, or over all of a loader."""
@@ -298,7 +316,7 @@ class Passes:
                 gradient = part if gradient is None else _vector.combine(gradient, part)
             assert gradient is not None
             gradient = self.group.sum_vector(gradient)
-            evaluate: Callable[[Displacement], Scalar] = partial(self.decrease_on, pieces)
+            evaluate: Callable[[Displacement], Scalar] = partial(self.decrease_on, pieces, term_count=term_count)
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate, samples = self.over_all(full)

@@ -265,7 +265,9 @@ class _SampleSpace(SecondOrder):
         if problem.full is None:
             line, pieces = self._linearize(problem, system)
             loss = line.loss
-            evaluate: Callable[[Displacement], Scalar] = partial(passes.decrease_on, pieces)
+            evaluate: Callable[[Displacement], Scalar] = partial(
+                passes.decrease_on, pieces, term_count=line.term_count
+            )
         else:
             # The loader first: its random numbers must be the ones that `evaluate` replays.
             loss, gradient, evaluate, samples = passes.over_all(problem.full)
