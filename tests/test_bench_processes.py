@@ -103,7 +103,7 @@ def test_the_bytes_that_are_counted_are_those_of_the_formula(tmp_path):
             assert sum(entry["bytes"].values()) == entry["ddp_bytes"] == entry["messages"] == 0
             continue
         assert entry["bytes"]["sum p"] == entry["ddp_bytes"] == 4 * sizes.parameters
-        assert entry["bytes"]["gather Gram"] == 4 * sizes.factor_rows * sizes.rows / count
+        assert entry["bytes"]["gather Gram"] == 4 * sizes.factor_rows * sizes.columns_of_gram(count) / count
         # and the names of what is gathered, under a kilobyte
         assert 0 <= entry["bytes"]["gather rows"] - sizes.bytes_of_rows() / count < 1000
     printed = tables.processes_tables(result)

@@ -217,21 +217,26 @@ def test_an_error_of_one_process_is_an_error_of_all():
         assert shown.startswith("LostProcessError: process 1 of 2 failed") and cause in shown
 
 
-def bytes_of_a_step(rank, world):
-    model = nn.Sequential(nn.Linear(784, 500), nn.Tanh(), nn.Linear(500, 10))
-    optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), curvature_samples=0.5)
-    inputs, targets = torch.randn(60, 784), torch.randint(10, (60,))
-    optimizer.step(inputs, targets)
-    before = optimizer._group.bytes_given
-    optimizer.step(inputs, targets)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = 30 * (784 + 500 + 500 + 10)  # v and h of its curvature samples
-    return optimizer._group.bytes_given - before, 4 * parameters, 4 * rows
+def bytes_of_steps(rank, world):
+    """Of a step of each method: given, those of the parameters, and those of the rows of its curvature samples."""
+    counted = []
+    for method, columns in ((woodbury.NaturalGradient, 1), (woodbury.GaussNewton, 9)):
+        model = nn.Sequential(nn.Linear(784, 500), nn.Tanh(), nn.Linear(500, 10))
+        optimizer = method(model, nn.CrossEntropyLoss(), curvature_samples=0.25)
+        inputs, targets = torch.randn(128, 784), torch.randint(10, (128,))
+        optimizer.step(inputs, targets)
+        before = optimizer._group.bytes_given
+        optimizer.step(inputs, targets)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        rows = 32 * (784 + 500) + 32 * columns * (500 + 10)  # v per sample, h per row
+        counted.append((optimizer._group.bytes_given - before, 4 * parameters, 4 * rows))
+    return counted
 
 
 def test_the_bytes_of_a_step_are_those_of_a_gradient_and_the_rows():
-    for given, gradient, rows in processes.run(bytes_of_a_step, 2):
-        assert gradient + rows <= given <= 1.3 * (gradient + rows)
+    for counted in processes.run(bytes_of_steps, 2):
+        for given, gradient, rows in counted:
+            assert gradient + rows <= given <= 1.3 * (gradient + rows)
 
 
 def in_subgroups(rank, world):

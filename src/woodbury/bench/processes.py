@@ -170,8 +170,12 @@ class Sizes:
         inputs, outputs = self.samples * self.curvature * self.inputs, self.factor_rows * self.rows * self.outputs
         return 2 * (inputs + outputs) / processes
 
-    def solve_work(self) -> float:
-        return self.factor_rows**3 / 3 + self.factor_rows * self.rows
+    def columns_of_gram(self, processes: int) -> int:
+        """Those that are exchanged: the rows of samples outside S2 are one row per process."""
+        return self.factor_rows + (processes if self.samples > self.curvature else 0)
+
+    def solve_work(self, processes: int) -> float:
+        return self.factor_rows**3 / 3 + self.factor_rows * self.columns_of_gram(processes)
 
     def bytes_of_rows(self) -> float:
         """Of the factor rows of all processes: inputs of layers per sample, factors at their outputs per row."""
@@ -179,7 +183,7 @@ class Sizes:
 
     def bytes_sent(self, processes: int) -> float:
         """By each process in rings: rows and columns of K gathered, p summed."""
-        gathered = self.bytes_of_rows() + self.width * self.factor_rows * self.rows
+        gathered = self.bytes_of_rows() + self.width * self.factor_rows * self.columns_of_gram(processes)
         return (processes - 1) / processes * (gathered + 2 * self.width * self.parameters)
 
     def bytes_of_gradients(self, processes: int) -> float:
@@ -374,7 +378,7 @@ def fit_model(entries: Sequence[dict[str, Any]], networks: dict[str, Network], c
 
     fixed, passes = fit(lambda s, e: [crowd(e), crowd(e) * s.pass_work(e["processes"])], _COMPUTED)
     (gram,) = fit(lambda s, e: [crowd(e) * s.gram_work(e["processes"])], ["Gram"])
-    (solve,) = fit(lambda s, e: [crowd(e) * s.solve_work()], ["solve"])
+    (solve,) = fit(lambda s, e: [crowd(e) * s.solve_work(e["processes"])], ["solve"])
     latency, byte = fit(
         lambda s, e: [e["messages"] * math.log2(e["processes"]), s.bytes_sent(e["processes"])],
         _TALKED,
@@ -406,7 +410,7 @@ def predict(model: dict[str, float], sizes: Sizes, processes: int, cores: int | 
         "fixed": crowd * model["fixed"],
         "passes": crowd * model["pass"] * sizes.pass_work(processes),
         "Gram": crowd * model["gram"] * sizes.gram_work(processes),
-        "solve": crowd * model["solve"] * sizes.solve_work(),
+        "solve": crowd * model["solve"] * sizes.solve_work(processes),
         "latency": model["latency"] * talk,
         "bytes": model["byte"] * sizes.bytes_sent(processes),
     }

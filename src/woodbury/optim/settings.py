@@ -185,6 +185,8 @@ def check_model_and_loss(model: Any, loss: Any) -> None:
 def explain_inputs(inputs: Any) -> None:
     """Raise an error that says what to write if this looks like the call of another optimizer's `step`."""
     write = "write optimizer.step(inputs, targets), without loss.backward() before it"
+    if inputs is None:
+        raise TypeError(f"step takes the batch, whose inputs must hold at least one tensor: {write}")
     if isinstance(inputs, Tensor) and inputs.dim() == 0:
         raise ValueError(
             f"inputs must have a sample axis, got a 0-dim tensor; step takes the batch, not its loss: {write}"

@@ -37,9 +37,9 @@ from woodbury.model.fallback import Forward
 
 UNWATCHED = (
     "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() was watched since "
-    "the last step. Ways out: "
-    "optimizer.step(inputs, targets), without backward; optimizer.step(closure), where the closure computes the "
-    "loss and calls backward; or watch=True when the optimizer is made, before the model is called"
+    "the last step. Ways out: write optimizer.step(inputs, targets), without backward; optimizer.step(closure), "
+    "where the closure computes the loss and calls backward; or watch=True when the optimizer is made, before the "
+    "model is called"
 )
 
 
@@ -465,7 +465,8 @@ def run_closure(
         if not watcher._calls:
             raise ValueError(
                 "the closure called no loss.backward() on a loss of this model's outputs: it must call the model, "
-                "compute the loss from its outputs and call backward (torch.autograd.backward is not seen)"
+                "compute the loss from its outputs and call backward (torch.autograd.backward is not seen). Or "
+                "write optimizer.step(inputs, targets)"
             )
         if len(watcher._calls) > 1:
             raise ValueError(
