@@ -135,7 +135,7 @@ def _remove_leftovers(folder: Path) -> None:
 class _Run:
     """A run under way: everything that a checkpoint holds."""
 
-    def __init__(self, config: RunConfig, data: Dataset, group: Group) -> None:
+    def __init__(self, config: RunConfig, data: Dataset, group: Group = ALONE) -> None:
         self.config, self.group = config, group
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         self.train_set = _to_device(data.train_inputs, data.train_targets, device, dtype)
