@@ -344,6 +344,25 @@ def test_sums_that_are_divided_by_all_terms_are_one_mean():
     assert difference(plain, model) < 1e-13
 
 
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, shift):
+        return self.net(x) + shift
+
+
+def test_micro_batches_with_another_constant_raise():
+    inputs, targets = batch("cross entropy")
+    model = Shifted()
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+    for x, y, shift in zip(inputs.split(4), targets.split(4), (0.0, 1.0, 0.0), strict=True):
+        F.cross_entropy(model(x, shift), y).backward()
+    with pytest.raises(ValueError, match="differs between the micro-batches"):
+        optimizer.step()
+
+
 def test_other_passes_do_no_harm():
     """Validation with and without gradients, a pass whose loss goes nowhere, zero_grad of the model."""
     inputs, targets = batch("cross entropy")

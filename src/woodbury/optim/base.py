@@ -162,9 +162,9 @@ class SecondOrder(torch.optim.Optimizer):
         self._plan()
         self._group = self._new_group()
         self.state["damping"] = to_device(self.damping.initial, self._device())
-        self.state["generator"] = _random.new_state(seed)
+        self.state["generator"] = self._group.same(_random.new_state(seed))
         self.state["largest_batch"] = 0
-        start_alike(self._group, self._trained(), self.state)
+        start_alike(self._group, self._trained())
         self.watch = watch
         self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
         self._watcher = self._new_watcher()

@@ -14,7 +14,7 @@ from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.passes import check_loss
 from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
-from woodbury.optim.shards import find_group
+from woodbury.optim.shards import find_group, start_alike
 from woodbury.optim.step import Numbers, StepInfo
 from woodbury.products import loss_of
 
@@ -51,10 +51,7 @@ class FirstOrder(torch.optim.Optimizer):
         self.last: StepInfo | None = None
         self.process_group = process_group
         self._group = find_group(process_group, model)
-        if self._group.size > 1:
-            with torch.no_grad():
-                for parameter in self._trained():  # all processes start from those of the first
-                    parameter.copy_(self._group.same(parameter))
+        start_alike(self._group, self._trained())
 
     def _trained(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -41,15 +41,17 @@ class Shard(NamedTuple):
         return self.factor_rows + min(1, self.others)
 
 
-def describe(
-    model: nn.Module, head: Mapping[str, RowForm], factor_rows: int, others: int, has_gradient: bool
-) -> Shard:
-    """The shard of this process, whose factor rows have the forms head."""
-    skeletons = {}
-    for name, form in head.items():
-        skeleton, tensors = dismantle(form, model)
-        skeletons[name] = skeleton, [(tensor.shape, tensor.dtype) for tensor in tensors]
-    return Shard(factor_rows, others, has_gradient, skeletons)
+class Head(NamedTuple):
+    """The factor rows of this process in one layer, and taken apart."""
+
+    form: RowForm
+    skeleton: bytes
+    tensors: list[Tensor]
+
+
+def take_apart(model: nn.Module, forms: Mapping[str, RowForm]) -> dict[str, Head]:
+    """The factor rows of this process by layer."""
+    return {name: Head(form, *dismantle(form, model)) for name, form in forms.items()}
 
 
 class JointRows(Rows):
@@ -57,10 +59,17 @@ class JointRows(Rows):
 
     joint = True
 
-    def __init__(self, own: Rows, head: Mapping[str, RowForm], shard: Shard, group: Group) -> None:
-        """own are the rows of this process; the first of them, in the forms head, are its factor rows."""
+    def __init__(
+        self, own: Rows, head: Mapping[str, Head], factor_rows: int, has_gradient: bool, group: Group
+    ) -> None:
+        """own are the rows of this process; the first factor_rows of them are those of head."""
         super().__init__(own.plan, {}, 0)
         self._own, self._head, self._group = own, head, group
+        skeletons = {
+            name: (part.skeleton, [(tensor.shape, tensor.dtype) for tensor in part.tensors])
+            for name, part in head.items()
+        }
+        shard = Shard(factor_rows, own.row_count - factor_rows, has_gradient, skeletons)
         self._shards: list[Shard] = group.gather_objects(shard)
         self.factor_rows = [other.factor_rows for other in self._shards]
         self.row_count = sum(other.row_count for other in self._shards)
@@ -111,7 +120,7 @@ class JointRows(Rows):
 
     def _factor_forms(self, name: str) -> list[RowForm]:
         """The factor rows of each process in one layer."""
-        tensors = dismantle(self._head[name], self.plan.model)[1] if name in self._head else []
+        tensors = self._head[name].tensors if name in self._head else []
         entries = [shard.skeletons.get(name) for shard in self._shards]
         received: dict[torch.dtype, list[Tensor]] = {}
         for dtype in dict.fromkeys(dtype for entry in entries if entry for _, dtype in entry[1]):
@@ -127,7 +136,7 @@ class JointRows(Rows):
             if entry is None:
                 continue
             if rank == self._group.rank:
-                forms.append(self._head[name])
+                forms.append(self._head[name].form)
                 continue
             used, own = dict.fromkeys(received, 0), []
             for shape, dtype in entry[1]:

@@ -13,7 +13,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.layers.forms import concatenate_forms
-from woodbury.optim.joint import JointRows, describe
+from woodbury.optim.joint import JointRows, take_apart
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.step import Problem
 from woodbury.products import FactorProducts
@@ -131,9 +131,9 @@ def _in_pieces(
             height = sum(own.shape[0] * own.shape[1] for own in columns)
             rows = own_rows = Rows(problem.plan, concatenate_forms(forms), height)
             if group.size > 1:
-                shard = describe(problem.plan.model, forms[0], width, height - width, gradient is not None)
+                head = take_apart(problem.plan.model, forms[0])
         if group.size > 1:
-            rows = joint_rows = JointRows(own_rows, forms[0], shard, group)
+            rows = joint_rows = JointRows(own_rows, head, width, gradient is not None, group)
             e = torch.cat(group.gather(e, joint_rows.factor_rows))
             width = len(e)
             if joint_rows.has_gradient:

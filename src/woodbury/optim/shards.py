@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from woodbury import _batch
 from woodbury._choice import part_named
-from woodbury._group import ALONE, Group
+from woodbury._group import ALONE, Group, all_processes
 from woodbury.device.scalars import Scalar
 from woodbury.losses.rules import loss_rule
 from woodbury.losses.seen import NoSamples
@@ -25,23 +25,21 @@ def find_group(process_group: Any, model: nn.Module) -> Group:
     """The processes whose samples are one batch: those of torch.distributed, unless each trains for itself."""
     by_name = process_group is None or isinstance(process_group, str)
     own = by_name and part_named("process_group", process_group, PROCESS_GROUPS)
-    if own or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        if isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                "the model is wrapped in DistributedDataParallel, and process_group='self' asks for a model of "
-                "each process's own: pass the module inside"
-            )
-        return ALONE
-    return Group(process_group, alone=torch.distributed.get_world_size(process_group) == 1)
+    group = ALONE if own else all_processes(process_group)
+    if isinstance(model, DistributedDataParallel) and own:
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, and process_group='self' asks for a model of each "
+            "process's own: pass the module inside"
+        )
+    return group
 
 
-def start_alike(group: Group, parameters: Iterable[Tensor], state: dict[Any, Any]) -> None:
-    """Start all processes from the parameters and the random state of the first."""
+def start_alike(group: Group, parameters: Iterable[Tensor]) -> None:
+    """Start all processes from the parameters of the first."""
     if group.size > 1:
         with torch.no_grad():
             for parameter in parameters:
                 parameter.copy_(group.same(parameter))
-        state["generator"] = group.same(state["generator"])
 
 
 def borrow_sample(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,10 +98,7 @@ class SeenForward:
             outputs = seen.inputs[self.place]
         else:
             outputs = _differentiable(model(*args, **kwargs))[self.place]
-        if outputs.dim() == 0 or len(outputs) != samples:  # tokens of all samples in one axis
-            rest = outputs.shape[1:] if outputs.dim() > 1 and self.classes_last else ()
-            outputs = outputs.reshape(samples, -1, *rest)
-        return outputs.movedim(-1, 1) if self.classes_last else outputs
+        return _by_sample(outputs, samples, self.classes_last)
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,14 @@ class SeenBatch:
     loss: nn.Module
     forward: Forward
     random: _random.Snapshot | None  # from which the passes of the step draw; None where nothing can be repeated
+
+
+def _by_sample(outputs: Tensor, samples: int, classes_last: bool) -> Tensor:
+    """Outputs that a loss began at, with the sample axis first and the classes second."""
+    if outputs.dim() == 0 or len(outputs) != samples:  # tokens of all samples in one axis
+        rest = outputs.shape[1:] if outputs.dim() > 1 and classes_last else ()
+        outputs = outputs.reshape(samples, -1, *rest)
+    return outputs.movedim(-1, 1) if classes_last else outputs
 
 
 def _ignore(root: Node, run: Callable[[], Any]) -> None:
@@ -155,7 +161,6 @@ class Watcher:
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor], *, runs_backward: bool) -> None:
         self._model = model
-        self._parameters = parameters
         self._probe = min(parameters, key=lambda parameter: parameter.numel())
         self._runs_backward = runs_backward  # a closure's own need not be run: the step has one
         self._calls: list[ModelCall] = []  # whose loss was sent back since the last step
@@ -398,11 +403,7 @@ def _recognised(call: ModelCall, samples: int) -> Recognised | None:
 
 def _term_count(loss: nn.Module, seen: Recognised) -> Any:
     """M, what the mean loss of a call divided by."""
-    outputs, rule = seen.base.tensor, loss_rule(loss)
-    samples = len(seen.targets)
-    if len(outputs) != samples:
-        outputs = outputs.reshape(samples, -1, *(outputs.shape[1:] if seen.classes_last else ()))
-    outputs = outputs.movedim(-1, 1) if seen.classes_last else outputs
+    rule, outputs = loss_rule(loss), _by_sample(seen.base.tensor, len(seen.targets), seen.classes_last)
     return rule.count(loss, rule.prepare(loss, outputs, seen.targets))
 
 
@@ -445,8 +446,8 @@ def _concatenate(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
         ):
             joined.append(torch.cat(tensors))
             continue
-        same = torch.equal(leaves[0], leaves[-1]) if len(tensors) == len(leaves) else leaves[0] == leaves[-1]
-        if not same:
+        equal = torch.equal if len(tensors) == len(leaves) else operator.eq
+        if not all(equal(leaves[0], other) for other in leaves[1:]):
             raise ValueError("an argument of the model without a sample axis differs between the micro-batches")
         joined.append(leaves[0])
     return pytree.tree_unflatten(joined, structure)
