@@ -4,7 +4,7 @@ A policy is a frozen dataclass with `initial`, `floor` and `next(value, ratio)`.
 is value + floor; the value is state of the optimizer, the policy is not. A policy with `relative=True` gives it in
 units of the scale of K: lambda = (value + floor) scale, where
 
-    scale <- max(trace(K), 0.999 scale)
+    scale <- max(trace(K), forgetting scale)        forgetting = 0.999 by default
 
 so that a loss, targets or outputs in other units leave the steps as they are. The scale forgets slowly: K of a few
 curvature samples that the model is sure about may be nearly zero.
@@ -58,9 +58,10 @@ class LevenbergMarquardt:
     threshold: float = 0.25  # epsilon
     floor: float = 1e-3  # tau
     relative: bool = False  # to the scale of K, see above
+    forgetting: float = FORGETTING  # of that scale
 
     def __post_init__(self) -> None:
-        for name in ("initial", "boost", "drop", "threshold", "floor"):
+        for name in ("initial", "boost", "drop", "threshold", "floor", "forgetting"):
             _check_finite(f"LevenbergMarquardt: {name}", getattr(self, name))
         _check_truth("LevenbergMarquardt: relative", self.relative)
         if not LOWEST <= self.initial <= HIGHEST:
@@ -73,6 +74,8 @@ class LevenbergMarquardt:
             )
         if not 0 < self.threshold < 0.5:
             raise ValueError(f"LevenbergMarquardt: threshold must lie in (0, 1/2), got {self.threshold}")
+        if not 0 <= self.forgetting <= 1:
+            raise ValueError(f"LevenbergMarquardt: forgetting must lie in [0, 1], got {self.forgetting}")
         if not 0 <= self.floor <= HIGHEST:
             raise ValueError(f"LevenbergMarquardt: floor must lie in [0, {HIGHEST:g}], got {self.floor}")
 
@@ -110,10 +113,10 @@ def is_relative(damping: Damping) -> bool:
     return bool(getattr(damping, "relative", False))
 
 
-def next_scale(trace: Scalar, before: Scalar | None) -> Scalar:
+def next_scale(trace: Scalar, before: Scalar | None, forgetting: float = FORGETTING) -> Scalar:
     """The scale of K at a step with this trace; 1 while K is zero."""
     if before is not None:
-        trace = where(trace > FORGETTING * before, trace, FORGETTING * before)
+        trace = where(trace > forgetting * before, trace, forgetting * before)
     return where(trace > 0, trace, 1.0)
 
 

@@ -147,8 +147,9 @@ def relative_residual(
     previous: Mapping[str, Tensor] | None,
     blocks: Sequence[Sequence[str]],
     at_outputs: OutputProduct,
+    metric: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """|(B + W + lambda) p - (lambda q - g - W theta)| over the norm of the right-hand side.
+    """|(B + W + lambda D) p - (lambda D q - g - W theta)| over the norm of the right-hand side, D the metric or I.
 
     outputs are those of the whole batch, attached to the graph; W is the weight decay, q = mu p_prev. Where
     both are zero this is |(B + lambda I) p + g| / |g|, or |(B + lambda I) p| where g is zero. B is block-diagonal
@@ -173,9 +174,10 @@ def relative_residual(
         image |= {name: product[name] if scale == 1.0 else scale * product[name] for name in block}
     rhs: Vector = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-        image[name] = image[name] + (decay[name] + damping) * vector[name]
+        pull = damping if metric is None else damping * metric[name]
+        image[name] = image[name] + (decay[name] + pull) * vector[name]
         rhs[name] = -grad - decay[name] * parameter.detach()
         if previous is not None:
-            rhs[name] = rhs[name] + damping * previous[name]
+            rhs[name] = rhs[name] + pull * previous[name]
     error, size = _vector.norm(_vector.combine(image, rhs, -1.0)), _vector.norm(rhs)
     return error / torch.where(size > 0, size, 1.0)

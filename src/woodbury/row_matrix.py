@@ -295,6 +295,18 @@ class Rows:
                 matrices.append(matrix)
         return matrices
 
+    def squared_columns(self, row_count: int) -> Vector:
+        """The diagonal of U^T U over the first rows, by parameter."""
+        squares: dict[str, list[Tensor]] = {name: [] for name in self.plan.parameters}
+        with full_precision():
+            for strip in self._strips(tuple(self.plan.parameters), self.plan.dtype):
+                for slab in strip:
+                    written = self._write_rows([slab], row_count, self.plan.dtype)
+                    squares[slab.name].append(written.square().sum(0))
+        return {
+            name: torch.cat(own).view_as(self.plan.parameters[name]).detach() for name, own in squares.items()
+        }
+
     def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
         """The parameters of a block in strips; the rows of each take at most half of `max_bytes`."""
         budget = byte_limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.row_count)

@@ -1,10 +1,13 @@
 """Training in mini-batches: momentum, a rate that falls to zero over the budget, relative damping.
 
     p      minimises the damped model around 0.9 p_prev (momentum)
-    theta  moves by alpha p, alpha = 0.5 (1 - share of the budget that is used up)
-    lambda = (value + 0.001) scale of K, the value 0.03 at first, by the Levenberg-Marquardt rule
+    theta  moves by alpha p, alpha = 0.3 (1 - share of the budget that is used up)^(1/2)
+    lambda = (value + 0.0003) scale of K, the value 0.03 at first, by the Levenberg-Marquardt rule
+    B      is that of this batch and of the three before (`woodbury.optim.memory`)
+    D      the metric of damping and momentum, is Adam's (`woodbury.optim.metric`)
 
-The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD.
+The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such steps
+could not be recorded, B is that of the batch and D = I; with weight decay D = I too.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from woodbury.fit.sources import Data, MiniBatches, as_pair, is_batches, to_devi
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.products import loss_of
 
-RATE, MOMENTUM = 0.5, 0.9
-DAMPING = LevenbergMarquardt(initial=0.03, floor=1e-3, relative=True)
+RATE, MOMENTUM = 0.3, 0.9
+DAMPING = LevenbergMarquardt(initial=0.03, floor=3e-4, relative=True, forgetting=0.98)
+MEMORY, METRIC = 3, "adam"
 DEFAULT_EPOCHS = 20  # where no budget is given
 MOST_SGD_STEPS = 3.0  # that a step may cost
 _WINDOW = 8  # steps whose median time counts
@@ -94,7 +98,7 @@ class TrainingRun(Run):
         fit = self.fit
         share = self.limits.share(fit.steps, fit.seconds, self.batches.epoch + self._place())
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * (1 - share)
+            group["lr"] = rate * math.sqrt(1 - share)
         started = time.process_time()  # which other programs on the machine do not disturb
         info = self.optimizer.step(*batch)
         if self.price is not None:
@@ -196,7 +200,8 @@ def _validation_batches(validation: Any) -> Iterable[Any] | None:
 class Price:
     """Changes the number of curvature samples where steps are seen to cost other than three SGD steps.
 
-    On the CPU alone. A number that was halved without a gain in time comes back, and stays.
+    On the CPU alone. A number that was halved without a gain in time comes back, and stays. Below half of what the
+    operations allow it does not fall: fewer cost more in progress than they save in time.
     """
 
     def __init__(self, optimizer: GaussNewton) -> None:
@@ -204,6 +209,7 @@ class Price:
         self.times: deque[float] = deque(maxlen=_WINDOW)
         self.sgd: float | None = None  # seconds of an SGD step on a batch like the others
         self.changes = 0
+        self.least = 2  # samples
         self.before: tuple[int, float] | None = None  # the number before it was halved, and the time of a step
 
     def note(self, seconds: float, batch: Data) -> None:
@@ -213,10 +219,10 @@ class Price:
         self.times.append(seconds)
         if len(self.times) < _WINDOW:
             return
-        if self.sgd is None:
-            self.sgd = sgd_seconds(self.optimizer, batch)
         now, samples = median(self.times), _batch.sample_count(batch[0])
         count = self.optimizer.affordable_samples(samples)
+        if self.sgd is None:
+            self.sgd, self.least = sgd_seconds(self.optimizer, batch), max(2, count // 2)
         changed = self._changed(count, samples, now / self.sgd, now)
         if changed != count:
             self.optimizer.state["curvature_samples"] = changed
@@ -228,9 +234,9 @@ class Price:
             (count, _), self.before, self.changes = self.before, None, _MOST_CHANGES
             return count
         self.before = None
-        if ratio > 1.1 * MOST_SGD_STEPS and count > 2:
+        if ratio > 1.1 * MOST_SGD_STEPS and count > self.least:
             self.before = count, now
-            return max(2, count // 2)
+            return max(self.least, count // 2)
         return min(samples, 2 * count) if ratio < 0.5 * MOST_SGD_STEPS else count
 
 
@@ -258,4 +264,7 @@ def sgd_seconds(optimizer: GaussNewton, batch: Data) -> float:
 
 def training_optimizer(model: nn.Module, loss: nn.Module, **settings: Any) -> GaussNewton:
     """The optimizer of a training run."""
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "cpu":
+        settings = {"memory": MEMORY, "metric": None if settings.get("weight_decay") else METRIC} | settings
     return GaussNewton(model, loss, lr=RATE, momentum=MOMENTUM, damping=DAMPING, **settings)

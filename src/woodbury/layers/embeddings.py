@@ -43,6 +43,14 @@ class EmbeddingRows(PartRows):
         assert self.weight in names
         return self
 
+    def scaled(self, indices: Tensor, outputs: Tensor) -> EmbeddingRows:
+        """U diag(s) for s = indices outputs^T of W, (indices, o)."""
+        parts = []
+        for part in self.parts:
+            own = indices[part.features(slice(None))][:, None, :, None, None]
+            parts.append(replace(part, grads=part.grads * own * outputs))
+        return replace(self, parts=tuple(parts))
+
     def gram(self, other: object, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, EmbeddingRows)
         dtype = self.parts[0].grads.dtype if dtype is None else dtype

@@ -108,6 +108,16 @@ def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) ->
     return torch.repeat_interleave(columns).to(device)
 
 
+def _merged(pieces: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same rows with neighbours of as many rows per sample as one piece."""
+    result: list[tuple[int, int]] = []
+    for n, k in pieces:
+        if result and result[-1][1] == k:
+            n += result.pop()[0]
+        result.append((n, k))
+    return tuple(result)
+
+
 class RowForm(Protocol):
     """What every form offers. Vectors are dictionaries from the layer's own parameter names to tensors."""
 
@@ -188,6 +198,10 @@ class OuterRows:
         bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
         return _product(self.inputs, inputs, dtype) * weight + bias
 
+    def scaled(self, outputs: Tensor, inputs: Tensor) -> OuterRows:
+        """U diag(s) for s = outputs inputs^T (o, i) of W and s = outputs of b: W and b in other units."""
+        return replace(self, inputs=self.inputs * inputs, grads=self.grads * outputs, affine=False, inner=None)
+
     def head(self, row_count: int) -> OuterRows:
         """The first rows, of whole samples."""
         first = self.layout.pieces[0]
@@ -237,7 +251,7 @@ class OuterRows:
         first = forms[0]
         if len(forms) == 1:
             return first
-        layout = Layout(tuple(piece for form in forms for piece in form.layout.pieces))
+        layout = layout_of(_merged([piece for form in forms for piece in form.layout.pieces]))
         inputs = torch.cat([form.inputs for form in forms])
         grads = torch.cat([form.grads for form in forms])
         return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)
@@ -287,6 +301,10 @@ class ExplicitRows:
     @property
     def parameters(self) -> tuple[str, ...]:
         return tuple(self.rows)
+
+    def head(self, row_count: int) -> ExplicitRows:
+        """The first rows."""
+        return ExplicitRows({name: rows[:row_count] for name, rows in self.rows.items()})
 
     def restrict(self, names: Collection[str]) -> ExplicitRows:
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})

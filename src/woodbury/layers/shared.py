@@ -79,6 +79,10 @@ class Part:
         features = features.to(dtype) if features.is_floating_point() else features
         return features, self.grads[window].to(dtype)
 
+    def scaled(self, outputs: Tensor, inputs: Tensor) -> Part:
+        """h times outputs (g, o), v times inputs (i)."""
+        return Part(self.inputs, self.grads * outputs, lambda own: self.unfold(own) * inputs)
+
     @staticmethod
     def join(parts: Sequence[Part]) -> Part:
         """The same samples with the positions of all parts, one after the other."""
@@ -292,6 +296,13 @@ class SharedRows(PartRows):
     def restrict(self, names: Collection[str]) -> SharedRows:
         weight = self.weight if self.weight in names else None
         return replace(self, weight=weight, bias=self.bias if self.bias in names else None)
+
+    def scaled(self, outputs: Tensor, inputs: Tensor) -> SharedRows | None:
+        """U diag(s) for s = outputs inputs^T of W, (g o, i), and s = outputs of b; None for a swapped W."""
+        if self.swapped:
+            return None
+        parts = tuple(part.scaled(outputs.view(self.sizes[:2]), inputs) for part in self.parts)
+        return replace(self, parts=parts)
 
     def gram(self, other: object, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         assert isinstance(other, SharedRows)

@@ -316,7 +316,7 @@ class SecondOrder(torch.optim.Optimizer):
 
         B and g come from matrix-free autograd products that share no code with the solve. With weight decay
         and momentum it is the residual of the system they turn this into, with a search that of its smallest
-        damping. Nothing changes.
+        damping, with `memory=` that of a step without it. Nothing changes.
         """
         if self._group.size > 1:
             raise ValueError("verify looks at the samples of one process: call it in a run with one")
@@ -346,6 +346,7 @@ class SecondOrder(torch.optim.Optimizer):
                 previous=proposal.center,
                 blocks=self._blocks.parameter_names(problem.plan),
                 at_outputs=self.curvature.at_outputs,
+                metric=proposal.metric,
             )
 
         with transaction.undone():
@@ -358,6 +359,7 @@ class SecondOrder(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The settings of the groups and the state by names; for torch.distributed.checkpoint by parameter."""
         state = super().state_dict()
+        state["state"] = _without_rows(state["state"])
         return by_parameter.spread(state, self.param_groups) if by_parameter.is_asked_for() else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -895,6 +897,7 @@ class SecondOrder(torch.optim.Optimizer):
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
         own = {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
         return own | {
+            "state": _without_rows(self.state),
             "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
             "_options": None,
@@ -911,3 +914,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
+
+
+def _without_rows(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state without the rows of the last batches (`memory=`): they fill anew within a few steps."""
+    return {key: value for key, value in state.items() if key != "kept"}

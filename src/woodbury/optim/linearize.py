@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
-from woodbury.layers.forms import concatenate_forms
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
 from woodbury.optim.joint import JointRows, take_apart
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.step import Problem
@@ -34,6 +34,20 @@ class Linearization:
     matrices: list[Tensor] | None = None  # B by block, once formed
     gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
     complete: Vector | None = None  # all of g, once formed
+    head: Mapping[str, RowForm] | None = None  # the factor rows of S2 by layer, where they were formed alone
+
+    def factor_forms(self) -> Mapping[str, RowForm]:
+        """The rows of S2 by layer, without those of other samples."""
+        assert isinstance(self.rows, Rows)
+        if self.head is not None:
+            return self.head
+        if self.rows.row_count == self.curvature_rows:
+            return self.rows.forms
+        forms: dict[str, RowForm] = {}
+        for name, form in self.rows.forms.items():
+            assert isinstance(form, OuterRows | ExplicitRows)  # of a chain: others run S2 alone
+            forms[name] = form.head(self.curvature_rows)
+        return forms
 
     def slope(self, vector: Vector, image: Tensor) -> Scalar:
         """g . p for a vector p with the image Z p, (rows,)."""
@@ -45,6 +59,18 @@ class Linearization:
     def factor_weights(self, like: Tensor) -> Tensor:
         """e, written out."""
         return like.new_ones(self.curvature_rows) if self.e is None else self.e
+
+    def written_out(self, most: int) -> Linearization:
+        """The same with rows written out in layers of at most so many parameters whose rows are sums."""
+        assert isinstance(self.rows, Rows)
+        plan, forms = self.rows.plan, dict(self.rows.forms)
+        head = dict(self.factor_forms())
+        for name, form in self.rows.forms.items():
+            size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
+            if size <= most and not isinstance(form, OuterRows | ExplicitRows):
+                forms[name] = written = ExplicitRows(form.dense())
+                head[name] = written.head(self.curvature_rows)
+        return replace(self, rows=Rows(plan, forms, self.rows.row_count), head=head)
 
 
 def linearize(
@@ -138,4 +164,7 @@ def _in_pieces(
             width = len(e)
             if joint_rows.has_gradient:
                 gradient = group.sum_vector(gradient or _vector.zeros_like(problem.plan.parameters))
-    return Linearization(rows, width, divisor, term_count, e, gradient, loss), pieces
+    line = Linearization(rows, width, divisor, term_count, e, gradient, loss)
+    if products_by is None and group.size == 1:
+        line.head = forms[0]
+    return line, pieces

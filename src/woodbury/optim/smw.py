@@ -21,7 +21,7 @@ from woodbury import _random
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
 from woodbury.curvature import CURVATURES, Curvature, OwnScale, SampledGaussNewtonMatrix
-from woodbury.damping import is_relative, next_scale
+from woodbury.damping import FORGETTING, is_relative, next_scale
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import Scalar, as_number, compute
 from woodbury.displacement import Displacement
@@ -29,6 +29,9 @@ from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
+from woodbury.optim.memory import Kept, remember
+from woodbury.optim.metric import METRICS, Units, next_units
+from woodbury.optim.parameter_space import is_smaller
 from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_double
 from woodbury.optim.price import affordable_rows
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
@@ -39,6 +42,7 @@ from woodbury.search import CurvedSearch
 
 SOLVERS: dict[str, Solver] = {kind.name: kind for kind in (Cholesky(), ConjugateGradient(), Products())}
 FIRST_COLUMNS = 8  # to reckon with before the model has shown its outputs
+_WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
 # by how much lambda may be raised within a step, time after time, to make K + lambda I definite
 _RAISES = (*[10.0] * 12, *[1000.0] * 6)
@@ -66,6 +70,8 @@ class _SampleSpace(SecondOrder):
         autocast: torch.dtype | None = None,
         search: CurvedSearch | None = None,
         columns: int | None = None,
+        memory: int = 0,
+        metric: str | None = None,
         **common: Unpack[Common],
     ) -> None:
         if max_bytes is not None:
@@ -83,6 +89,10 @@ class _SampleSpace(SecondOrder):
         self.search = search
         self._check_columns(columns)
         self._sampled_columns = columns
+        self._check_memory_and_metric(memory, metric)
+        self.memory = memory
+        self.metric = metric
+        self._metric = None if metric is None else part_named("metric", metric, METRICS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
@@ -97,6 +107,7 @@ class _SampleSpace(SecondOrder):
     def _new_recordings(self) -> Recordings | None:
         # the other solvers, and a search, look at numbers as they go, which no graph can record; nor a new seed
         plain = self._solver.exact and self.search is None and self._sampled_columns is None
+        plain = plain and not self.memory and self.metric is None  # whose numbers of rows change
         return Recordings() if self.capture and plain else None
 
     def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
@@ -119,6 +130,15 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"{type(self).__name__} takes no columns: it has one per sample. Use GaussNewton")
         if self.search is not None:
             raise ValueError("search= and columns= do not go together: a search needs the exact curvature")
+
+    def _check_memory_and_metric(self, memory: int, metric: str | None) -> None:
+        check_whole_number("memory", memory, least=0)
+        wanted = [f"memory={memory}"] if memory else []
+        wanted += [] if metric is None else [f"metric={metric!r}"]
+        if wanted and not self._solver.exact:
+            raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self._solver.name!r}")
+        if wanted and self.search is not None:
+            raise ValueError(f"search= and {wanted[0]} do not go together")
 
     @property
     def columns(self) -> int | None:
@@ -156,10 +176,16 @@ class _SampleSpace(SecondOrder):
             raise ValueError("search= is for one process: it looks at the loss several times per step")
         if not self._solver.forms_rows:
             raise ValueError(f"solver={self._solver.name!r} is for one process: use 'cholesky', or HessianFree")
+        if self.memory or self.metric is not None:
+            raise ValueError("memory= and metric= are for one process: leave them out")
 
     def _one_system(self, problem: Problem) -> Proposal:
         if self.search is None:
-            return super()._one_system(problem)
+            memory, self.memory = self.memory, 0  # what is verified has the curvature of the batch alone
+            try:
+                return super()._one_system(problem)
+            finally:
+                self.memory = memory
         search, self.search = self.search, None
         try:
             system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
@@ -282,10 +308,19 @@ class _SampleSpace(SecondOrder):
                 *(problem, self.search, self._scaled_curvature(), self._solver, system, line, pieces),
                 self.state.get("search", {}),
             )
+        center, units, gains = problem.previous, None, dict[str, Any]()
+        if self.memory or self._metric is not None:
+            line = line.written_out(_WORTH_WRITING)
+        own = line
+        if self._metric is not None:
+            units, problem, line, gains["metric"] = self._in_units(problem, line)
+        if self.memory:
+            line, gains["kept"] = self._remember(problem, system, line, own, units)
         scale = None
         if is_relative(self.damping):
             before = as_number(self.state["scale"]) if "scale" in self.state else None
-            scale = next_scale(self._solver.trace(problem, line, system), before)
+            forgetting = getattr(self.damping, "forgetting", FORGETTING)
+            scale = next_scale(self._solver.trace(problem, line, system), before, forgetting)
             problem = replace(problem, damping=problem.damping * scale)
         solve = partial(self._solver.answer, problem, line, system)
         damping = problem.damping
@@ -294,6 +329,10 @@ class _SampleSpace(SecondOrder):
             answer, damping = self._with_more_damping(solve, answer, damping)
         if answer.doubt is not None and damping is problem.damping and (answer.usable or not self._solver.exact):
             self._warn_once("doubt", answer.doubt)
+        if units is not None:
+            answer = units.back(answer)
+        if scale is not None:
+            gains["scale"] = compute(scale)[0]
         return Proposal(
             displacement=answer.displacement,
             predicted=answer.predicted,
@@ -302,12 +341,38 @@ class _SampleSpace(SecondOrder):
             damping=damping,
             loss=loss,
             parts=[piece.inputs for piece in pieces],
-            center=problem.previous,
+            center=center,
             evaluate=evaluate,
             scale=scale,
             raised=damping is not problem.damping,
-            memory={} if scale is None else {"scale": compute(scale)[0]},
+            memory=gains,
+            metric=None if units is None else units.metric,
         )
+
+    def _in_units(
+        self, problem: Problem, line: Linearization
+    ) -> tuple[Units, Problem, Linearization, dict[str, Any]]:
+        """The same step in the units of the metric, and what the state gains."""
+        if problem.hyper.any_decay:
+            raise ValueError(
+                f"metric={self.metric!r} and weight_decay do not go together: leave one of them out, or add the "
+                "penalty to a loss of your own"
+            )
+        assert self._metric is not None
+        units, state = next_units(self._metric, self.state.get("metric", {}), line, problem.plan)
+        return units, units.of_problem(problem), units.of_line(line), state
+
+    def _remember(
+        self, problem: Problem, system: System, line: Linearization, own: Linearization, units: Units | None
+    ) -> tuple[Linearization, Kept]:
+        """The step with the rows of earlier batches, and the rows to keep."""
+        kept = self.state.get("kept", Kept())
+        if kept.plan is not problem.plan:  # another model, by now
+            kept = Kept()
+        kept = kept.in_units(units)
+        rows = kept.rows + line.curvature_rows
+        whole = system.blocks.name == "full" and not is_smaller(problem.plan, system.blocks, rows)
+        return remember(line, own, kept, self.memory, system.gram_dtype, whole)
 
     def _check_damping(self) -> None:
         if is_relative(self.damping) and not self._solver.forms_rows:
@@ -347,7 +412,7 @@ class _SampleSpace(SecondOrder):
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
         self._columns = k = self.curvature.column_count(self._rule, raw.shape)
-        row_count, number = batch.curvature * k, raw.element_size()
+        row_count, number = batch.curvature * k * (1 + self.memory), raw.element_size()
         height = row_count + batch.samples - batch.curvature
         outputs = raw.numel() // raw.shape[0]
         # in parameter space a block has fewer parameters than there are rows: this bounds both cases below

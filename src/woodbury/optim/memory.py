@@ -1,0 +1,100 @@
+"""Curvature of the last batches as well: B is the mean over their curvature samples, each at the theta of its step.
+
+Momentum averages gradients over many batches, and B of one small batch is no match for it. With the rows U_0 of
+this batch and U_1, ..., U_m of the m batches before, and their divisors D_0, ..., D_m,
+
+    B = (U_0^T U_0 + ... + U_m^T U_m) / (D_0 + ... + D_m)
+
+Kept rows cost no pass through the model. They stand in front of Z with e = 0, since g is that of this batch alone,
+and their Gram matrix is kept too: a step computes the products of its own rows with all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from woodbury.device.scalars import Scalar
+from woodbury.layers.forms import RowForm, concatenate_forms
+from woodbury.model.plan import Plan
+from woodbury.optim.linearize import Linearization
+from woodbury.optim.metric import Units
+from woodbury.row_matrix import Rows
+
+
+class Batch(NamedTuple):
+    """The factor rows of one batch."""
+
+    forms: Mapping[str, RowForm]  # unscaled
+    in_units: Mapping[str, RowForm]  # U s, the same where there is no metric
+    rows: int
+    divisor: Scalar
+
+
+class Kept(NamedTuple):
+    """The factor rows of the last batches, the oldest first."""
+
+    batches: tuple[Batch, ...] = ()
+    gram: Tensor | None = None  # of all of them, in the units
+    units: Units | None = None
+    plan: Plan | None = None  # of the model they belong to
+
+    @property
+    def rows(self) -> int:
+        return sum(batch.rows for batch in self.batches)
+
+    def in_units(self, units: Units | None) -> Kept:
+        """The same rows in other units."""
+        if units is self.units:
+            return self
+        batches = [
+            batch._replace(in_units=batch.forms if units is None else units.of_rows(batch.forms))
+            for batch in self.batches
+        ]
+        return Kept(tuple(batches), None, units, self.plan)
+
+
+def remember(
+    line: Linearization,
+    own: Linearization,
+    kept: Kept,
+    most: int,
+    dtype: torch.dtype | None,
+    needs_gram: bool,
+) -> tuple[Linearization, Kept]:
+    """The model around theta with the rows of the batches before, and what to keep for the next step.
+
+    line is that of this batch in the units of kept, own the same unscaled. Without needs_gram no Gram matrix is
+    formed.
+    """
+    assert isinstance(line.rows, Rows)
+    rows, count, plan = line.rows, line.curvature_rows, line.rows.plan
+    new = Batch(own.factor_forms(), line.factor_forms(), count, line.divisor)
+    before = kept.rows
+    gram = rows.gram(dtype=dtype) if needs_gram else None
+    if kept.batches:
+        earlier = Rows(plan, concatenate_forms([batch.in_units for batch in kept.batches]), before)
+        if gram is not None:
+            old = earlier.gram(dtype=dtype) if kept.gram is None else kept.gram
+            cross = earlier.cross_gram(rows, dtype=dtype)
+            gram = torch.cat([torch.cat([old, cross], 1), torch.cat([cross.t(), gram], 1)])
+        forms = concatenate_forms([earlier.forms, rows.forms])
+        e = line.factor_weights(next(iter(plan.parameters.values())).detach())
+        line = replace(
+            line,
+            rows=Rows(plan, forms, before + rows.row_count),
+            curvature_rows=before + count,
+            divisor=sum([batch.divisor for batch in kept.batches], line.divisor),
+            e=torch.cat([e.new_zeros(before), e]),
+            head=None,
+        )
+    line.gram = gram
+    batches = (*kept.batches, new)
+    dropped = sum(batch.rows for batch in batches[:-most])
+    if gram is not None:
+        gram = gram[dropped : before + count, dropped : before + count]
+    return line, Kept(batches[-most:], gram, kept.units, plan)

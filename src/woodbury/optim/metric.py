@@ -1,0 +1,218 @@
+"""Damping and momentum in another metric than the identity: (B + lambda D) p = lambda D q - g, D diagonal.
+
+It is a plain step in other units. With s = D^{-1/2}, p = s p' and U' = U s,
+
+    (U'^T U' + lambda I) p' = lambda q / s - s g        K' = U' U'^T,  lambda relative to its trace
+
+METRICS has two, both made anew at every step:
+
+    "adam"      D = (v / mean(v) + 0.1)^0.35, v the running mean of g^2 as in Adam (Kingma & Ba 2015). For a matrix
+                W of outputs and inputs v is kept as the means r and c of its rows and columns, v = r c / mean(r)
+                (Adafactor, Shazeer & Stern 2018), each with its own 0.1: then U' is U with inputs and columns of a
+                layer in other units, and K' costs what K costs. A bias has the units of its outputs.
+    "diagonal"  D = the largest diagonal of B so far, as in MINPACK (More 1978), 1 where that is zero: steps do not
+                change with the unit of a parameter. Rows are written out: for small models.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from woodbury import _vector
+from woodbury._vector import Vector
+from woodbury.device.scalars import compute, scalar
+from woodbury.displacement import Displacement
+from woodbury.layers.embeddings import EmbeddingRows
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
+from woodbury.layers.shared import SharedRows
+from woodbury.model.plan import Plan
+from woodbury.optim.linearize import Linearization
+from woodbury.optim.step import Answer, Problem
+from woodbury.row_matrix import Rows
+
+Moments = Mapping[str, Tensor]  # by parameter, with ".rows" and ".columns" behind the name of a factored one
+
+FORGETTING = 0.9  # of the moments, per step
+POWER = 0.35  # D = v^POWER
+SMALLEST = 0.1  # of v over its mean
+
+
+@dataclass(frozen=True)
+class Units:
+    """s = D^{-1/2}: of a matrix as the outer product of two vectors where D is one, else entry by entry."""
+
+    plan: Plan
+    factors: Mapping[str, tuple[Tensor, ...]]  # by parameter: (rows, columns) or (entries,)
+
+    @cached_property
+    def entries(self) -> Vector:
+        """s by parameter."""
+        return {
+            name: (torch.outer(*own) if len(own) == 2 else own[0]).view_as(self.plan.parameters[name])
+            for name, own in self.factors.items()
+        }
+
+    @property
+    def metric(self) -> Vector:
+        """D by parameter."""
+        return {name: own.square().reciprocal() for name, own in self.entries.items()}
+
+    def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
+        """U s by layer."""
+        return {layer: self._of_form(form, self.plan.owned[layer]) for layer, form in forms.items()}
+
+    def _of_form(self, form: RowForm, names: Mapping[str, str]) -> RowForm:
+        if isinstance(form, OuterRows | SharedRows | EmbeddingRows):
+            own = self.factors[names[form.weight]] if form.weight is not None else ()
+            has_bias = getattr(form, "bias", None) is not None
+            if len(own) == 2 and (not has_bias or self._is_of_outputs(names["bias"], own[0])):
+                scaled = form.scaled(*own)
+                if scaled is not None:
+                    return scaled
+        written = {name: rows * self.entries[names[name]] for name, rows in form.dense().items()}
+        return ExplicitRows(written)
+
+    def _is_of_outputs(self, bias: str, outputs: Tensor) -> bool:
+        return self.factors[bias][0] is outputs
+
+    def of_line(self, line: Linearization) -> Linearization:
+        """The model around theta in these units."""
+        assert isinstance(line.rows, Rows)
+        rows = Rows(self.plan, self.of_rows(line.rows.forms), line.rows.row_count)
+        gradient = None if line.gradient is None else self._times(line.gradient)
+        head = None if line.head is None else self.of_rows(line.head)
+        return replace(line, rows=rows, gradient=gradient, head=head, complete=None, gram=None, matrices=None)
+
+    def of_problem(self, problem: Problem) -> Problem:
+        """q / s in place of q."""
+        if problem.previous is None:
+            return problem
+        previous = {name: q / self.entries[name] for name, q in problem.previous.items()}
+        return replace(problem, previous=previous)
+
+    def back(self, answer: Answer) -> Answer:
+        """p = s p' of the answer p'."""
+        vector = self._times(answer.displacement.dense())
+        squared = scalar(_vector.dot(vector, vector))
+        displacement = Displacement(self.plan.parameters, base=vector)
+        return replace(answer, displacement=displacement, squared_norm=squared, image=None)
+
+    def _times(self, vector: Mapping[str, Tensor]) -> Vector:
+        return {name: value * self.entries[name] for name, value in vector.items()}
+
+
+class Metric(ABC):
+    """A rule for D."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
+        """The moments with those of a step, after so many others."""
+
+    @abstractmethod
+    def units(self, moments: Moments, plan: Plan) -> Units:
+        """s of the moments."""
+
+
+class AdamMetric(Metric):
+    """See the module docstring."""
+
+    name = "adam"
+
+    def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
+        share = max(1 - FORGETTING, 1 / (steps + 1))  # a plain mean at first
+        result: dict[str, Tensor] = {}
+        for name, own in gradient_of(line).items():
+            square = own.square()
+            if square.dim() > 1:
+                square = square.flatten(1)
+                result[f"{name}.rows"], result[f"{name}.columns"] = square.mean(1), square.mean(0)
+            else:
+                result[name] = square
+        return {
+            key: torch.lerp(moments[key].to(value), value, share) if key in moments else value
+            for key, value in result.items()
+        }
+
+    def units(self, moments: Moments, plan: Plan) -> Units:
+        sizes = {name: own.numel() for name, own in plan.parameters.items()}
+        means = [
+            size * (moments[name] if name in moments else moments[f"{name}.rows"]).mean().double()
+            for name, size in sizes.items()
+        ]
+        mean = (torch.stack(means).sum() / sum(sizes.values())).to(plan.dtype)
+        mean = torch.where(mean > 0, mean, 1.0)
+        factors: dict[str, tuple[Tensor, ...]] = {}
+        for name, own in plan.parameters.items():
+            if name in moments:
+                factors[name] = (_unit(moments[name] / mean).reshape(own.shape),)
+            else:
+                rows, columns = moments[f"{name}.rows"], moments[f"{name}.columns"]
+                average = rows.mean()
+                relative = columns / torch.where(average > 0, average, 1.0)
+                factors[name] = _unit(rows / mean), _unit(relative)
+        for names in plan.owned.values():
+            weight, bias = names.get("weight"), names.get("bias")
+            if weight is None or bias is None or len(factors[weight]) != 2:
+                continue
+            if factors[weight][0].shape == plan.parameters[bias].shape:
+                factors[bias] = (factors[weight][0],)
+        return Units(plan, factors)
+
+
+def _unit(relative: Tensor) -> Tensor:
+    """s = D^{-1/2} for v over its mean."""
+    return (relative + SMALLEST).pow(-0.5 * POWER)
+
+
+class DiagonalMetric(Metric):
+    """See the module docstring."""
+
+    name = "diagonal"
+
+    def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
+        assert isinstance(line.rows, Rows)
+        (divisor,) = compute(line.divisor)
+        diagonal = {
+            name: own / divisor for name, own in line.rows.squared_columns(line.curvature_rows).items()
+        }
+        return {
+            name: torch.maximum(moments[name].to(own), own) if name in moments else own
+            for name, own in diagonal.items()
+        }
+
+    def units(self, moments: Moments, plan: Plan) -> Units:
+        return Units(plan, {name: (torch.where(own > 0, own, 1.0).rsqrt(),) for name, own in moments.items()})
+
+
+METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
+
+
+def gradient_of(line: Linearization) -> Vector:
+    """g = Z^T (e / M, 1 / M) + gradient."""
+    if line.complete is None:
+        assert isinstance(line.rows, Rows)
+        inside = line.factor_weights(next(iter(line.rows.plan.parameters.values())).detach())
+        outside = inside.new_ones(line.rows.row_count - line.curvature_rows)
+        line.complete = line.rows.rmatvec(torch.cat([inside, outside]) / line.term_count)
+        if line.gradient is not None:
+            line.complete = _vector.combine(line.complete, line.gradient)
+    return line.complete
+
+
+def next_units(
+    metric: Metric, state: Mapping[str, Any], line: Linearization, plan: Plan
+) -> tuple[Units, dict[str, Any]]:
+    """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
+    placed = {name: own.to(device=plan.device, dtype=plan.dtype) for name, own in state.get("moments", {}).items()}
+    steps = state.get("steps", 0)
+    moments = metric.after(placed, line, steps)
+    return metric.units(moments, plan), {"steps": steps + 1, "moments": moments}
