@@ -1,16 +1,16 @@
 """The Levenberg-Marquardt iteration of `least_squares`, for b fits at once.
 
 It follows MINPACK's lmder (Moré 1978) but for three things. Parameters may have bounds. Near the minimum a step is
-judged by derivatives: there the cost says nothing, as a parameter that is off by 1e-8 of its size changes it in the
-last digit. So where the cost has changed, and should change, by less than sqrt(eps) of itself, its change is
+judged by derivatives: there the cost says nothing, as a parameter off by 1e-8 of its size changes it in the last
+digit. So where the cost has changed, and should change, by less than sqrt(eps) of itself, its change is
 
     cost(x + p) - cost(x) = (g(x) + g(x + p)).p / 2 + O(|p|^3),    g = J^T f
 
 from gradients, which are exact to rounding, and the fit goes on to the digits that they hold. The Jacobian at
 x + p is the one that the next step needs.
 
-And such steps learn from the same gradients. Where residuals stay large, J^T J is not the Hessian of the cost: steps
-by it get shorter by the same factor each time, or do not converge at all without damping. What is missing,
+And such steps learn from the same gradients. Where residuals stay large, J^T J is not the Hessian of the cost:
+steps by it get shorter by the same factor each time, or do not converge at all without damping. What is missing,
 S = sum_i f_i f_i'', is found by secants (as in NL2SOL; Dennis, Gay and Welsch 1981); with J^T J + S the last steps
 converge superlinearly, without a Jacobian more.
 """
