@@ -22,7 +22,7 @@ from torch.linalg import vector_norm
 from woodbury.linalg import full_precision
 
 SLACK = 0.1  # the length of a step may differ from the radius by this share of it
-FLATTEST = 0.01  # the least curvature that S leaves, relative to that of J^T J
+FLATTEST = 0.01  # the least curvature that S may leave, relative to that of J^T J
 _ITERATIONS = 10  # of the search for the damping; two or three are the rule
 
 
@@ -62,16 +62,17 @@ def bend(factors: Factors, S: Tensor) -> Factors:
     """Factors of the model whose Hessian is J^T J + S, with the same gradient; S (b, p, p) is in units of D.
 
     With A = diag(s) V^T the Hessian is A^T (I + T) A, T = s^-1 V^T S V s^-1, and I + T = Q diag(m) Q^T gives
-    A' = diag(sqrt(m)) Q^T A and c' = diag(1 / sqrt(m)) Q^T c. Nothing is squared here either. m is at least
-    FLATTEST: the secants behind S may be wrong, and a step is no longer than 1 / FLATTEST of J's own.
+    A' = diag(sqrt(m)) Q^T A and c' = diag(1 / sqrt(m)) Q^T c. Nothing is squared here either. Where an m is below
+    FLATTEST the point is not near a minimum, or S is wrong: it is left out.
     """
     s, V, c = factors
     nonzero = s > V.shape[-1] * torch.finfo(V.dtype).eps * s[:, :1]
     inverse = torch.where(nonzero, 1 / torch.where(nonzero, s, 1.0), 0.0)
     with full_precision():
         half = inverse.unsqueeze(-1) * V.double()
-        m, Q = torch.linalg.eigh(half @ S @ half.mT)
-        root = (1 + m).clamp(min=FLATTEST).sqrt()
+        T, Q = torch.linalg.eigh(half @ S @ half.mT)
+        steep = (1 + T >= FLATTEST).all(-1, keepdim=True)
+        root = torch.where(steep, 1 + T, 1.0).sqrt()
         A = root.unsqueeze(-1) * (Q.mT @ (s.unsqueeze(-1) * V.double()))
         c = (Q.mT @ c.unsqueeze(-1)).squeeze(-1) / root
         U, s, W = torch.linalg.svd(A, full_matrices=False)
