@@ -83,6 +83,48 @@ def test_step_solves_the_damped_normal_equations_inside_the_radius(m, p, radius)
     assert (step.damping == 0).all() == (radius == 1e3)
 
 
+def curvatures(J, scale, least):
+    """S (5, p, p) in units of D with eigenvalues of J^T J + S between `least` and 4 times those of J^T J."""
+    generator = torch.Generator().manual_seed(1)
+    S = []
+    for A, own in zip(J, scale, strict=True):
+        L = torch.linalg.cholesky((A / own).T @ (A / own))
+        Q = torch.linalg.qr(torch.randn(L.shape, generator=generator).double()).Q
+        S.append(L @ Q @ torch.diag(torch.linspace(least - 1, 3, len(L)).double()) @ Q.T @ L.T)
+    return torch.stack(S)
+
+
+@pytest.mark.parametrize("radius", [1e-3, 0.3, 1e3])
+def test_bent_step_solves_the_system_with_s(radius):
+    """(J^T J + S + damping D^2) q = -J^T f, and the model's own curvature q^T (J^T J + S) q."""
+    J, f, scale = random_systems(9, 4)
+    S = curvatures(J, scale, least=0.2)
+    factors = trust_region.bend(trust_region.factorize(J, f, scale), S)
+    step = trust_region.solve(
+        factors, torch.full((5,), radius).double(), torch.zeros(5).double(), torch.full((5,), 4)
+    )
+    for i in range(5):
+        A = J[i] / scale[i]
+        H = A.T @ A + S[i]
+        dense = -torch.linalg.solve(H + step.damping[i] * torch.eye(4).double(), A.T @ f[i])
+        assert close(step.scaled[i], dense, 1e-9)
+        assert step.image[i].item() == pytest.approx((dense @ H @ dense).item(), rel=1e-9)
+    assert (step.damping == 0).all() == (radius == 1e3)
+
+
+def test_s_is_left_out_where_the_model_would_be_flat_or_curve_downwards():
+    J, f, scale = random_systems(9, 4)
+    A = J / scale.unsqueeze(1)
+    L = torch.linalg.cholesky(A.mT @ A)
+    for least, used in ((-3.0, False), (-0.995, False), (-0.98, True)):
+        change = torch.diag_embed(double(least, -0.5, 0.0, 2.0)).expand(5, 4, 4)
+        s, V, c = trust_region.bend(trust_region.factorize(J, f, scale), L @ change @ L.mT)
+        eye = torch.eye(4).double().expand(5, 4, 4)
+        assert close(V.mT @ torch.diag_embed(s**2) @ V, L @ (eye + change if used else eye) @ L.mT, 1e-9)
+        gradient = (A.mT @ f.unsqueeze(-1)).squeeze(-1)
+        assert close(((s * c).unsqueeze(1) @ V).squeeze(1), gradient, 1e-9)  # which S leaves alone
+
+
 def test_column_of_zeros_gets_no_step():
     J, f, scale = random_systems(9, 4)
     J[:, :, 2], scale[:, 2] = 0, 0
@@ -124,6 +166,44 @@ def test_gradients_at_both_ends_give_the_change_of_the_cost_to_third_order():
         return (cost(x + p) - cost(x) - slope / 2).item()
 
     assert error(p) / error(p / 2) == pytest.approx(8, rel=0.1)
+
+
+def fits_at(function, x):
+    """The state of the iteration at x (b, p), without bounds."""
+    residuals = Residuals(function, (), x.shape[1:], True, x)
+    problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, 0, None)
+    return problem, iteration._begin(problem, x)
+
+
+def test_secants_find_what_the_hessian_has_beside_j_t_j():
+    """S p = g(x + p) - g(x) - J^T J p after each update; all of S, for a quadratic cost, after p of them."""
+    generator = torch.Generator().manual_seed(0)
+    J, f = (torch.randn(*shape, generator=generator).double() for shape in ((1, 9, 3), (1, 9)))
+    S = torch.randn(1, 3, 3, generator=generator).double()
+    S = S + S.mT
+    _, fits = fits_at(lambda x: f[0] + J[0] @ x, torch.zeros(1, 3).double())
+    yes, ratio = torch.ones(1, dtype=torch.bool), double(0.5)
+    for p in torch.randn(3, 1, 3, generator=generator).double():
+        g = (f.unsqueeze(1) @ J).squeeze(1) + ((J.mT @ J + S) @ p.unsqueeze(-1)).squeeze(-1)
+        fits.S = iteration._with_secant(fits, p, g, ratio, yes)
+        assert close(fits.S @ p.unsqueeze(-1), S @ p.unsqueeze(-1), 1e-9)
+        assert close(fits.S, fits.S.mT, 10 * EPS)
+    assert close(fits.S, S, 1e-9)
+
+
+def test_secants_are_used_where_the_model_was_wrong():
+    """Not at a ratio near 1, nor for steps judged by the cost, nor where r is orthogonal to p; and then on."""
+    J, f = torch.eye(2).double(), double(1.0, 2.0)
+    _, fits = fits_at(lambda x: f + J @ x, torch.zeros(4, 2).double())
+    p = double(1.0, 1.0).expand(4, 2)
+    g = f + p + double(0.5, 0.5)  # r = (1/2, 1/2): S = 1/4 (1 1; 1 1)
+    g[3] = f + p[3] + double(0.5, -0.5)  # r.p = 0
+    blind, ratio = torch.tensor([True, True, False, True]), double(1.05, 1.2, 1.2, 1.2)
+    fits.S = iteration._with_secant(fits, p, g, ratio, blind)
+    assert close(fits.S[1], torch.full((2, 2), 0.25).double(), 10 * EPS)
+    assert not fits.S[[0, 2, 3]].any()
+    fits.S = iteration._with_secant(fits, p, f + p, torch.ones(4).double(), blind)
+    assert not fits.S[[0, 2, 3]].any() and close(fits.S[1] @ p[1] + 1, torch.ones(2).double(), 10 * EPS)
 
 
 # ---------------------------------------------------------------------------------------------------- the fit
@@ -171,6 +251,33 @@ def test_another_unit_for_the_residuals_takes_the_same_path(start, factor):
     assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
     assert close(others, points, 1e-6)
     assert other.cost == pytest.approx(factor**2 * result.cost, rel=1e-12)
+
+
+def freudenstein_roth(b):
+    x, y = b
+    return torch.stack([-13 + x + ((5 - y) * y - 2) * y, -29 + x + ((y + 1) * y - 14) * y])
+
+
+def test_fit_whose_residuals_stay_large_ends_at_the_minimum():
+    """The sum of the residuals f is 0 there and their difference least: y = (2 - sqrt(22)) / 3.
+
+    J is singular: along one direction the Hessian is f f'' alone. The error is that of the gradient, eps |J| |f|.
+    """
+    y = (2 - math.sqrt(22)) / 3
+    minimum = double(21 - 3 * y**2 + 8 * y, y)
+    result = woodbury.least_squares(freudenstein_roth, [0.5, -2.0])
+    assert result.success and close(result.x, minimum, 1000 * EPS)
+    J = result.jac
+    assert abs(torch.linalg.det(J)) <= 1e-10 * J.norm() ** 2
+
+
+@pytest.mark.parametrize("units", [double(2**-10, 2**13), double(2**17, 1)])
+def test_units_change_nothing_where_residuals_stay_large(units):
+    """By powers of 2, which round nothing."""
+    points, result = path(freudenstein_roth, [0.5, -2.0])
+    others, other = path(lambda b: freudenstein_roth(b * units), double(0.5, -2.0) / units)
+    assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
+    assert close(others * units, points, 1e-6)
 
 
 def test_fixed_scale_depends_on_units_and_is_that_of_minpack():
@@ -425,6 +532,17 @@ def test_batched_fits_are_those_of_each_alone(settings, function):
         assert together.active_mask[i].tolist() == alone.active_mask.tolist()
         for name in ("nfev", "njev", "status", "message", "success"):
             assert together[name][i] == alone[name], name
+
+
+def test_batched_fits_with_large_residuals_are_those_of_each_alone():
+    """Beside one that goes to a solution, and needs no S."""
+    starts = double(0.5, -2.0) + torch.linspace(-0.2, 0.2, 7, dtype=torch.float64).unsqueeze(1)
+    starts = torch.cat([starts, double(5.0, 4.1).unsqueeze(0)])
+    together = woodbury.least_squares(freudenstein_roth, starts, batched=True)
+    for i, start in enumerate(starts):
+        alone = woodbury.least_squares(freudenstein_roth, start)
+        assert close(together.x[i], alone.x, 1e-12) and together.success[i]
+    assert together.cost[-1] < 1e-20 < together.cost[0]
 
 
 @pytest.mark.gpu

@@ -95,7 +95,7 @@ def least_squares(
         when a step is lost in rounding errors. None: eps^(4/3), eps the rounding unit, so that the last step has
         |J p| <= eps^(2/3) |f| (4e-11 in float64).
     xtol: stop when the radius is at most this times |D x|. None: 4 eps.
-    gtol: stop when the cosine of f with every column of J is at most this. None: 4 eps.
+    gtol: stop when the cosine of f with every column of J is at most this. None: 0.
     max_nfev: the largest number of points at which to compute the function; by default 1000, or 100 (p + 1) where
         that is more.
     args: passed on, function(x, *args).
@@ -114,7 +114,7 @@ def least_squares(
         *(residuals, cost, limits, scale),
         arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
         arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
-        arguments.tolerance("gtol", gtol, 4 * residuals.epsilon),
+        arguments.tolerance("gtol", gtol, 0.0),
         arguments.largest_nfev(max_nfev, x.shape[1]),
         verbose,
         None if callback is None else lambda x: callback(x.reshape(start_shape)),

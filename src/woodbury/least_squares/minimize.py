@@ -1,13 +1,18 @@
 """The Levenberg-Marquardt iteration of `least_squares`, for b fits at once.
 
-It follows MINPACK's lmder (Moré 1978) but for two things: parameters may have bounds, and near the minimum a step
-is judged by derivatives. There the cost says nothing: a parameter that is off by 1e-8 of its size changes it in
-the last digit. So where the cost has changed, and should change, by less than sqrt(eps) of itself, its change is
+It follows MINPACK's lmder (Moré 1978) but for three things. Parameters may have bounds. Near the minimum a step is
+judged by derivatives: there the cost says nothing, as a parameter off by 1e-8 of its size changes it in the last
+digit. So where the cost has changed, and should change, by less than sqrt(eps) of itself, its change is
 
     cost(x + p) - cost(x) = (g(x) + g(x + p)).p / 2 + O(|p|^3),    g = J^T f
 
 from gradients, which are exact to rounding, and the fit goes on to the digits that they hold. The Jacobian at
 x + p is the one that the next step needs.
+
+And such steps learn from the same gradients. Where residuals stay large, J^T J is not the Hessian of the cost:
+steps by it get shorter by the same factor each time, or do not converge at all without damping. What is missing,
+S = sum_i f_i f_i'', is found by secants (as in NL2SOL; Dennis, Gay and Welsch 1981); with J^T J + S the last steps
+converge superlinearly, without a Jacobian more.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from woodbury.linalg import full_precision
 FACTOR = 100.0  # the first radius, relative to |D x|: MINPACK's
 ROBUST_FACTOR = 1.0  # the same for losses that are not convex: that of scipy's trf
 ACCEPTED = 1e-4  # a step whose ratio is at least this is taken: MINPACK's
+CURVED = 0.1  # S is used once the ratio of a step judged by gradients is this far from 1
+ORTHOGONAL = 1e-3  # |r.p| / sum |r_i p_i| below which r says nothing about p: rounding errors would
 RUNNING = 99  # the status of a fit that is not finished
 
 
@@ -77,6 +84,7 @@ class _Fits:
     target: Tensor  # f, scaled by the loss
     free: Tensor  # (b, p): false at a bound beyond which the cost would fall
     rounding: Tensor  # |J p| / |f| of a step p as short as rounding errors
+    S: Tensor  # (b, p, p), float64: what the Hessian has beside J^T J, by secants; (b, 0, 0) if m < p
     s: Tensor  # the factors of J D^-1
     V: Tensor
     c: Tensor
@@ -128,10 +136,12 @@ def _begin(problem: Problem, x: Tensor) -> _Fits:
     number, count = x.new_zeros(len(x), dtype=torch.float64), x.new_zeros(len(x), dtype=torch.int64)
     scale = torch.zeros_like(x) if problem.scale is None else problem.scale
     cost = problem.loss.cost(f)
-    later = [number] * 7  # `_linearize` fills these
+    size = x.shape[1] if f.shape[1] >= x.shape[1] else 0
+    S = number.new_zeros(len(x), size, size)
+    later = [number] * 4  # `_linearize` fills these, and three more
     fits = _Fits(
         *(torch.arange(len(x), device=x.device), x, f, cost, count + 1, count + 1, count + RUNNING),
-        *(number, number, number > 0, scale, *later),
+        *(number, number, number > 0, scale, *later, S, *later[:3]),
     )
     fits = _linearize(problem, fits, J)
     size = vector_norm(fits.scale * x, dim=-1, dtype=torch.float64)
@@ -161,7 +171,7 @@ def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
     return _Fits(
         *(fits.row, fits.x, fits.f, fits.cost, fits.nfev, fits.njev),
         torch.where(finite, torch.where(flat, 1, fits.status), -1),
-        *(fits.radius, fits.damping, fits.begun, scale, J, target, free, rounding),
+        *(fits.radius, fits.damping, fits.begun, scale, J, target, free, rounding, fits.S),
         *trust_region.factorize(J * free.unsqueeze(1), target, scale),
     )
 
@@ -192,6 +202,8 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
         by_slopes = -slope - (target.double() * change).sum(-1) / (2 * fits.cost)
         actual = torch.where(blind, torch.where(by_slopes.isfinite(), by_slopes, -math.inf), actual)
     ratio, radius, fits.damping = trust_region.judge(fits.radius, damping, length, actual, predicted, slope)
+    if blind.any():
+        fits.S = _with_secant(fits, p, gradient(scaled, target), ratio, blind)
     fits.radius = torch.where(held & (ratio > 0.25), torch.maximum(radius, fits.radius), radius)
     accepted = ratio >= ACCEPTED
     fits.x = torch.where(accepted.unsqueeze(-1), x, fits.x)
@@ -214,6 +226,29 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     if moved.any():
         fits.put(moved, _linearize(problem, fits.take(moved), J[moved]))
     return fits
+
+
+def _with_secant(fits: _Fits, p: Tensor, g: Tensor, ratio: Tensor, blind: Tensor) -> Tensor:
+    """S after a trial with the gradient g at x + p, for the fits of a mask that J^T J does not describe.
+
+    With r = g(x + p) - g(x) - J^T J p - S p the symmetric update of rank one
+
+        S + r r^T / (r.p)
+
+    has S p = g(x + p) - g(x) - J^T J p. Without an update if r is nearly orthogonal to p.
+    """
+    wanted = blind & (((ratio - 1).abs() > CURVED) | fits.S.flatten(1).any(1))
+    if fits.S.numel() == 0 or not wanted.any():
+        return fits.S
+    with full_precision():
+        image = (fits.J @ p.unsqueeze(-1)).squeeze(-1)
+    p = p.double()
+    r = (g - gradient(fits.J, fits.target) - gradient(fits.J, image)).double()
+    r = r - (fits.S @ p.unsqueeze(-1)).squeeze(-1)
+    terms = r * p
+    wanted = wanted & (terms.sum(-1).abs() > ORTHOGONAL * terms.abs().sum(-1))
+    update = r.unsqueeze(-1) * r.unsqueeze(-2) / torch.where(wanted, terms.sum(-1), 1.0)[:, None, None]
+    return torch.where(wanted[:, None, None], fits.S + update, fits.S)
 
 
 def _jacobians(problem: Problem, x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
@@ -245,6 +280,13 @@ def _propose(problem: Problem, fits: _Fits) -> _Proposal:
     """
     units = torch.where(fits.scale > 0, fits.scale, 1.0)
     factors, free = trust_region.Factors(fits.s, fits.V, fits.c), fits.free
+    curved = fits.S.flatten(1).any(1)
+    if curved.any():
+        weights = (free / units)[curved].double()
+        S = fits.S[curved] * weights.unsqueeze(-1) * weights.unsqueeze(-2)
+        bent = trust_region.bend(trust_region.Factors(*(own[curved] for own in factors)), S)
+        pairs = zip(factors, bent, strict=True)
+        factors = trust_region.Factors(*(own.index_put((curved,), new) for own, new in pairs))
     step = trust_region.solve(factors, fits.radius, fits.damping, free.sum(-1))
     p = step.scaled / units
     held = torch.zeros_like(fits.begun)

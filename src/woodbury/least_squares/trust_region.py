@@ -22,6 +22,7 @@ from torch.linalg import vector_norm
 from woodbury.linalg import full_precision
 
 SLACK = 0.1  # the length of a step may differ from the radius by this share of it
+FLATTEST = 0.01  # the least curvature that S may leave, relative to that of J^T J
 _ITERATIONS = 10  # of the search for the damping; two or three are the rule
 
 
@@ -55,6 +56,27 @@ def factorize(J: Tensor, f: Tensor, scale: Tensor) -> Factors:
             c = Q.mT @ c
         U, s, V = torch.linalg.svd(A, full_matrices=False)
         return Factors(s.double(), V, (U.mT @ c).squeeze(-1).double())
+
+
+def bend(factors: Factors, S: Tensor) -> Factors:
+    """Factors of the model whose Hessian is J^T J + S, with the same gradient; S (b, p, p) is in units of D.
+
+    With A = diag(s) V^T the Hessian is A^T (I + T) A, T = s^-1 V^T S V s^-1, and I + T = Q diag(m) Q^T gives
+    A' = diag(sqrt(m)) Q^T A and c' = diag(1 / sqrt(m)) Q^T c. Nothing is squared here either. Where an m is below
+    FLATTEST the point is not near a minimum, or S is wrong: it is left out.
+    """
+    s, V, c = factors
+    nonzero = s > V.shape[-1] * torch.finfo(V.dtype).eps * s[:, :1]
+    inverse = torch.where(nonzero, 1 / torch.where(nonzero, s, 1.0), 0.0)
+    with full_precision():
+        half = inverse.unsqueeze(-1) * V.double()
+        T, Q = torch.linalg.eigh(half @ S @ half.mT)
+        steep = (1 + T >= FLATTEST).all(-1, keepdim=True)
+        root = torch.where(steep, 1 + T, 1.0).sqrt()
+        A = root.unsqueeze(-1) * (Q.mT @ (s.unsqueeze(-1) * V.double()))
+        c = (Q.mT @ c.unsqueeze(-1)).squeeze(-1) / root
+        U, s, W = torch.linalg.svd(A, full_matrices=False)
+        return Factors(s, W.to(V.dtype), (U.mT @ c.unsqueeze(-1)).squeeze(-1))
 
 
 def solve(factors: Factors, radius: Tensor, damping: Tensor, free: Tensor) -> Step:
