@@ -65,7 +65,7 @@ def test_the_rate_falls_to_zero_over_the_budget_and_comes_back():
         *(None, None, lambda fit: rates.append(run.optimizer.param_groups[0]["lr"]), None),
     )
     run.go(None)
-    expected = [training.RATE * (1 - step / 12) for step in range(12)]
+    expected = [training.RATE * math.sqrt(1 - step / 12) for step in range(12)]
     assert rates == pytest.approx(expected)
     assert run.optimizer.param_groups[0]["lr"] == training.RATE
 

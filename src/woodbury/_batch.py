@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -214,6 +214,10 @@ def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
     return part(tree, slice(0, at), samples), part(tree, slice(at, None), samples)
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
 @dataclass(frozen=True)
 class Batch:
     """A checked batch whose first `curvature` samples are S2."""
@@ -223,6 +227,12 @@ class Batch:
     samples: int  # N1
     curvature: int  # N2
     order: Tensor | None = None  # of its samples in the batch as it was given; None: the same
+
+    def copied(self) -> Batch:
+        """The same with inputs of its own, which nobody changes later."""
+        if self.order is not None:  # gathered, and so its own already
+            return self
+        return replace(self, inputs=_map_leaves(_copied, self.inputs, self.samples))
 
     def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
         """S2 and the samples outside it, as (inputs, targets, samples)."""

@@ -303,9 +303,7 @@ class Rows:
                 for slab in strip:
                     written = self._write_rows([slab], row_count, self.plan.dtype)
                     squares[slab.name].append(written.square().sum(0))
-        return {
-            name: torch.cat(own).view_as(self.plan.parameters[name]).detach() for name, own in squares.items()
-        }
+        return {name: torch.cat(own).view_as(self.plan.parameters[name]).detach() for name, own in squares.items()}
 
     def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
         """The parameters of a block in strips; the rows of each take at most half of `max_bytes`."""

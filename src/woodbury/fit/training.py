@@ -6,8 +6,8 @@
     B      is that of this batch and of the three before (`woodbury.optim.memory`)
     D      the metric of damping and momentum, is Adam's (`woodbury.optim.metric`)
 
-The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such steps
-could not be recorded, B is that of the batch and D = I; with weight decay D = I too.
+The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such
+steps could not be recorded, B is that of the batch and D = I; with weight decay D = I too.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ class SecondOrder(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The settings of the groups and the state by names; for torch.distributed.checkpoint by parameter."""
         state = super().state_dict()
-        state["state"] = _without_rows(state["state"])
+        state["state"] = _as_plain(state["state"])
         return by_parameter.spread(state, self.param_groups) if by_parameter.is_asked_for() else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -897,7 +897,7 @@ class SecondOrder(torch.optim.Optimizer):
         names = ("step", "_zero_grad_profile_name", "profile_hook_step")
         own = {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
         return own | {
-            "state": _without_rows(self.state),
+            "state": _as_plain(self.state),
             "_structure": self._structure.fresh_copy(),
             "_orders": _random.Orders(),
             "_options": None,
@@ -916,6 +916,6 @@ class SecondOrder(torch.optim.Optimizer):
         return f"{type(self).__name__}(damping={self.damping}, blocks={self.blocks!r}, {super().__repr__()})"
 
 
-def _without_rows(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state without the rows of the last batches (`memory=`): they fill anew within a few steps."""
-    return {key: value for key, value in state.items() if key != "kept"}
+def _as_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state with what is an object of its own, `woodbury.optim.memory.Kept`, as plain numbers and tensors."""
+    return {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}

@@ -78,15 +78,17 @@ def linearize(
     curvature: Curvature,
     products_by: Sequence[tuple[str, ...]] | None,
     check_memory: Callable[[Tensor], None],
+    apart: bool = False,
 ) -> tuple[Linearization, list[Piece]]:
     """Run the model on the batch and return its rows, S2 in front, with the loss of every sample.
 
     With blocks in products_by Z has the factor rows alone, and none of them is formed: products with them are
-    taken block by block. check_memory hears of the outputs of the model before rows are formed.
+    taken block by block. check_memory hears of the outputs of the model before rows are formed. With `apart` the
+    rows of S2 can be had without the others (`Linearization.factor_forms`).
     """
     batch = problem.batch
     # One pass over the whole batch, unless sending the columns of S2 back would drag the rest along.
-    at_once = batch.curvature == batch.samples or curvature.one_pass or problem.is_chain
+    at_once = batch.curvature == batch.samples or problem.is_chain or (curvature.one_pass and not apart)
     if at_once and products_by is None and problem.full is None and problem.passes.group.size == 1:
         return _at_once(problem, curvature, check_memory)
     return _in_pieces(problem, curvature, products_by, check_memory)

@@ -1,4 +1,4 @@
-"""Curvature of the last batches as well: B is the mean over their curvature samples, each at the theta of its step.
+"""Curvature of the last batches too: B is the mean over their curvature samples, each at the theta of its step.
 
 Momentum averages gradients over many batches, and B of one small batch is no match for it. With the rows U_0 of
 this batch and U_1, ..., U_m of the m batches before, and their divisors D_0, ..., D_m,
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from woodbury.device.scalars import Scalar
-from woodbury.layers.forms import RowForm, concatenate_forms
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms, layout_of
 from woodbury.model.plan import Plan
 from woodbury.optim.linearize import Linearization
 from woodbury.optim.metric import Units
@@ -56,6 +56,51 @@ class Kept(NamedTuple):
             for batch in self.batches
         ]
         return Kept(tuple(batches), None, units, self.plan)
+
+    def as_state(self) -> dict[str, Any]:
+        """What a `state_dict` holds of them: all, or nothing where rows of a layer are stored in parts."""
+        forms = [form for batch in self.batches for form in batch.forms.values()]
+        if not all(isinstance(form, OuterRows | ExplicitRows) for form in forms):
+            return {}
+        batches = [
+            {
+                "rows": batch.rows,
+                "divisor": float(batch.divisor),
+                "forms": {name: _form_as_state(form) for name, form in batch.forms.items()},
+            }
+            for batch in self.batches
+        ]
+        return {"batches": batches, "gram": self.gram}
+
+    @classmethod
+    def read(cls, state: Kept | Mapping[str, Any], plan: Plan) -> Kept:
+        """The rows that a step left behind or a `state_dict` holds; none if they are those of another model."""
+        if isinstance(state, Kept):
+            return state if state.plan is plan else cls(plan=plan)
+        batches = []
+        for batch in state.get("batches", ()):
+            forms = {name: _form_of_state(own, plan) for name, own in batch["forms"].items()}
+            batches.append(Batch(forms, forms, batch["rows"], batch["divisor"]))
+        gram = state.get("gram")
+        return cls(tuple(batches), None if gram is None else gram.to(plan.device), None, plan)
+
+
+def _form_as_state(form: RowForm) -> dict[str, Any]:
+    if isinstance(form, ExplicitRows):
+        return {"written": dict(form.rows)}
+    assert isinstance(form, OuterRows)
+    pieces = [list(piece) for piece in form.layout.pieces]
+    own = {"inputs": form.inputs, "grads": form.grads, "pieces": pieces}
+    return own | {"weight": form.weight, "bias": form.bias, "affine": form.affine}
+
+
+def _form_of_state(state: Mapping[str, Any], plan: Plan) -> RowForm:
+    place = {"device": plan.device, "dtype": plan.dtype}
+    if "written" in state:
+        return ExplicitRows({name: rows.to(**place) for name, rows in state["written"].items()})
+    layout = layout_of(tuple((n, k) for n, k in state["pieces"]))
+    inputs, grads = state["inputs"].to(**place), state["grads"].to(**place)
+    return OuterRows(inputs, grads, layout, state["weight"], state["bias"], state["affine"])
 
 
 def remember(

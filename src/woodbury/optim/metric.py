@@ -181,9 +181,7 @@ class DiagonalMetric(Metric):
     def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
         assert isinstance(line.rows, Rows)
         (divisor,) = compute(line.divisor)
-        diagonal = {
-            name: own / divisor for name, own in line.rows.squared_columns(line.curvature_rows).items()
-        }
+        diagonal = {name: own / divisor for name, own in line.rows.squared_columns(line.curvature_rows).items()}
         return {
             name: torch.maximum(moments[name].to(own), own) if name in moments else own
             for name, own in diagonal.items()

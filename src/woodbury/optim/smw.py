@@ -284,6 +284,8 @@ class _SampleSpace(SecondOrder):
 
     def _solve(self, problem: Problem) -> Proposal:
         """p in the type of the passes."""
+        if self.memory:
+            problem = replace(problem, batch=problem.batch.copied())
         passes = problem.passes
         system = System(
             self._blocks, self.gram_dtype, self.solver_tolerance, self._is_time_to_look(problem.damping)
@@ -366,10 +368,7 @@ class _SampleSpace(SecondOrder):
         self, problem: Problem, system: System, line: Linearization, own: Linearization, units: Units | None
     ) -> tuple[Linearization, Kept]:
         """The step with the rows of earlier batches, and the rows to keep."""
-        kept = self.state.get("kept", Kept())
-        if kept.plan is not problem.plan:  # another model, by now
-            kept = Kept()
-        kept = kept.in_units(units)
+        kept = Kept.read(self.state.get("kept", {}), problem.plan).in_units(units)
         rows = kept.rows + line.curvature_rows
         whole = system.blocks.name == "full" and not is_smaller(problem.plan, system.blocks, rows)
         return remember(line, own, kept, self.memory, system.gram_dtype, whole)
@@ -394,7 +393,8 @@ class _SampleSpace(SecondOrder):
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
-        return linearize(problem, self._scaled_curvature(), products_by, check_memory)
+        apart = self.memory > 0 or self._metric is not None
+        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart)
 
     def _scaled_curvature(self) -> Curvature:
         return self.curvature if self.search is None else OwnScale()
@@ -524,6 +524,11 @@ class GaussNewton(_SampleSpace):
         columns: None for all columns of S (C - 1 for C classes), or how many to sample for each sample and step: B
             is then an unbiased estimate, and g stays exact. For losses with many outputs per sample. `verify`
             takes the columns as they were drawn. Such steps are not recorded, and there is no `search` for them.
+        memory: of how many batches before this one the rows count in B as well, each at the theta of its step: a
+            better B without a pass more. For small batches; see `woodbury.optim.memory`.
+        metric: None for damping and momentum in the metric I, "adam" for Adam's, or "diagonal" for the diagonal of
+            B, as MINPACK does: (B + lambda D) p = lambda D mu p_prev - g. No weight_decay with it. See
+            `woodbury.optim.metric`. Steps with memory or metric are not recorded on a GPU, and take no `search`.
         seed: of the draws of S2 and of columns; by default they follow torch.manual_seed.
         watch: True to take steps in an unchanged loop: `loss = criterion(model(x), y); loss.backward();
             optimizer.step()`. Hooks on the model see its calls and the losses of their outputs, from now on.

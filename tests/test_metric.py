@@ -1,0 +1,307 @@
+"""Steps with the curvature of earlier batches (memory=) and in another metric than the identity (metric=)."""
+
+import copy
+import io
+import math
+
+import pytest
+import reference
+import torch
+from torch import nn
+
+import woodbury
+from woodbury.layers.forms import OuterRows
+from woodbury.optim.metric import FORGETTING, METRICS, POWER, SMALLEST
+from woodbury.row_matrix import rows
+
+METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
+TOLERANCE = 1e-9  # of float64 steps with a relative damping of 0.05: condition 20 k rows, thousands of roundings
+
+
+class Sequences(nn.Module):
+    """Embeddings, a Linear layer over places, a normalisation, and a gain of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix = nn.Embedding(6, 4, padding_idx=0), nn.Linear(4, 5)
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, inputs):
+        return self.head(self.norm(torch.tanh(self.mix(self.table(inputs)))).mean(1))
+
+
+def chain():
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), lambda n: torch.randn(n, 5)
+
+
+def images():
+    layers = nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(36, 3)
+    return nn.Sequential(*layers), lambda n: torch.randn(n, 2, 3, 3)
+
+
+def sequences():
+    return Sequences(), lambda n: torch.randint(6, (n, 4))
+
+
+MODELS = {"chain": chain, "images": images, "sequences": sequences}
+
+
+def problem(kind, count=6, samples=9):
+    """A float64 model and batches of three classes."""
+    torch.manual_seed(3)
+    model, draw = MODELS[kind]()
+    batches = []
+    for _ in range(count):
+        inputs = draw(samples)
+        batches.append((inputs.double() if inputs.is_floating_point() else inputs, torch.randint(3, (samples,))))
+    return model.double(), batches
+
+
+def split(model, vector):
+    sizes = [p.numel() for p in model.parameters()]
+    return [part.view_as(p) for part, p in zip(vector.split(sizes), model.parameters(), strict=True)]
+
+
+def adams_metric(model, gradients):
+    """D of the docstring of `woodbury.optim.metric`, from all gradients so far, written out."""
+    moments = []
+    for step, gradient in enumerate(gradients):
+        share = max(1 - FORGETTING, 1 / (step + 1))
+        squares = [own**2 for own in split(model, gradient)]
+        new = [(s.flatten(1).mean(1), s.flatten(1).mean(0)) if s.dim() > 1 else (s,) for s in squares]
+        if moments:
+            pairs = [zip(a, b, strict=True) for a, b in zip(moments, new, strict=True)]
+            new = [tuple((1 - share) * a + share * b for a, b in pair) for pair in pairs]
+        moments = new
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+    mean = sum(size * own[0].mean() for size, own in zip(sizes, moments, strict=True)) / sum(sizes)
+    rows_of, result = {}, []
+    for name, parameter, own in zip(names, model.parameters(), moments, strict=True):
+        module = name.rpartition(".")[0]
+        if len(own) == 2:
+            rows_of[module] = (own[0] / mean + SMALLEST) ** POWER
+            result.append(torch.outer(rows_of[module], (own[1] / own[0].mean() + SMALLEST) ** POWER))
+        elif module in rows_of:  # a bias has the units of its outputs
+            result.append(rows_of[module])
+        else:
+            result.append((own[0] / mean + SMALLEST) ** POWER)
+        assert result[-1].numel() == parameter.numel()
+    return reference.flat(result)
+
+
+def diagonal_metric(model, matrices):
+    largest = torch.stack([B.diagonal() for B in matrices]).max(0).values
+    return torch.where(largest > 0, largest, 1.0)
+
+
+@pytest.mark.parametrize("curvature_samples", [None, 4])
+@pytest.mark.parametrize("memory", [0, 2])
+@pytest.mark.parametrize("metric", [None, "adam", "diagonal"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("curvature", METHODS)
+def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
+    curvature, kind, metric, memory, curvature_samples
+):
+    """(B + lambda D) p = lambda D mu p_prev - g, B the mean over the last batches, each at the theta of its step."""
+    if metric is None and memory == 0:
+        pytest.skip("a plain step")
+    model, batches = problem(kind)
+    loss, momentum = nn.CrossEntropyLoss(), 0.5
+    optimizer = METHODS[curvature](
+        *(model, loss, 0.5),
+        momentum=momentum,
+        damping=woodbury.LevenbergMarquardt(initial=0.05, relative=True, boost=1.0, drop=1.0, forgetting=0.0),
+        guard=None,
+        memory=memory,
+        metric=metric,
+    )
+    gradients, matrices, previous = [], [], 0.0
+    for inputs, targets in batches:
+        subset = torch.randperm(len(targets))[: curvature_samples or len(targets)]
+        picked = reference.per_sample(model, loss, reference.chosen(inputs, subset), targets[subset])
+        matrices.append(reference.curvature_matrix(picked, curvature))
+        gradients.append(reference.gradient(model, loss, inputs, targets))
+        B = torch.stack(matrices[-1 - memory :]).mean(0)
+        if metric is None:
+            D = torch.ones(len(B), dtype=B.dtype)
+        else:
+            D = adams_metric(model, gradients) if metric == "adam" else diagonal_metric(model, matrices)
+        damping = (0.05 + 1e-3) * (B.diagonal() / D).sum()
+        p = torch.linalg.solve(B + damping * D.diag(), damping * D * momentum * previous - gradients[-1])
+        chosen = None if curvature_samples is None else subset
+        found = reference.flat(optimizer.direction(inputs, targets, subset=chosen).values())
+        assert reference.relative_error(found, p) < TOLERANCE
+        info = optimizer.step(inputs, targets, subset=chosen)
+        assert math.isclose(info.step_norm, p.norm(), rel_tol=1e-6)
+        promised = -(gradients[-1] @ p) - 0.5 * p @ B @ p
+        assert math.isclose(info.predicted, promised, rel_tol=1e-6, abs_tol=1e-12)
+        assert math.isclose(info.damping, damping, rel_tol=1e-9)
+        previous = p if info.accepted else 0.0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_verify_knows_the_metric(kind, metric):
+    model, batches = problem(kind)
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), momentum=0.5, memory=2, metric=metric)
+    for batch in batches:
+        optimizer.step(*batch)
+    assert optimizer.verify(*batches[0]) < 1e-11
+
+
+def network(unit):
+    """exp(-a x) b + c with a in other units."""
+
+    class Curve(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.tensor([0.5 * unit], dtype=torch.float64))
+            self.line = nn.Linear(1, 1).double()
+
+        def forward(self, inputs):
+            return self.line(torch.exp(-self.a / unit * inputs))
+
+    torch.manual_seed(0)
+    return Curve()
+
+
+def test_steps_in_the_metric_of_the_diagonal_do_not_change_with_the_unit_of_a_parameter():
+    x = torch.linspace(0, 2, 30, dtype=torch.float64).unsqueeze(1)
+    y = 2 * torch.exp(-1.3 * x) + 0.3
+    losses = []
+    for unit in (1.0, 1e4):
+        model = network(unit)
+        optimizer = woodbury.GaussNewton(
+            *(model, nn.MSELoss()),
+            damping=woodbury.LevenbergMarquardt(initial=1.0, boost=3.0, drop=0.3, floor=1e-9, relative=True),
+            metric="diagonal",
+            fallback="autograd",
+            accept=0.0,
+        )
+        losses.append([float(optimizer.step(x, y).loss) for _ in range(12)])
+    # eps times the condition of a system of three parameters, over twelve steps
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+    assert losses[0][-1] < 1e-3 * losses[0][0]
+
+
+@pytest.mark.parametrize("metric", [None, "adam", "diagonal"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
+    model, batches = problem(kind)
+    loss, settings = nn.CrossEntropyLoss(), {"momentum": 0.9, "lr": 0.3, "memory": 2, "metric": metric, "seed": 1}
+    settings |= {"curvature_samples": 4, "damping": woodbury.LevenbergMarquardt(initial=0.03, relative=True)}
+    optimizer = woodbury.GaussNewton(model, loss, **settings)
+    for batch in batches[:3]:
+        optimizer.step(*batch)
+    twin, stream = copy.deepcopy(optimizer), io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), stream)
+    stream.seek(0)
+    parameters, state = torch.load(stream, weights_only=True)
+    fresh, _ = problem(kind)
+    fresh.load_state_dict(parameters)
+    loaded = woodbury.GaussNewton(fresh, loss, **settings)
+    loaded.load_state_dict(state)
+    for batch in batches[3:]:
+        expected = [p.clone() for p in model.parameters()], optimizer.step(*batch).as_dict()
+        for other in (twin, loaded):
+            assert all(torch.equal(a, b) for a, b in zip(expected[0], other.model.parameters(), strict=True))
+            assert other.step(*batch).as_dict() == expected[1]
+
+
+def test_rows_of_a_large_shared_layer_are_not_saved():
+    """A state without them is loaded as well, and the memory fills anew."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Flatten(), nn.Linear(260, 1))
+    batch = torch.randn(6, 2, 130), torch.randn(6, 1)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), memory=2)
+    for _ in range(3):
+        optimizer.step(*batch)
+    assert len(optimizer.state["kept"].batches) == 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state["kept"] == {}
+    assert optimizer.step(*batch).accepted
+    assert len(optimizer.state["kept"].batches) == 1
+
+
+def test_a_batch_that_changes_after_its_step_changes_nothing():
+    model, ((inputs, targets), *others) = problem("chain")
+    twin = copy.deepcopy(model)
+    taken = []
+    for own, overwritten in ((model, False), (twin, True)):
+        optimizer = woodbury.GaussNewton(own, nn.CrossEntropyLoss(), memory=1)
+        given = inputs.clone()
+        optimizer.step(given, targets)
+        if overwritten:
+            given.zero_()
+        taken.append(optimizer.step(*others[0]).as_dict())
+    assert taken[0] == taken[1]
+
+
+def test_rows_of_another_model_are_forgotten():
+    model, batches = problem("chain")
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), memory=2)
+    for batch in batches[:2]:
+        optimizer.step(*batch)
+    model[0].weight.requires_grad_(False)
+    assert optimizer.step(*batches[2]).accepted
+    assert len(optimizer.state["kept"].batches) == 1
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_in_other_units_are_the_rows_times_the_units(kind):
+    model, ((inputs, targets), *_) = problem(kind)
+    matrix = rows(model, nn.CrossEntropyLoss(), inputs, targets)
+    adam = METRICS["adam"]
+    moments = {}
+    for name, parameter in model.named_parameters():
+        square = torch.rand_like(parameter)
+        if parameter.dim() > 1:
+            moments[f"{name}.rows"], moments[f"{name}.columns"] = square.flatten(1).mean(1), square.flatten(1).mean(0)
+        else:
+            moments[name] = square
+    units = adam.units(moments, matrix.plan)
+    scaled = type(matrix)(matrix.plan, units.of_rows(matrix.forms), matrix.row_count, matrix.scale)
+    expected = matrix.dense() * reference.flat(units.entries.values())
+    assert torch.allclose(scaled.dense(), expected, rtol=1e-13, atol=1e-15)
+    assert torch.allclose(scaled.gram(), expected @ expected.T, rtol=1e-11, atol=1e-15)
+    kept = {name: type(form) for name, form in matrix.forms.items()}
+    linear = [name for name, own in kept.items() if own is OuterRows]
+    assert all(type(scaled.forms[name]) is OuterRows for name in linear)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_squared_columns_are_the_diagonal_of_the_curvature(kind):
+    model, ((inputs, targets), *_) = problem(kind)
+    matrix = rows(model, nn.CrossEntropyLoss(), inputs, targets)
+    found = reference.flat(matrix.squared_columns(8).values())
+    assert torch.allclose(found, matrix.dense()[:8].square().sum(0), rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory": -1}, "memory must be"),
+        ({"memory": 1.5}, "memory must be"),
+        ({"metric": "euclid"}, "'adam', 'diagonal'"),
+        ({"memory": 1, "solver": "cg"}, "memory=1 needs solver='cholesky'"),
+        ({"metric": "adam", "solver": "products"}, "metric='adam' needs solver='cholesky'"),
+        ({"metric": "adam", "search": woodbury.CurvedSearch()}, "search= and metric='adam' do not go together"),
+        ({"memory": 1, "search": woodbury.CurvedSearch()}, "search= and memory=1 do not go together"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), **settings)
+
+
+def test_metric_and_weight_decay_are_refused():
+    optimizer = woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), metric="adam", weight_decay=0.1)
+    with pytest.raises(ValueError, match="metric='adam' and weight_decay do not go together"):
+        optimizer.step(torch.randn(4, 2), torch.randn(4, 1))
+
+
+@pytest.mark.parametrize("forgetting", [-0.1, 1.1, math.nan, "slow"])
+def test_forgetting_lies_between_0_and_1(forgetting):
+    with pytest.raises((ValueError, TypeError), match="forgetting"):
+        woodbury.LevenbergMarquardt(relative=True, forgetting=forgetting)
