@@ -5,10 +5,10 @@ import io
 import math
 
 import pytest
-import reference
 import torch
 from torch import nn
 
+import reference
 import woodbury
 from woodbury.layers.forms import OuterRows
 from woodbury.optim.metric import FORGETTING, METRICS, POWER, SMALLEST
@@ -103,7 +103,7 @@ def diagonal_metric(model, matrices):
 def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
     curvature, kind, metric, memory, curvature_samples
 ):
-    """(B + lambda D) p = lambda D mu p_prev - g, B the mean over the last batches, each at the theta of its step."""
+    """(B + lambda D) p = lambda D mu p_prev - g, B the mean over the last batches, each at its own theta."""
     if metric is None and memory == 0:
         pytest.skip("a plain step")
     model, batches = problem(kind)
@@ -257,7 +257,10 @@ def test_rows_in_other_units_are_the_rows_times_the_units(kind):
     for name, parameter in model.named_parameters():
         square = torch.rand_like(parameter)
         if parameter.dim() > 1:
-            moments[f"{name}.rows"], moments[f"{name}.columns"] = square.flatten(1).mean(1), square.flatten(1).mean(0)
+            moments[f"{name}.rows"], moments[f"{name}.columns"] = (
+                square.flatten(1).mean(1),
+                square.flatten(1).mean(0),
+            )
         else:
             moments[name] = square
     units = adam.units(moments, matrix.plan)

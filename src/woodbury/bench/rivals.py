@@ -129,9 +129,16 @@ def train_default(
     steps: int | None = None,
     seed: int = 0,
     callback: Callable[..., object],
+    **parts: Any,
 ) -> None:
     """`woodbury.fit` as it is, for so many epochs or steps."""
-    fit(model, loss, loader, epochs=epochs, steps=steps, seed=seed, progress=False, callback=callback)
+    fit(model, loss, loader, epochs=epochs, steps=steps, seed=seed, progress=False, callback=callback, **parts)
+
+
+# for --woodbury: what the parts of a step give
+without_memory = partial(train_default, memory=0)
+without_metric = partial(train_default, metric=None)
+without_both = partial(train_default, memory=0, metric=None)
 
 
 def _first(loader: DataLoader[Pair], count: int) -> Iterator[Pair]:

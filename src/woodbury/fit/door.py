@@ -40,6 +40,8 @@ def fit(
     validation: Data | Iterable[Any] | None = None,
     patience: int | None = None,
     curvature_samples: int | float | str | None = "auto",
+    memory: int | None = None,
+    metric: str | None = "auto",
     record: Record | None = None,
     progress: bool = True,
     seed: int | None = None,
@@ -56,8 +58,8 @@ def fit(
     With data that is used whole, or samples that are drawn, it goes for as many digits as there are: every step is
     one of `GaussNewton(model, loss, search=CurvedSearch())` on all of the data, or on fresh samples with as many
     others to judge it. Use float64 (`model.double()`) there. With the batches of a loader it trains, as one does
-    with Adam: every step is one of `GaussNewton` with momentum 0.9, damping relative to the scale of K, and a rate
-    that falls to zero over the budget (`woodbury.fit.training`).
+    with Adam: every step is one of `GaussNewton` with momentum 0.9, damping relative to the scale of K, curvature
+    of the last batches, Adam's metric, and a rate that falls to zero over the budget (`woodbury.fit.training`).
 
     It stops at whichever limit comes first, or when nothing moves any more; Ctrl-C stops it too, and what was
     reached is returned.
@@ -85,6 +87,8 @@ def fit(
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
             number), by the shapes of the model and, on the CPU, by what steps are seen to cost: then two runs may
             differ. A number makes them repeatable.
+        memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one,
+            and "adam" unless there is weight decay. On a GPU, where such steps could not be recorded, 0 and None.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
@@ -107,12 +111,16 @@ def fit(
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
         has_budget = not (steps is None and seconds is None and epochs is None)
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
-        optimizer = training_optimizer(model, loss, curvature_samples=curvature_samples, **settings)
+        optimizer = training_optimizer(
+            *(model, loss, memory, metric), curvature_samples=curvature_samples, **settings
+        )
         batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
         run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record)
     else:
         source = source_of(data)
-        for name, value in (("epochs", epochs), ("patience", patience), ("record", record)):
+        own = None if metric == "auto" else metric
+        batchwise = {"epochs": epochs, "patience": patience, "record": record, "memory": memory, "metric": own}
+        for name, value in batchwise.items():
             _check_absent(name, value, "for the batches of a loader: use steps= or seconds=")
         limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
         wide = torch.float64 if parameters and parameters[0].dtype == torch.float32 else None

@@ -262,9 +262,14 @@ def sgd_seconds(optimizer: GaussNewton, batch: Data) -> float:
     return max(min(times), 1e-6)  # the clock may be coarse
 
 
-def training_optimizer(model: nn.Module, loss: nn.Module, **settings: Any) -> GaussNewton:
+def training_optimizer(
+    model: nn.Module, loss: nn.Module, memory: int | None = None, metric: str | None = "auto", **settings: Any
+) -> GaussNewton:
     """The optimizer of a training run."""
-    first = next(model.parameters(), None)
-    if first is None or first.device.type == "cpu":
-        settings = {"memory": MEMORY, "metric": None if settings.get("weight_decay") else METRIC} | settings
+    recorded = any(own.device.type != "cpu" for own in model.parameters())
+    if memory is None:
+        memory = 0 if recorded else MEMORY
+    if metric == "auto":
+        metric = None if recorded or settings.get("weight_decay") else METRIC
+    settings |= {"memory": memory, "metric": metric}
     return GaussNewton(model, loss, lr=RATE, momentum=MOMENTUM, damping=DAMPING, **settings)
