@@ -1,6 +1,9 @@
 """The code in the README and in the docs runs as printed."""
 
+import importlib.util
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +76,36 @@ def test_the_blocks_of_a_page_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("a\n\n```python\nx = 1\n```\nb\n```python\nx += 1\n```\n```py\ny\n```\n")
     assert blocks(page, "python") == ["x = 1\n", "x += 1\n"] and blocks(page, "py") == ["y\n"]
+
+
+def test_links_hold_on_a_package_index(monkeypatch):
+    """hatch_build.py makes every link of the README absolute: figures as raw files, pages as pages."""
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface.MetadataHookInterface = object
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    spec = importlib.util.spec_from_file_location("hatch_build", README.parent / "hatch_build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    home, hook, metadata = "https://example.org/us/woodbury", build.CustomMetadataHook(), {}
+    hook.root = str(README.parent)
+    monkeypatch.setenv(build.VARIABLE, home + "/")
+    hook.update(metadata)
+    text = metadata["readme"]["text"]
+    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
+    assert len(targets) == len(re.findall(r"\]\(", (README.parent / "README.md").read_text()))
+    assert all(re.match("https?://|#", target) for _, target in targets)
+    figures = [target for mark, target in targets if mark]
+    assert figures and all(target.startswith(f"{home}/raw/main/docs/") for target in figures)
+    for target in (own for _, own in targets if own.startswith(home)):
+        assert (README.parent / target.split("/main/")[1].partition("#")[0]).exists()
+    assert metadata["urls"]["Homepage"] == home
+    monkeypatch.setenv(build.VARIABLE, "nowhere")
+    with pytest.raises(ValueError, match="WOODBURY_HOME must be an address"):
+        hook.update({})
+    monkeypatch.delenv(build.VARIABLE)
+    hook.update(plain := {})
+    assert plain == {
+        "readme": {"content-type": "text/markdown", "text": (README.parent / "README.md").read_text()}
+    }
