@@ -51,7 +51,7 @@ class CustomMetadataHook(MetadataHookInterface):
         if home:
             if not re.match(r"https?://\S+$", home):
                 raise ValueError(
-                    f"{VARIABLE} must be an address, https://example.org/owner/woodbury say, got {home!r}"
+                    f"{VARIABLE} must be an address such as https://example.org/us, got {home!r}"
                 )
             text, metadata["urls"] = with_absolute_links(text, home), addresses(home)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
