@@ -3,10 +3,14 @@
 import json
 import os
 import platform
+import resource
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +21,10 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner, Result
 
+import processes
 import woodbury
 from woodbury import cli
+from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import DATASETS, Dataset
 from woodbury.experiments.presets import PAPER
@@ -132,34 +138,27 @@ def test_a_second_comparison_overwrites_nothing(tmp_path: Path) -> None:
 # -- interrupting and going on -----------------------------------------------------------------------------------
 
 
-WITH_A_SIGNAL = """
-import os, signal
-from woodbury.cli import main
-from woodbury.experiments import train as training
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
-step = training._Run._step
-def step_with_a_signal(run, inputs, targets):
-    if (run.config.optimizer, run.step) == ("smw-gn", 4):
-        os.kill(os.getpid(), signal.SIGINT)
-    return step(run, inputs, targets)
-training._Run._step = step_with_a_signal
-main()
-"""
+def command_with_a_signal(*arguments: object) -> None:
+    """Ctrl-C arrives in the fifth step of smw-gn."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
+    step = training._Run._step
+
+    def step_with_a_signal(run: Any, *batch: Any) -> Any:
+        if (run.config.optimizer, run.step) == ("smw-gn", 4):
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(run, *batch)
+
+    training._Run._step = step_with_a_signal  # type: ignore[method-assign]
+    processes.command(*arguments)
 
 
 def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> None:
     """The signal comes in the fifth step of the second of two runs."""
     arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "1"]
     arguments += ["--out", str(tmp_path)]
-    process = subprocess.run(
-        [sys.executable, "-c", WITH_A_SIGNAL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    folder, output = tmp_path / "digits-1", process.stdout
-    assert process.returncode == 130, output
+    done = processes.run_alone(command_with_a_signal, *arguments)
+    folder, output = tmp_path / "digits-1", done.stdout + done.stderr
+    assert done.returncode == 130, output
     assert "Traceback" not in output
     assert f"interrupted: the same command with --resume continues in {folder}" in output.replace("\n", " ")
     assert is_complete(folder / "sgd-seed0") and not is_complete(folder / "smw-gn-seed0")
@@ -285,18 +284,17 @@ def test_an_unwritable_folder_ends_in_one_line_and_status_2(tmp_path: Path) -> N
     assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
 
 
+def command_with_small_files(limit: int, *arguments: object) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    processes.command(*arguments)
+
+
 @pytest.mark.parametrize("limit", [2_000, 20_000])
 def test_a_full_disk_ends_in_one_line_and_status_2(limit: int, tmp_path: Path) -> None:
     """Files may not grow beyond the limit: the system call fails as on a full disk, in records or model."""
-    program = (
-        "import resource, signal\n"
-        "from woodbury.cli import main\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "main()\n"
-    )
-    command = [sys.executable, "-c", program, "train", "digits", "--optimizer", "sgd", "--epochs", "1"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    arguments = ["train", "digits", "--optimizer", "sgd", "--epochs", "1", "--out", tmp_path]
+    done = processes.run_alone(command_with_small_files, limit, *arguments)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"woodbury: cannot write to {tmp_path}")
     assert len(done.stderr.strip().splitlines()) == 1
@@ -357,17 +355,26 @@ def test_the_version_is_shown_by_the_command_and_the_module() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
 
 
+def run_module(*arguments: str) -> None:
+    sys.argv = ["", *arguments]
+    runpy.run_module("woodbury", run_name="__main__", alter_sys=True)
+
+
 def test_the_module_and_the_command_are_one_program() -> None:
-    command = [sys.executable, "-m", "woodbury", "report", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "Usage: woodbury report" in shown
+    assert "Usage: woodbury report" in processes.run_alone(run_module, "report", "--help").stdout
+
+
+def start_without_typer(start: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "woodbury"]:
+        del sys.modules[name]
+    sys.modules["typer"] = None  # type: ignore[assignment]
+    exec(start)
 
 
 @pytest.mark.parametrize(
     "start", ["from woodbury.cli import main; main()", "import runpy; runpy.run_module('woodbury')"]
 )
 def test_without_the_extra_the_command_says_what_to_install(start: str) -> None:
-    program = f"import sys; sys.modules['typer'] = None; {start}"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert finished.returncode != 0
-    assert finished.stderr.strip() == 'The command line needs typer: pip install "woodbury[experiments]"'
+    done = processes.run_alone(start_without_typer, start)
+    assert done.returncode != 0
+    assert done.stderr.strip() == 'The command line needs typer: pip install "woodbury[experiments]"'

@@ -2,10 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -257,12 +255,7 @@ def test_groups_of_processes_can_be_chosen():
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-SCRIPT = """
-    import os, signal, sys, torch, woodbury
-    from datetime import timedelta
-    from torch import nn
-
-    rank, folder = int(sys.argv[1]), sys.argv[2]
+def step_until_one_is_killed(rank, folder):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=20)
     )
@@ -274,30 +267,18 @@ SCRIPT = """
         try:
             optimizer.step(torch.randn(4, 3), torch.randint(2, (4,)))
         except RuntimeError as error:
-            print(type(error).__name__, step, error)
+            print(type(error).__name__, step, error, flush=True)
             os._exit(3)
-"""
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_a_process_that_is_killed_ends_the_others_with_a_message(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(SCRIPT))
     started = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    shown, _ = ranks[0].communicate(timeout=120)
-    ranks[1].communicate(timeout=120)
-    assert ranks[0].returncode == 3 and ranks[1].returncode == -signal.SIGKILL
-    assert shown.startswith("LostProcessError 5 process 0 of 2 waited for the others in vain")
-    assert "last checkpoint" in shown and time.monotonic() - started < 100
+    ranks = [processes.Started(step_until_one_is_killed, rank, tmp_path) for rank in range(2)]
+    survivor, killed = (rank.wait(120) for rank in ranks)
+    assert survivor.returncode == 3 and killed.returncode == -signal.SIGKILL
+    assert survivor.stdout.startswith("LostProcessError 5 process 0 of 2 waited for the others in vain")
+    assert "last checkpoint" in survivor.stdout and time.monotonic() - started < 100
 
 
 def test_for_one_process_nothing_is_exchanged():
