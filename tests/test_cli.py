@@ -26,13 +26,14 @@ import woodbury
 from woodbury import cli
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
-from woodbury.experiments.data import DATASETS, Dataset
+from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.presets import PAPER
 from woodbury.experiments.train import is_complete
 from woodbury.optim import OPTIMIZERS
 
 runner = CliRunner()
 REPORT = {"report.html", "records.json"}
+SPLITS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 
 
 def invoke(*arguments: object) -> Result:
@@ -69,7 +70,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return replace
 
 
-def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data set digits with fewer samples."""
+    whole = load_dataset("digits")
+    few = Dataset(*(getattr(whole, name)[:240] for name in SPLITS), classes=10)
+    monkeypatch.setitem(DATASETS, "digits", lambda files: few)
+
+
+def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(few_digits: None, tmp_path: Path) -> None:
     names = list(OPTIMIZERS)
     arguments = ["compare", "digits", "--optimizers", ",".join(names), "--seeds", "2", "--epochs", "1"]
     result = invoke(*arguments, "--out", tmp_path)
@@ -108,7 +117,7 @@ def test_reproduce_runs_the_six_methods_of_the_paper(
     assert preset in (folder / "report.html").read_text()
 
 
-def test_train_takes_settings_and_report_reads_several_folders(tmp_path: Path) -> None:
+def test_train_takes_settings_and_report_reads_several_folders(few_digits: None, tmp_path: Path) -> None:
     for rate in ("0.1", "0.3"):
         result = invoke(
             *("train", "digits", "--optimizer", "smw-ng", "--epochs", 1, "--lr", rate, "--seed", 4),
@@ -128,7 +137,7 @@ def test_train_takes_settings_and_report_reads_several_folders(tmp_path: Path) -
     assert again.exit_code == 0, again.output
 
 
-def test_a_second_comparison_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_second_comparison_overwrites_nothing(few_digits: None, tmp_path: Path) -> None:
     arguments = ["compare", "digits", "--optimizers", "sgd", "--seeds", "1", "--epochs", "1"]
     for _ in range(2):
         assert invoke(*arguments, "--out", tmp_path).exit_code == 0
@@ -171,7 +180,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
 
 
-def test_resume_with_other_settings_ends_with_an_error(tmp_path: Path) -> None:
+def test_resume_with_other_settings_ends_with_an_error(few_digits: None, tmp_path: Path) -> None:
     arguments = ["train", "digits", "--optimizer", "sgd", "--out", tmp_path]
     assert invoke(*arguments, "--epochs", 1).exit_code == 0
     assert_one_line(
@@ -179,7 +188,7 @@ def test_resume_with_other_settings_ends_with_an_error(tmp_path: Path) -> None:
     )
 
 
-def test_resume_goes_on_in_the_folder_of_the_run_asked_for(tmp_path: Path) -> None:
+def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits: None, tmp_path: Path) -> None:
     """Not simply in the newest one, which may belong to another experiment."""
     hf = ["train", "digits", "--optimizer", "hf", "--epochs", 1, "--out", tmp_path]
     assert invoke(*hf).exit_code == 0
@@ -192,7 +201,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(tmp_path: Path) -> No
     assert not (tmp_path / "digits-2" / "hf-seed0").exists() and not (tmp_path / "digits-3").exists()
 
 
-def test_resume_with_nothing_to_resume_starts_a_new_run(tmp_path: Path) -> None:
+def test_resume_with_nothing_to_resume_starts_a_new_run(few_digits: None, tmp_path: Path) -> None:
     result = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
     assert result.exit_code == 0
     assert "nothing to resume" in result.output
@@ -261,7 +270,7 @@ def test_absent_and_damaged_data_files_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_of_another_version_ends_with_an_error(tmp_path: Path) -> None:
+def test_a_run_folder_of_another_version_ends_with_an_error(few_digits: None, tmp_path: Path) -> None:
     assert invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path).exit_code == 0
     folder = tmp_path / "digits-1" / "sgd-seed0"
     values = json.loads((folder / "config.json").read_text())

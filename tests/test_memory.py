@@ -22,7 +22,7 @@ def printed(program, *arguments):
 # The first lines of a program. choose_in_forks returns each argument in a process of its own: they are forked one
 # after the other, before anything has been computed.
 START = """
-import os, sys, torch, torch._dynamo, woodbury  # an optimizer imports the third
+import os, sys, torch, woodbury
 from torch import nn
 def peak():
     line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -38,6 +38,7 @@ def choose_in_forks(arguments):
 
 
 PROGRAM = """
+import torch._dynamo  # as an optimizer does: here once for all forks
 method = choose_in_forks(sys.argv[1:])
 widths = (3072, 2048, 2048, 10)
 torch.manual_seed(0)
