@@ -9,6 +9,12 @@ import pytest
 
 from woodbury.bench.peers import RETURNS_MEMORY
 
+
+def takes_gigabytes(test):
+    """Slow, and never beside another of these."""
+    return pytest.mark.slow(pytest.mark.xdist_group("gigabytes")(test))
+
+
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
 
 
@@ -85,7 +91,7 @@ print(peak())
 """
 
 
-@pytest.mark.slow
+@takes_gigabytes
 @needs_proc
 @pytest.mark.parametrize("method, samples", [("NaturalGradient", 256), ("GaussNewton", 64)])
 def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):
@@ -115,7 +121,7 @@ print(peak())
 """
 
 
-@pytest.mark.slow
+@takes_gigabytes
 @needs_proc
 def test_step_of_a_language_model_stays_within_four_gib():
     """Four layers of width 256, 64 sequences of 256 positions, embedding tied to the head, one loss per token."""

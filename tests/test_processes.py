@@ -83,7 +83,7 @@ CASES = [
 
 
 def train(rank, world, sizes, turn):
-    """The parameters, the damping and the last numbers of each case; in every other one S2 is half of each part."""
+    """The parameters, the damping and the last numbers of each case; half of each part is S2 in every other."""
     results = []
     parts = torch.arange(N).split(list(sizes))
     for index, (kind, name, settings) in enumerate(CASES):
