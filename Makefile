@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(FLAGS) --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INSTALL_OPTIONS)
 EXTRAS := dev
 
 .PHONY: help demo install doors test test-slow test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean

@@ -10,18 +10,19 @@ import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as multiprocessing
 
-PRELOADED = [
-    *("torch", "torch._dynamo", "woodbury", "pytest"),  # an optimizer imports the second when it is made
-    *("sklearn.datasets", "sklearn.model_selection", "woodbury.cli"),
-]
+# What is not installed is left out. An optimizer imports torch._dynamo when it is made.
+PRELOADED = ["torch", "torch._dynamo", "woodbury", "pytest", "sklearn.datasets", "sklearn.model_selection"]
+if all(find_spec(name) for name in ("typer", "rich", "matplotlib")):
+    PRELOADED.append("woodbury.cli")  # which ends the process where they are missing
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(PRELOADED)  # what is not installed is left out
+SERVER.set_forkserver_preload(PRELOADED)
 
 
 def _run(rank, world, folder, function, args):

@@ -179,7 +179,6 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path: Path) -> None:
     """The second of two is killed in step 5; each process starts without torchrun, which would end the other."""
     arguments = [*COMMAND, "--checkpoint-seconds", "0", "--out", str(tmp_path / "cut")]
@@ -225,7 +224,6 @@ def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
         assert (folder / f"{name}-seed0" / "model.pt").exists()
 
 
-@pytest.mark.slow
 def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
     launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = ["train", "digits", "--set", "process_group=self", "--out", tmp_path]
