@@ -3,11 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-TORCH := $(shell grep '^torch==' constraints.txt)
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INSTALL_OPTIONS)
+EXTRAS := dev
 
-.PHONY: help demo doors test test-slow test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
+.PHONY: help demo install doors test test-slow test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -20,13 +20,17 @@ demo: $(STAMP)  ## Fit a function to many digits beside L-BFGS and Adam, then tr
 test: lint  ## Check format, lint and types, then run the tests that take seconds
 	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
 
-test-slow: $(STAMP)  ## Run the tests marked slow, one at a time: some take gigabytes
-	$(BIN)/pytest -m slow
+test-slow: $(STAMP)  ## Run the tests marked slow, two at a time, those that take gigabytes one by one
+	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup
 
 test-all: test test-slow  ## Both
 
 test-install: $(STAMP)  ## Install the wheel with torch alone, the lowest and the newest allowed, and run the first example
 	$(BIN)/python -m tests.install.wheel $(INSTALLS)
+
+install:  ## Install what every target needs, in a single call where there is no environment yet
+	test -e $(STAMP) || { $(MAKE) $(STAMP) EXTRAS=dev,doors,docs && touch .venv/.doors .venv/.docs; }
+	$(MAKE) .venv/.doors .venv/.docs
 
 doors: .venv/.doors  ## Install Lightning, skorch, transformers and accelerate; without them their tests are skipped
 
@@ -61,8 +65,7 @@ clean:  ## Delete the environment, the caches and the build outputs (runs/ is ke
 $(STAMP): pyproject.toml constraints.txt requirements-peers.txt
 	@echo "Installing into .venv (once; a few minutes) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) $(TORCH)
-	$(INSTALL) --editable ".[dev]"
+	$(INSTALL) --editable ".[$(EXTRAS)]"
 	$(INSTALL) --no-deps --requirement requirements-peers.txt
 	@touch $@
 

@@ -1,13 +1,28 @@
-"""Runs a function in several processes that are a group of torch.distributed, and returns what each gives."""
+"""Runs a function in a process of its own, or in several that are a group of torch.distributed.
+
+The processes are forked from one that has imported torch and woodbury and done nothing else. Each starts as a new
+one would, without the seconds that the imports take.
+"""
 
 import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as multiprocessing
+
+# What is not installed is left out. An optimizer imports torch._dynamo when it is made.
+PRELOADED = ["torch", "torch._dynamo", "woodbury", "pytest", "sklearn.datasets", "sklearn.model_selection"]
+if all(find_spec(name) for name in ("typer", "rich", "matplotlib")):
+    PRELOADED.append("woodbury.cli")  # which ends the process where they are missing
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(PRELOADED)
 
 
 def _run(rank, world, folder, function, args):
@@ -35,7 +50,7 @@ def run(function, world, *args):
     """function(rank, world, *args) of each process."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.start_processes(
-            _run, (world, folder, function, args), nprocs=world, join=False, start_method="spawn"
+            _run, (world, folder, function, args), nprocs=world, join=False, start_method="forkserver"
         )
         try:
             while not context.join(timeout=120):
@@ -48,3 +63,44 @@ def run(function, world, *args):
     for kind, result in results:
         assert kind == "done", result
     return [result for _, result in results]
+
+
+def _run_alone(folder, environment, function, args):
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with open(Path(folder) / name, "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    function(*args)
+
+
+class Started:
+    """A process that runs function(*args) in the environment of the caller; what it prints is kept."""
+
+    def __init__(self, function, *args, **environment):
+        self._folder = tempfile.TemporaryDirectory()
+        whole = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+        self._process = SERVER.Process(target=_run_alone, args=(self._folder.name, whole, function, args))
+        self._process.start()
+
+    def wait(self, timeout=300):
+        """Its exit status, standard output and standard error, as of subprocess.run with text=True."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        stdout, stderr = ((Path(self._folder.name) / name).read_text() for name in ("stdout", "stderr"))
+        self._folder.cleanup()
+        return subprocess.CompletedProcess(self._process.name, self._process.exitcode, stdout, stderr)
+
+
+def run_alone(function, *args, **environment):
+    return Started(function, *args, **environment).wait()
+
+
+def command(*arguments):
+    """What `woodbury ARGUMENTS` does, for `run_alone`."""
+    from woodbury.cli import main
+
+    sys.argv = ["woodbury", *map(str, arguments)]
+    main()

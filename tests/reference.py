@@ -115,24 +115,34 @@ def block_mask(model):
     return (owners[:, None] == owners[None, :]).double()
 
 
+def dense_system(model, loss, inputs, targets, subset, forward=None):
+    """A function that solves for p with the curvature of the subset: its Jacobians are computed once for many p.
+
+    It returns argmin_p g.p + p B p / 2 + W (theta.p + p.p/2) + damping |p - shift|^2 / 2, B and g, all dense, for
+    (damping, kind, blocks, decay W, shift); damping may be a function of B.
+    """
+    samples = per_sample(model, loss, chosen(inputs, subset), targets[subset], forward)
+    g = gradient(model, loss, inputs, targets, forward)
+    theta = flat([p.detach().clone() for p in parameters(model).values()])
+
+    def solve(damping, kind, blocks="full", decay=None, shift=None):
+        B = curvature_matrix(samples, kind) * (len(targets) if is_sum(loss) else 1)
+        if blocks == "layer":
+            B = B * block_mask(model).to(B)
+        strength = damping(B) if callable(damping) else damping
+        W = torch.zeros_like(theta) if decay is None else decay
+        q = torch.zeros_like(theta) if shift is None else shift
+        return torch.linalg.solve(B + torch.diag(W + strength), strength * q - g - W * theta), B, g
+
+    return solve
+
+
 def dense_direction(
     model, loss, inputs, targets, subset, damping, kind, blocks="full", decay=None, shift=None, forward=None
 ):
-    """argmin_p g.p + p B p / 2 + W (theta.p + p.p/2) + damping |p - shift|^2 / 2, all dense.
-
-    damping may be a function of B.
-    """
-    samples = per_sample(model, loss, chosen(inputs, subset), targets[subset], forward)
-    B = curvature_matrix(samples, kind) * (len(targets) if is_sum(loss) else 1)
-    if blocks == "layer":
-        B = B * block_mask(model).to(B)
-    damping = damping(B) if callable(damping) else damping
-    g = gradient(model, loss, inputs, targets, forward)
-    theta = flat([p.detach() for p in parameters(model).values()])
-    W = torch.zeros_like(theta) if decay is None else decay
-    q = torch.zeros_like(theta) if shift is None else shift
-    matrix = B + torch.diag(W + damping)
-    return torch.linalg.solve(matrix, damping * q - g - W * theta), B, g
+    """p, B and g of one `dense_system`."""
+    solve = dense_system(model, loss, inputs, targets, subset, forward)
+    return solve(damping, kind, blocks, decay, shift)
 
 
 def equation_6(samples, g, damping):

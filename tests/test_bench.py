@@ -20,14 +20,41 @@ RUN = [sys.executable, "-m", "woodbury.bench"]
 ALONE = os.environ | {"OMP_NUM_THREADS": "1"}  # else the measurements start themselves again
 
 
-@pytest.mark.parametrize("threads", [pytest.param(None, marks=pytest.mark.slow), "1"])
-def test_step_benchmark_prints_one_object(threads):
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(peers, "_ROUNDS", 2)
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What a command prints, in this process."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else the measurements start themselves again
+
+    def run(*arguments):
+        assert main(arguments) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_step_benchmark_prints_one_object(printed, monkeypatch):
+    small = {
+        key: replace(network, widths=(50, 40, network.widths[-1]), iterations=2)
+        for key, network in step.NETWORKS.items()
+    }
+    monkeypatch.setattr(step, "NETWORKS", small)
+    check_ratios(printed("step", "--json", "--repeats", "1"))
+
+
+@pytest.mark.slow
+def test_step_benchmark_starts_itself_again_with_one_thread():
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = threads
     command = [*RUN, "step", "--json", "--repeats", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    ratios = json.loads(done.stdout)
+    check_ratios(json.loads(done.stdout))
+
+
+def check_ratios(ratios):
     assert set(ratios) == {"mnist", "cifar10", "webspam"}
     for row in ratios.values():
         assert row["sgd"] == 1.0
@@ -44,11 +71,8 @@ def test_layers_in_a_module_are_the_same_layers_and_no_chain():
     assert [optimizer._structure.chain is not None for optimizer in optimizers] == [True, False]
 
 
-def test_laplacian_benchmark_times_two_ways_to_the_same_numbers():
-    done = subprocess.run(
-        [*RUN, "laplacian", "--quick", "--json"], capture_output=True, text=True, check=True, env=ALONE
-    )
-    (times,) = json.loads(done.stdout).values()
+def test_laplacian_benchmark_times_two_ways_to_the_same_numbers(printed):
+    (times,) = printed("laplacian", "--quick", "--json").values()
     assert set(times) == set(laplacian.METHODS)
     assert all(set(row) == set(laplacian.TASKS) and min(row.values()) > 0 for row in times.values())
     assert "ratio" in tables.laplacian_table({"problem": times})
@@ -58,11 +82,8 @@ def test_laplacian_benchmark_times_two_ways_to_the_same_numbers():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * 100 * torch.finfo(torch.float64).eps)
 
 
-def test_models_benchmark_times_a_step_beside_adams():
-    done = subprocess.run(
-        [*RUN, "models", "--quick", "--json"], capture_output=True, text=True, check=True, env=ALONE
-    )
-    result = json.loads(done.stdout)
+def test_models_benchmark_times_a_step_beside_adams(printed):
+    result = printed("models", "--quick", "--json")
     assert set(result) == set(models.MODELS)
     assert all(set(row) == {models.REFERENCE, models.OWN} and min(row.values()) > 0 for row in result.values())
     assert "4.00" in tables.model_table({"model": {models.REFERENCE: 0.5, models.OWN: 2.0}})
@@ -170,6 +191,8 @@ def test_a_missing_peer_is_reported_and_the_rest_measured(monkeypatch):
         "absent", lambda task: None, "smw-gn", peer_steps.GN, "no-such-peer", ("no_such_peer",)
     )
     monkeypatch.setitem(peer_steps.PEERS, "absent", absent)
+    monkeypatch.setattr(peers, "_run_process", peers.try_measure)  # in this process
+    monkeypatch.setattr(peers, "_limit_memory", lambda: None)  # it would hold for the other tests too
     said = []
     names = ["absent", "woodbury.GaussNewton"]
     result = peers.bench_peers(limit=30.0, names=names, problems=["classes"], small=True, say=said.append)
@@ -232,11 +255,11 @@ def test_memory_is_not_reported_if_the_allocator_holds_on_to_what_is_freed(monke
     assert not peers._sees_memory()
 
 
-def test_peers_benchmark_prints_one_object():
-    command = [*RUN, "peers", "--quick", "--json", "--limit", "30", "--problem", "million"]
-    command += ["--peer", "torch.func rows, GN", "--peer", "torch-levenberg-marquardt"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ALONE)
-    problem = json.loads(done.stdout)["problems"]["million"]
+def test_peers_benchmark_prints_one_object(printed):
+    """Two processes measure the first of these, one its time and one its memory."""
+    names = ["--peer", "torch.func rows, GN", "--peer", "torch-levenberg-marquardt"]
+    result = printed("peers", "--quick", "--json", "--limit", "30", "--problem", "million", *names)
+    problem = result["problems"]["million"]
     assert [entry["peer"] for entry in problem["peers"]] == ["torch.func rows, GN", "torch-levenberg-marquardt"]
     assert problem["peers"][0]["difference"] <= 1e-5
     assert problem["peers"][0]["memory"] is None or problem["peers"][0]["memory"] >= 0

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -485,16 +483,15 @@ def main_rounding(summary):
 # -- the command ----------------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_records_a_table_and_a_figure(tmp_path):
-    """Two processes, by the command as a user gives it; then the same rivals again, and the figure again."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "woodbury.bench", "problems", "--only", "noisy", "friedman"]
-    command += ["--epochs", "1", "--seeds", "1", "--jobs", "2", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "noisy: 11 runs" in done.stderr and "friedman: 11 runs" in done.stderr
-    assert done.stdout.index("noisy") < done.stdout.index("friedman")  # the order of the list, not that of the end
-    assert (tmp_path / "table.txt").read_text() == done.stdout
+def test_the_command_writes_records_a_table_and_a_figure(tmp_path, monkeypatch, capsys):
+    """Two processes; then the figure again."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = ["problems", "--only", "noisy", "friedman", "--epochs", "1", "--seeds", "1", "--jobs", "2"]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "noisy: 11 runs" in shown.err and "friedman: 11 runs" in shown.err
+    assert shown.out.index("noisy") < shown.out.index("friedman")  # the order of the list, not that of the end
+    assert (tmp_path / "table.txt").read_text() == shown.out
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert len(records) == 22 and {record["method"] for record in records} == {*METHODS, EQUAL_SECONDS}
     if pytest.importorskip("matplotlib"):

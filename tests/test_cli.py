@@ -3,10 +3,14 @@
 import json
 import os
 import platform
+import resource
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +21,19 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner, Result
 
+import processes
 import woodbury
 from woodbury import cli
+from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
-from woodbury.experiments.data import DATASETS, Dataset
+from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.presets import PAPER
 from woodbury.experiments.train import is_complete
 from woodbury.optim import OPTIMIZERS
 
 runner = CliRunner()
 REPORT = {"report.html", "records.json"}
+SPLITS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 
 
 def invoke(*arguments: object) -> Result:
@@ -63,7 +70,15 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return replace
 
 
-def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data set digits with fewer samples."""
+    whole = load_dataset("digits")
+    few = Dataset(*(getattr(whole, name)[:240] for name in SPLITS), classes=10)
+    monkeypatch.setitem(DATASETS, "digits", lambda files: few)
+
+
+def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(few_digits: None, tmp_path: Path) -> None:
     names = list(OPTIMIZERS)
     arguments = ["compare", "digits", "--optimizers", ",".join(names), "--seeds", "2", "--epochs", "1"]
     result = invoke(*arguments, "--out", tmp_path)
@@ -102,7 +117,7 @@ def test_reproduce_runs_the_six_methods_of_the_paper(
     assert preset in (folder / "report.html").read_text()
 
 
-def test_train_takes_settings_and_report_reads_several_folders(tmp_path: Path) -> None:
+def test_train_takes_settings_and_report_reads_several_folders(few_digits: None, tmp_path: Path) -> None:
     for rate in ("0.1", "0.3"):
         result = invoke(
             *("train", "digits", "--optimizer", "smw-ng", "--epochs", 1, "--lr", rate, "--seed", 4),
@@ -122,7 +137,7 @@ def test_train_takes_settings_and_report_reads_several_folders(tmp_path: Path) -
     assert again.exit_code == 0, again.output
 
 
-def test_a_second_comparison_overwrites_nothing(tmp_path: Path) -> None:
+def test_a_second_comparison_overwrites_nothing(few_digits: None, tmp_path: Path) -> None:
     arguments = ["compare", "digits", "--optimizers", "sgd", "--seeds", "1", "--epochs", "1"]
     for _ in range(2):
         assert invoke(*arguments, "--out", tmp_path).exit_code == 0
@@ -132,34 +147,27 @@ def test_a_second_comparison_overwrites_nothing(tmp_path: Path) -> None:
 # -- interrupting and going on -----------------------------------------------------------------------------------
 
 
-WITH_A_SIGNAL = """
-import os, signal
-from woodbury.cli import main
-from woodbury.experiments import train as training
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
-step = training._Run._step
-def step_with_a_signal(run, inputs, targets):
-    if (run.config.optimizer, run.step) == ("smw-gn", 4):
-        os.kill(os.getpid(), signal.SIGINT)
-    return step(run, inputs, targets)
-training._Run._step = step_with_a_signal
-main()
-"""
+def command_with_a_signal(*arguments: object) -> None:
+    """Ctrl-C arrives in the fifth step of smw-gn."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
+    step = training._Run._step
+
+    def step_with_a_signal(run: Any, *batch: Any) -> Any:
+        if (run.config.optimizer, run.step) == ("smw-gn", 4):
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(run, *batch)
+
+    training._Run._step = step_with_a_signal  # type: ignore[method-assign]
+    processes.command(*arguments)
 
 
 def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> None:
     """The signal comes in the fifth step of the second of two runs."""
     arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "1"]
     arguments += ["--out", str(tmp_path)]
-    process = subprocess.run(
-        [sys.executable, "-c", WITH_A_SIGNAL, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    folder, output = tmp_path / "digits-1", process.stdout
-    assert process.returncode == 130, output
+    done = processes.run_alone(command_with_a_signal, *arguments)
+    folder, output = tmp_path / "digits-1", done.stdout + done.stderr
+    assert done.returncode == 130, output
     assert "Traceback" not in output
     assert f"interrupted: the same command with --resume continues in {folder}" in output.replace("\n", " ")
     assert is_complete(folder / "sgd-seed0") and not is_complete(folder / "smw-gn-seed0")
@@ -172,7 +180,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
 
 
-def test_resume_with_other_settings_ends_with_an_error(tmp_path: Path) -> None:
+def test_resume_with_other_settings_ends_with_an_error(few_digits: None, tmp_path: Path) -> None:
     arguments = ["train", "digits", "--optimizer", "sgd", "--out", tmp_path]
     assert invoke(*arguments, "--epochs", 1).exit_code == 0
     assert_one_line(
@@ -180,7 +188,7 @@ def test_resume_with_other_settings_ends_with_an_error(tmp_path: Path) -> None:
     )
 
 
-def test_resume_goes_on_in_the_folder_of_the_run_asked_for(tmp_path: Path) -> None:
+def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits: None, tmp_path: Path) -> None:
     """Not simply in the newest one, which may belong to another experiment."""
     hf = ["train", "digits", "--optimizer", "hf", "--epochs", 1, "--out", tmp_path]
     assert invoke(*hf).exit_code == 0
@@ -193,7 +201,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(tmp_path: Path) -> No
     assert not (tmp_path / "digits-2" / "hf-seed0").exists() and not (tmp_path / "digits-3").exists()
 
 
-def test_resume_with_nothing_to_resume_starts_a_new_run(tmp_path: Path) -> None:
+def test_resume_with_nothing_to_resume_starts_a_new_run(few_digits: None, tmp_path: Path) -> None:
     result = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
     assert result.exit_code == 0
     assert "nothing to resume" in result.output
@@ -262,7 +270,7 @@ def test_absent_and_damaged_data_files_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_of_another_version_ends_with_an_error(tmp_path: Path) -> None:
+def test_a_run_folder_of_another_version_ends_with_an_error(few_digits: None, tmp_path: Path) -> None:
     assert invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path).exit_code == 0
     folder = tmp_path / "digits-1" / "sgd-seed0"
     values = json.loads((folder / "config.json").read_text())
@@ -285,18 +293,17 @@ def test_an_unwritable_folder_ends_in_one_line_and_status_2(tmp_path: Path) -> N
     assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
 
 
+def command_with_small_files(limit: int, *arguments: object) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    processes.command(*arguments)
+
+
 @pytest.mark.parametrize("limit", [2_000, 20_000])
 def test_a_full_disk_ends_in_one_line_and_status_2(limit: int, tmp_path: Path) -> None:
     """Files may not grow beyond the limit: the system call fails as on a full disk, in records or model."""
-    program = (
-        "import resource, signal\n"
-        "from woodbury.cli import main\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "main()\n"
-    )
-    command = [sys.executable, "-c", program, "train", "digits", "--optimizer", "sgd", "--epochs", "1"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    arguments = ["train", "digits", "--optimizer", "sgd", "--epochs", "1", "--out", tmp_path]
+    done = processes.run_alone(command_with_small_files, limit, *arguments)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"woodbury: cannot write to {tmp_path}")
     assert len(done.stderr.strip().splitlines()) == 1
@@ -357,17 +364,26 @@ def test_the_version_is_shown_by_the_command_and_the_module() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
 
 
+def run_module(*arguments: str) -> None:
+    sys.argv = ["", *arguments]
+    runpy.run_module("woodbury", run_name="__main__", alter_sys=True)
+
+
 def test_the_module_and_the_command_are_one_program() -> None:
-    command = [sys.executable, "-m", "woodbury", "report", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "Usage: woodbury report" in shown
+    assert "Usage: woodbury report" in processes.run_alone(run_module, "report", "--help").stdout
+
+
+def start_without_typer(start: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "woodbury"]:
+        del sys.modules[name]
+    sys.modules["typer"] = None  # type: ignore[assignment]
+    exec(start)
 
 
 @pytest.mark.parametrize(
     "start", ["from woodbury.cli import main; main()", "import runpy; runpy.run_module('woodbury')"]
 )
 def test_without_the_extra_the_command_says_what_to_install(start: str) -> None:
-    program = f"import sys; sys.modules['typer'] = None; {start}"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert finished.returncode != 0
-    assert finished.stderr.strip() == 'The command line needs typer: pip install "woodbury[experiments]"'
+    done = processes.run_alone(start_without_typer, start)
+    assert done.returncode != 0
+    assert done.stderr.strip() == 'The command line needs typer: pip install "woodbury[experiments]"'

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,13 @@ def _is_field(owner, name):
 
 def has_test(file, name):
     """Whether tests/file.py exists and, if a name is given, defines it at the top level."""
-    path = ROOT / file
-    if not path.is_file():
-        return False
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    return not name or any(isinstance(node, ast.FunctionDef) and node.name == name for node in body)
+    return (ROOT / file).is_file() and (not name or name in functions_of(file))
+
+
+@cache
+def functions_of(file):
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def missing_links(page, text):

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 
 pytest.importorskip("sklearn")
 
+import processes
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
 from woodbury.experiments.config import FORMAT, RECORDED, RunConfig, full_settings
@@ -346,18 +345,14 @@ def test_an_interrupted_run_ends_like_one_without_a_break(optimizer: str, tmp_pa
     assert seconds == sorted(seconds)  # the clock went on where it was
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig
-def progress(now):
-    if now.step == 31:
-        training.write_checkpoint = lambda path, values: None
-    if now.step == 33:
-        os.kill(os.getpid(), signal.SIGKILL)
-training.train(RunConfig.load(Path(sys.argv[1])), Path(sys.argv[2]), progress, checkpoint_seconds=0)
-"""
+def train_until_killed(whole: Path, cut: Path) -> None:
+    def progress(now: Any) -> None:
+        if now.step == 31:
+            training.write_checkpoint = lambda path, values: None
+        if now.step == 33:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(RunConfig.load(whole), cut, progress, checkpoint_seconds=0)
 
 
 def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
@@ -367,8 +362,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
     config = small_run("kfac", epochs=2)  # the one with most state
     train(config, tmp_path / "whole", data=digits)
     cut = tmp_path / "cut"
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "whole"), str(cut)]
-    killed = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    killed = processes.run_alone(train_until_killed, tmp_path / "whole", cut)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert len(records_of(cut, "step")) == 33
     assert not is_complete(cut) and (cut / "checkpoint.pt").exists()

@@ -21,6 +21,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner, Result
 
+import processes
 from woodbury import cli
 from woodbury.experiments import report
 from woodbury.experiments import train as training
@@ -814,10 +815,14 @@ def test_the_help_says_how_to_set_a_field() -> None:
 
 
 def test_two_processes_with_the_same_command_end_bit_identically(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "woodbury.cli", "train", "digits", "--epochs", "1", "--seed", "5"]
-    for name in ("first", "second"):
-        subprocess.run([*command, "--out", str(tmp_path / name)], check=True, capture_output=True, env=environment)
+    """Forked and started: the order of sets differs."""
+    arguments = ["train", "digits", "--epochs", "1", "--seed", "5", "--out"]
+    forked = processes.run_alone(processes.command, *arguments, tmp_path / "first", OMP_NUM_THREADS=1)
+    assert forked.returncode == 0, forked.stderr
+    command, environment = [sys.executable, "-m", "woodbury.cli"], {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [*command, *arguments, str(tmp_path / "second")], check=True, capture_output=True, env=environment
+    )
     first, second = (tmp_path / name / "digits-1" / "smw-gn-seed5" for name in ("first", "second"))
     assert (first / "model.pt").read_bytes() == (second / "model.pt").read_bytes()
     assert_same_end(first, second)

@@ -9,6 +9,7 @@ from torch import nn
 
 import reference
 import woodbury
+from cases import every_pair
 from woodbury._vector import flatten
 
 pytest.importorskip("transformers", reason="the package transformers is not installed")
@@ -72,9 +73,11 @@ def factor(name, accumulate):
     return accumulate if name.startswith("bert") else 1
 
 
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["bert", "bert, tied head", "gpt2", "llama", "vit"])
+@every_pair(
+    name=["bert", "bert, tied head", "gpt2", "llama", "vit"],
+    accumulate=[1, 2],
+    method=[woodbury.GaussNewton, woodbury.NaturalGradient],
+)
 def test_trainer_takes_the_steps_on_its_batches(name, accumulate, method, tmp_path):
     """c f has the step of f with lambda / c, and by natural gradient, where B is that of c r, 1 / c of that with
     lambda / c^2. Losses of language models are computed in float32 by them."""
@@ -189,8 +192,8 @@ def test_the_example_learns_two_epochs_with_every_model(name, capsys):
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "gradients were", RuntimeWarning)
-        trainer, before, after = huggingface.main(name, epochs=2, samples=256)
-    assert trainer.state.global_step == 16
+        trainer, before, after = huggingface.main(name, epochs=2, samples=128)
+    assert trainer.state.global_step == 8
     assert after < before
     assert f"{name}: loss on other samples" in capsys.readouterr().out
     residuals = []

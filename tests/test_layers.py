@@ -43,22 +43,23 @@ def shaken(model):
     return model
 
 
-def dense_rows(model, loss, inputs, targets, kind):
-    """S^T J / sqrt(count), with S from the loss rule (checked in test_losses), or gradients over sqrt(n)."""
+def dense_rows(model, loss, inputs, targets):
+    """By kind: S^T J / sqrt(count), S from the loss rule (checked in test_losses), or gradients over sqrt(n)."""
     samples = reference.per_sample(model, loss, inputs, targets)
     rule, outputs = loss_rule(loss), model(inputs).detach()
     columns, _ = rule.factor(loss, outputs.flatten(1), rule.prepare(loss, outputs, targets))
     count = problems.Problem(model, loss, inputs, targets).count
-    blocks = [columns[i] @ J if kind == "gauss-newton" else (r @ J)[None] for i, (J, r, _) in enumerate(samples)]
-    return torch.cat(blocks) / (count if kind == "gauss-newton" else len(samples)) ** 0.5
+    return {
+        "gauss-newton": torch.cat([columns[i] @ J for i, (J, _, _) in enumerate(samples)]) / count**0.5,
+        "empirical": torch.stack([r @ J for J, r, _ in samples]) / len(samples) ** 0.5,
+    }
 
 
 def check_rows(model, loss, inputs, targets, **options):
     """Dense, Gram, scaled Gram, cross-Gram, U^T U and products against a loop over samples."""
     names = reference.parameters(model)
-    found, expected = {}, {}
-    for kind in METHODS:
-        U = expected[kind] = dense_rows(model, loss, inputs, targets, kind)
+    found, expected = {}, dense_rows(model, loss, inputs, targets)
+    for kind, U in expected.items():
         rows = found[kind] = woodbury.rows(model, loss, inputs, targets, curvature=kind, **options)
         torch.testing.assert_close(rows.dense(), U)
         torch.testing.assert_close(rows.gram(), U @ U.T)
@@ -67,11 +68,12 @@ def check_rows(model, loss, inputs, targets, **options):
         torch.testing.assert_close(rows.gram(scales=scales), (U * D) @ U.T)
         vector = {name: torch.randn_like(p) for name, p in names.items()}
         torch.testing.assert_close(rows.matvec(vector), U @ flatten(vector))
-        first, blocks = len(U) - len(U) // 2, [list(names), list(names)[1:]]
-        whole, rest = rows.curvature(first, blocks)
-        skipped = next(iter(names.values())).numel()
-        torch.testing.assert_close(whole, U[:first].T @ U[:first])
-        torch.testing.assert_close(rest, whole[skipped:, skipped:])
+        first = len(U) - len(U) // 2
+        columns = dict(zip(names, U[:first].split([p.numel() for p in names.values()], 1), strict=True))
+        blocks = [list(names)[-2:], list(names)][: 2 if kind == "gauss-newton" else 1]
+        for block, found_block in zip(blocks, rows.curvature(first, blocks), strict=True):
+            own = torch.cat([columns[name] for name in block], 1)
+            torch.testing.assert_close(found_block, own.T @ own)
         c = torch.randn(len(U), dtype=U.dtype)
         torch.testing.assert_close(flatten(rows.rmatvec(c)), U.T @ c)
     cross = found["gauss-newton"].gram(found["empirical"])
@@ -85,11 +87,10 @@ def well_conditioned(B):
 
 def check_directions(model, loss, inputs, targets, subset, **options):
     """p of both methods, full and by layer, with the curvature of a subset."""
+    solve = reference.dense_system(model, loss, inputs, targets, subset)
     for kind, method in METHODS.items():
         for blocks in ("full", "layer"):
-            expected, B, _ = reference.dense_direction(
-                model, loss, inputs, targets, subset, well_conditioned, kind, blocks=blocks
-            )
+            expected, B, _ = solve(well_conditioned, kind, blocks)
             optimizer = method(model, loss, damping=well_conditioned(B), blocks=blocks, **options)
             p = flatten(optimizer.direction(inputs, targets, subset=subset))
             assert reference.relative_error(p, expected) <= 1e-10

@@ -1,11 +1,10 @@
 """The small solvers and the precision of the products that feed them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+import processes
+from woodbury import linalg
 from woodbury.linalg import solve_cholesky, solve_conjugate_gradient
 
 
@@ -33,6 +32,22 @@ def test_failure_is_reported():
     assert not solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 1).ok
 
 
+def seen_precision():
+    try:
+        older = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # torch mixes no settings of the two kinds
+        older = None
+    return linalg._precision(), older
+
+
+def check_full_precision(setting):
+    exec(setting)
+    before = seen_precision()
+    with linalg.full_precision():
+        assert set(linalg._precision()) <= {"ieee", "none", "highest"}, linalg._precision()
+    assert seen_precision() == before, (before, seen_precision())
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -47,20 +62,5 @@ def test_failure_is_reported():
 def test_full_precision_holds_inside_and_leaves_the_users_setting_alone(setting):
     if "fp32_precision" in setting and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has no fp32_precision")
-    program = f"""
-import torch
-from woodbury.linalg import full_precision, _precision
-def seen():
-    try:
-        older = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
-    except RuntimeError:
-        older = None
-    return _precision(), older
-{setting}
-before = seen()
-with full_precision():
-    assert set(_precision()) <= {{"ieee", "none", "highest"}}, _precision()
-assert seen() == before, (before, seen())
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    done = processes.run_alone(check_full_precision, setting)  # torch cannot go back to the older settings
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,12 @@ import pytest
 
 from woodbury.bench.peers import RETURNS_MEMORY
 
+
+def takes_gigabytes(test):
+    """Slow, and never beside another of these."""
+    return pytest.mark.slow(pytest.mark.xdist_group("gigabytes")(test))
+
+
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
 
 
@@ -19,27 +25,42 @@ def printed(program, *arguments):
     return [int(word) for word in done.stdout.split()]
 
 
-PROGRAM = """
-import sys, torch, woodbury
+# The first lines of a program. choose_in_forks returns each argument in a process of its own: they are forked one
+# after the other, before anything has been computed.
+START = """
+import os, sys, torch, woodbury
 from torch import nn
+def peak():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+def choose_in_forks(arguments):
+    for argument in arguments:
+        child = os.fork()
+        if child == 0:
+            return argument
+        assert os.waitpid(child, 0)[1] == 0, argument
+    sys.exit()
+"""
+
+
+PROGRAM = """
+import torch._dynamo  # as an optimizer does: here once for all forks
+method = choose_in_forks(sys.argv[1:])
 widths = (3072, 2048, 2048, 10)
 torch.manual_seed(0)
 layers = [m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.Sigmoid())][:-1]
 model, loss = nn.Sequential(*layers), nn.CrossEntropyLoss()
-inputs, targets = torch.randn(256, 3072), torch.randint(10, (256,))
-if sys.argv[1] == "sgd":
+inputs, targets = torch.randn(64, 3072), torch.randint(10, (64,))
+if method == "sgd":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     def step():
         optimizer.zero_grad()
         loss(model(inputs), targets).backward()
         optimizer.step()
 else:
-    optimizer = woodbury.NaturalGradient(model, loss, blocks=sys.argv[1])
+    optimizer = woodbury.NaturalGradient(model, loss, blocks=method)
     def step():
         assert optimizer.step(inputs, targets).accepted
-def peak():
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 before = peak()
 for _ in range(3):
     step()
@@ -50,16 +71,13 @@ print(peak() - before, sum(p.numel() * 4 for p in model.parameters()))
 @needs_proc
 def test_natural_gradient_step_needs_less_than_two_copies_of_the_parameters_more_than_sgd():
     # bytes by which the peak grows in three steps, and bytes of the parameters
-    sgd, parameters = printed(PROGRAM, "sgd")
+    sgd, parameters, *steps = printed(START + PROGRAM, "sgd", "full", "layer")
     assert sgd > 0.9 * parameters  # the measure sees the gradients
-    for blocks in ("full", "layer"):
-        step, _ = printed(PROGRAM, blocks)
+    for step in steps[::2]:
         assert step - sgd < 2 * parameters
 
 
 IMAGES = """
-import sys, torch, woodbury
-from torch import nn
 torch.manual_seed(0)
 widths, layers = (3, 32, 32, 64, 64, 128, 128), []
 for index, (a, b) in enumerate(zip(widths, widths[1:])):
@@ -69,23 +87,20 @@ samples = int(sys.argv[2])
 inputs, targets = torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,))
 optimizer = getattr(woodbury, sys.argv[1])(model, nn.CrossEntropyLoss())
 assert torch.isfinite(optimizer.step(inputs, targets).ratio)
-line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(int(line.split()[1]) * 1024)
+print(peak())
 """
 
 
-@pytest.mark.slow
+@takes_gigabytes
 @needs_proc
 @pytest.mark.parametrize("method, samples", [("NaturalGradient", 256), ("GaussNewton", 64)])
 def test_step_of_a_convolutional_network_stays_within_two_gib(method, samples):
     """Six convolutions with norms on 32 x 32 images, 10 classes."""
-    (peak,) = printed(IMAGES, method, str(samples))
+    (peak,) = printed(START + IMAGES, method, str(samples))
     assert peak < 2 * 2**30
 
 
 WORDS = """
-import torch, woodbury
-from torch import nn
 torch.manual_seed(0)
 class LanguageModel(nn.Module):
     def __init__(self, words=96, width=256, length=256, layers=4):
@@ -102,26 +117,21 @@ class LanguageModel(nn.Module):
 words = torch.randint(96, (64, 257))
 optimizer = woodbury.NaturalGradient(LanguageModel(), nn.CrossEntropyLoss())
 assert torch.isfinite(optimizer.step(words[:, :-1], words[:, 1:]).ratio)
-line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(int(line.split()[1]) * 1024)
+print(peak())
 """
 
 
-@pytest.mark.slow
+@takes_gigabytes
 @needs_proc
 def test_step_of_a_language_model_stays_within_four_gib():
     """Four layers of width 256, 64 sequences of 256 positions, embedding tied to the head, one loss per token."""
-    (peak,) = printed(WORDS)
+    (peak,) = printed(START + WORDS)
     assert peak < 4 * 2**30
 
 
 GRAM = """
-import sys, torch
 from woodbury.layers import EmbeddingRows, SharedRows
 from woodbury.layers.shared import Part
-def peak():
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 def read(block):
     return block
 def forms(n, k, s, o, i, limit):
@@ -131,18 +141,24 @@ def forms(n, k, s, o, i, limit):
         "SharedRows": SharedRows((Part(torch.randn(n, s, 1, i), grads, read),), (o, i), max_bytes=limit),
         "EmbeddingRows": EmbeddingRows((Part(indices, grads, read),), (5000, o), max_bytes=limit),
     }
-small, large = forms(2, 2, 4, 4, 4, 2**20)[sys.argv[1]], forms(48, 9, 64, 32, 32, 2**26)[sys.argv[1]]
-getattr(small, sys.argv[2])(small, torch.float32)  # whatever the libraries need
+form, route = choose_in_forks(sys.argv[1:]).split(".")
+small, large = forms(2, 2, 4, 4, 4, 2**20)[form], forms(48, 9, 64, 32, 32, 2**26)[form]
+getattr(small, route)(small, torch.float32)  # whatever the libraries need
 before = peak()
-getattr(large, sys.argv[2])(large, torch.float32)
+getattr(large, route)(large, torch.float32)
 print(peak() - before)
 """
+ROUTES = [
+    f"{form}.{route}"
+    for form in ("SharedRows", "EmbeddingRows")
+    for route in ("gram_by_pairs", "gram_by_gradients")
+]
 
 
 @needs_proc
-@pytest.mark.parametrize("form", ["SharedRows", "EmbeddingRows"])
-@pytest.mark.parametrize("route", ["gram_by_pairs", "gram_by_gradients"])
-def test_gram_of_shared_parameters_keeps_to_its_limit(form, route):
+def test_gram_of_shared_parameters_keeps_to_its_limit():
     """432 rows at 64 MiB: all pairs of positions would take 3 GB, all rows of the embedding 276 MB."""
-    (growth,) = printed(GRAM, form, route)
-    assert growth < 2**26
+    growths = printed(START + GRAM, *ROUTES)
+    assert len(growths) == len(ROUTES)
+    for route, growth in zip(ROUTES, growths, strict=True):
+        assert growth < 2**26, route

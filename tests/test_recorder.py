@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import processes
 import woodbury
 from woodbury.experiments import readings
 from woodbury.experiments import recorder as module
@@ -233,15 +235,16 @@ def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> 
     assert is_complete(tmp_path, recorded=True) and len(read(tmp_path)[0].epochs) == 3
 
 
+def record_and_be_killed(folder: Path) -> None:
+    record = woodbury.Recorder(folder, problem="waves", method="mine")
+    record.epoch(train_loss=2.0, epoch=0)
+    for _ in range(7):
+        record.step(loss=1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_process_loses_the_current_line_at_most(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, woodbury\n"
-        f"record = woodbury.Recorder({str(tmp_path)!r}, problem='waves', method='mine')\n"
-        "record.epoch(train_loss=2.0, epoch=0)\n"
-        "for step in range(7): record.step(loss=1.0)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    done = processes.run_alone(record_and_be_killed, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert numbers_of(tmp_path) == list(range(1, 8))
     with (tmp_path / "records.jsonl").open("ab") as file:  # killed in the middle of the next one

@@ -1,17 +1,17 @@
 """What a step must not touch, and that it happens as a whole or not at all."""
 
 import copy
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import problems
+import processes
 import woodbury
 from woodbury.optim import OPTIMIZERS
 
@@ -337,44 +337,20 @@ def test_models_spread_over_devices_or_processes_are_refused():
         woodbury.rows(nn.Sequential(nn.DataParallel(model)), nn.MSELoss(), torch.randn(2, 3))
 
 
-SCRIPT = """
-    import sys, torch, woodbury
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    init = f"file://{folder}/store{world}"
-    torch.distributed.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+def together_and_each_its_own(rank, world):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     inputs, targets = torch.randn(5, 3), torch.randn(5, 1)
-    try:
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
         woodbury.GaussNewton(DistributedDataParallel(model), nn.MSELoss(), process_group="self")
-    except ValueError as error:
-        print("ddp", "wrapped in DistributedDataParallel" in str(error))
-    try:
-        woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, targets)
-        print("stepped")
-    except RuntimeError as error:
-        print("failed", error)
+    woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, targets)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), process_group="self")
-    print("own", bool(optimizer.step(inputs, targets).accepted))
-    torch.distributed.destroy_process_group()
-"""
+    return bool(optimizer.step(inputs, targets).accepted)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("world", [1, 2])
-def test_processes_train_together_or_each_its_own(world, tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, str(script)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(world), str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]
-    for process in ranks:
-        shown, _ = process.communicate(timeout=120)
-        assert shown.split("\n")[:3] == ["ddp True", "stepped", "own True"]
+def test_processes_train_together_or_each_its_own(world):
+    assert processes.run(together_and_each_its_own, world) == [True] * world
 
 
 def test_the_dictionary_of_a_step_is_what_its_tensors_show():

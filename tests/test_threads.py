@@ -1,7 +1,5 @@
 """Steps in two threads at once: settings of the whole process are there for both, and put back at the end."""
 
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -9,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import processes
 import woodbury
+from woodbury.linalg import _precision, full_precision
 
 N, CLASSES = 4, 3
 LOSS = nn.CrossEntropyLoss()
@@ -92,33 +92,31 @@ def test_filters_of_warnings_are_as_before_after_two_threads():
     assert list(warnings.filters) == before
 
 
-PRECISION = """
-import threading, torch
-from woodbury.linalg import full_precision, _precision
-torch.set_float32_matmul_precision("high")
-before = _precision()
-full = {"ieee", "none", "highest"}
-assert not set(before) <= full
-inside, left = threading.Event(), threading.Event()
-seen = []
-def second():
+def check_precision_of_two_threads():
+    torch.set_float32_matmul_precision("high")
+    before, full = _precision(), {"ieee", "none", "highest"}
+    assert not set(before) <= full
+    inside, left = threading.Event(), threading.Event()
+    seen = []
+
+    def second():
+        with full_precision():
+            inside.set()
+            assert left.wait(60)
+            seen.append(_precision())
+
+    thread = threading.Thread(target=second)
     with full_precision():
-        inside.set()
-        assert left.wait(60)
-        seen.append(_precision())
-thread = threading.Thread(target=second)
-with full_precision():
-    thread.start()
-    assert inside.wait(60)
-left.set()
-thread.join(60)
-assert seen and set(seen[0]) <= full, seen
-assert _precision() == before, _precision()
-"""
+        thread.start()
+        assert inside.wait(60)
+    left.set()
+    thread.join(60)
+    assert seen and set(seen[0]) <= full, seen
+    assert _precision() == before, _precision()
 
 
 def test_precision_is_full_until_the_last_thread_is_done():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PRECISION], capture_output=True, text=True)
+    done = processes.run_alone(check_precision_of_two_threads)
     assert done.returncode == 0, done.stderr
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("typer")
 
 import processes
 from woodbury._group import LostProcessError
+from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import Dataset
 from woodbury.experiments.presets import PRESETS
@@ -156,18 +157,19 @@ def test_an_error_of_the_process_that_writes_is_told_to_the_others(tmp_path: Pat
 # -- the command -------------------------------------------------------------------------------------------------
 
 COMMAND = ["train", "digits", "--epochs", "1", "--dtype", "float64", "--set", "curvature_samples=null"]
-KILLED = """
-import os, signal
-from woodbury.cli import main
-from woodbury.experiments import train as training
-step = training._Run._step
-def step_or_die(run, inputs, targets):
-    if (run.group.rank, run.step) == (1, 4):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(run, inputs, targets)
-training._Run._step = step_or_die
-main()
-"""
+
+
+def command_until_killed(*arguments: object) -> None:
+    """The second process is killed in its fifth step."""
+    step = training._Run._step
+
+    def step_or_die(run: Any, *batch: Any) -> Any:
+        if (run.group.rank, run.step) == (1, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(run, *batch)
+
+    training._Run._step = step_or_die  # type: ignore[method-assign]
+    processes.command(*arguments)
 
 
 def free_port() -> int:
@@ -177,38 +179,25 @@ def free_port() -> int:
         return port
 
 
-def environment(**more: Any) -> dict[str, str]:
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return {**os.environ, **own, **{name: str(value) for name, value in more.items()}}
-
-
-@pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path: Path) -> None:
     """The second of two is killed in step 5; each process starts without torchrun, which would end the other."""
     arguments = [*COMMAND, "--checkpoint-seconds", "0", "--out", str(tmp_path / "cut")]
     launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", KILLED, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(RANK=rank, LOCAL_RANK=rank, **launched),
-        )
+        processes.Started(command_until_killed, *arguments, RANK=rank, LOCAL_RANK=rank, **launched)
         for rank in range(2)
     ]
-    (survivor, _), _ = [process.communicate(timeout=300) for process in ranks]
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert ranks[0].returncode == 1, survivor
+    first, second = (rank.wait() for rank in ranks)
+    survivor = first.stdout + first.stderr
+    assert second.returncode == -signal.SIGKILL
+    assert first.returncode == 1, survivor
     assert "Traceback" not in survivor
     assert "process 0 of 2 waited for the others in vain" in survivor.replace("\n", " ")
     assert "Start again from the last checkpoint" in survivor.replace("\n", " ")
     cut = tmp_path / "cut" / "digits-1" / "smw-gn-seed0"
     assert len(read_records(cut, complete=False)["step"]) == 4
     for more in ([*arguments, "--resume"], [*COMMAND, "--out", str(tmp_path / "whole")]):
-        done = subprocess.run(
-            [sys.executable, "-m", "woodbury", *more], capture_output=True, text=True, env=environment()
-        )
+        done = processes.run_alone(processes.command, *more)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_close(tmp_path / "whole" / "digits-1" / "smw-gn-seed0", cut)
 
@@ -221,7 +210,11 @@ def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
         [*map(str, run), "-m", "woodbury", *command, "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        env=environment(),
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Medians over seeds") == 1
@@ -231,20 +224,13 @@ def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
         assert (folder / f"{name}-seed0" / "model.pt").exists()
 
 
-@pytest.mark.slow
 def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
     launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = ["train", "digits", "--set", "process_group=self", "--out", str(tmp_path)]
+    command = ["train", "digits", "--set", "process_group=self", "--out", tmp_path]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "woodbury", *command],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(RANK=rank, LOCAL_RANK=rank, **launched),
-        )
-        for rank in range(2)
+        processes.Started(processes.command, *command, RANK=rank, LOCAL_RANK=rank, **launched) for rank in range(2)
     ]
-    for process in ranks:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 2 and "process_group is for one process" in said
+    for rank in ranks:
+        done = rank.wait()
+        assert done.returncode == 2 and "process_group is for one process" in done.stderr
     assert not list(tmp_path.iterdir())

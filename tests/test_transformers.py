@@ -8,6 +8,7 @@ from torch import nn
 
 import reference
 import woodbury
+from cases import every_pair
 from test_layers import CLASSES, METHODS, check_directions, check_rows, finish
 from woodbury._vector import flatten
 from woodbury.layers import SharedRows
@@ -19,7 +20,6 @@ transformers.logging.set_verbosity_error()
 N, WORDS, LENGTH = 4, 7, 5
 SIZES = {"hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 1, "num_attention_heads": 2}
 TEXT = {**SIZES, "vocab_size": WORDS, "max_position_embeddings": 6, "pad_token_id": 0}
-every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def bert(kind):
@@ -114,7 +114,7 @@ def _classes(samples):
     return torch.randint(CLASSES, (samples,))
 
 
-@pytest.mark.parametrize("samples", [1, N, LENGTH])
+@pytest.mark.parametrize("samples", [1, LENGTH])
 @every_model
 def test_rows_of_a_model_are_those_of_a_loop_over_its_samples(name, samples, doubled):
     """No fallback, also where there are as many samples as positions: U^T U and gradients, to 10 digits."""
@@ -130,9 +130,7 @@ def test_rows_of_a_model_are_those_of_a_loop_over_its_samples(name, samples, dou
     assert reference.relative_error(rows.dense(), gradients) <= 1e-10
 
 
-@every_method
-@pytest.mark.parametrize("blocks", ["full", "layer"])
-@every_model
+@every_pair(name=list(MODELS), blocks=["full", "layer"], method=METHODS)
 def test_a_step_of_a_model_is_the_dense_one(name, blocks, method, doubled):
     model, batch, targets = problem(name)
     loss = nn.CrossEntropyLoss()
@@ -149,9 +147,7 @@ def test_a_step_of_a_model_is_the_dense_one(name, blocks, method, doubled):
     torch.testing.assert_close(info.ratio, (before - after) / info.predicted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@every_method
-@every_model
+@every_pair(name=list(MODELS), method=METHODS, dtype=[torch.float32, torch.float64])
 def test_a_step_of_a_model_solves_its_system(name, method, dtype):
     """As transformers has it, with norms that cast float64 to float32: below 1e-6, in training mode as well.
 

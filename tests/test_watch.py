@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import woodbury
+from cases import every_pair
 
 N, CLASSES = 12, 3
 LOSSES = {
@@ -55,10 +56,7 @@ def difference(a, b):
     return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("how", ["closure", "keyword", "watch"])
-@pytest.mark.parametrize("form", ["module", "function"])
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("method", METHODS)
+@every_pair(method=METHODS, name=list(LOSSES), form=["module", "function"], how=["closure", "keyword", "watch"])
 def test_twenty_steps_are_those_of_step_on_a_batch(method, name, form, how):
     module, function, _ = LOSSES[name]
     inputs, targets = batch(name)

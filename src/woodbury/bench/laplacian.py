@@ -41,7 +41,8 @@ METHODS: dict[str, Derive] = {"woodbury.laplacian": laplacian, "nested forward m
 
 def bench_laplacian(quick: bool = False, seconds: float = 10.0) -> dict[str, dict[str, dict[str, float]]]:
     """{problem: {method: {what: median CPU seconds}}}, in float64."""
-    return {name: _measure(name, count, seconds) for name, count in (QUICK if quick else PROBLEMS).items()}
+    problems, seconds = (QUICK, 0.0) if quick else (PROBLEMS, seconds)
+    return {name: _measure(name, count, seconds) for name, count in problems.items()}
 
 
 def _measure(name: str, count: int, seconds: float) -> dict[str, dict[str, float]]:
