@@ -50,8 +50,6 @@ class CustomMetadataHook(MetadataHookInterface):
         home = os.environ.get(VARIABLE, "").rstrip("/")
         if home:
             if not re.match(r"https?://\S+$", home):
-                raise ValueError(
-                    f"{VARIABLE} must be an address such as https://example.org/us, got {home!r}"
-                )
+                raise ValueError(f"{VARIABLE} must be an address such as https://example.org/us, got {home!r}")
             text, metadata["urls"] = with_absolute_links(text, home), addresses(home)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}

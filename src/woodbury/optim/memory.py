@@ -22,15 +22,13 @@ from woodbury.device.scalars import Scalar
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms, layout_of
 from woodbury.model.plan import Plan
 from woodbury.optim.linearize import Linearization
-from woodbury.optim.metric import Units
 from woodbury.row_matrix import Rows
 
 
 class Batch(NamedTuple):
     """The factor rows of one batch."""
 
-    forms: Mapping[str, RowForm]  # unscaled
-    in_units: Mapping[str, RowForm]  # U s, the same where there is no metric
+    forms: Mapping[str, RowForm]
     rows: int
     divisor: Scalar
 
@@ -39,23 +37,12 @@ class Kept(NamedTuple):
     """The factor rows of the last batches, the oldest first."""
 
     batches: tuple[Batch, ...] = ()
-    gram: Tensor | None = None  # of all of them, in the units
-    units: Units | None = None
+    gram: Tensor | None = None  # of all of them, where it was formed
     plan: Plan | None = None  # of the model they belong to
 
     @property
     def rows(self) -> int:
         return sum(batch.rows for batch in self.batches)
-
-    def in_units(self, units: Units | None) -> Kept:
-        """The same rows in other units."""
-        if units is self.units:
-            return self
-        batches = [
-            batch._replace(in_units=batch.forms if units is None else units.of_rows(batch.forms))
-            for batch in self.batches
-        ]
-        return Kept(tuple(batches), None, units, self.plan)
 
     def as_state(self) -> dict[str, Any]:
         """What a `state_dict` holds of them: all, or nothing where rows of a layer are stored in parts."""
@@ -80,9 +67,9 @@ class Kept(NamedTuple):
         batches = []
         for batch in state.get("batches", ()):
             forms = {name: _form_of_state(own, plan) for name, own in batch["forms"].items()}
-            batches.append(Batch(forms, forms, batch["rows"], batch["divisor"]))
+            batches.append(Batch(forms, batch["rows"], batch["divisor"]))
         gram = state.get("gram")
-        return cls(tuple(batches), None if gram is None else gram.to(plan.device), None, plan)
+        return cls(tuple(batches), None if gram is None else gram.to(plan.device), plan)
 
 
 def _form_as_state(form: RowForm) -> dict[str, Any]:
@@ -104,42 +91,36 @@ def _form_of_state(state: Mapping[str, Any], plan: Plan) -> RowForm:
 
 
 def remember(
-    line: Linearization,
-    own: Linearization,
-    kept: Kept,
-    most: int,
-    dtype: torch.dtype | None,
-    needs_gram: bool,
+    line: Linearization, kept: Kept, most: int, dtype: torch.dtype | None, needs_gram: bool
 ) -> tuple[Linearization, Kept]:
     """The model around theta with the rows of the batches before, and what to keep for the next step.
 
-    line is that of this batch in the units of kept, own the same unscaled. Without needs_gram no Gram matrix is
-    formed.
+    Without needs_gram (in a metric, which is another at every step) no Gram matrix is formed.
     """
     assert isinstance(line.rows, Rows)
     rows, count, plan = line.rows, line.curvature_rows, line.rows.plan
-    new = Batch(own.factor_forms(), line.factor_forms(), count, line.divisor)
-    before = kept.rows
+    new, before = Batch(line.factor_forms(), count, line.divisor), kept.rows
     gram = rows.gram(dtype=dtype) if needs_gram else None
     if kept.batches:
-        earlier = Rows(plan, concatenate_forms([batch.in_units for batch in kept.batches]), before)
+        earlier = concatenate_forms([batch.forms for batch in kept.batches])
         if gram is not None:
-            old = earlier.gram(dtype=dtype) if kept.gram is None else kept.gram
-            cross = earlier.cross_gram(rows, dtype=dtype)
-            gram = torch.cat([torch.cat([old, cross], 1), torch.cat([cross.t(), gram], 1)])
-        forms = concatenate_forms([earlier.forms, rows.forms])
+            old = Rows(plan, earlier, before)
+            cross = old.cross_gram(rows, dtype=dtype)
+            first = old.gram(dtype=dtype) if kept.gram is None else kept.gram
+            gram = torch.cat([torch.cat([first, cross], 1), torch.cat([cross.t(), gram], 1)])
         e = line.factor_weights(next(iter(plan.parameters.values())).detach())
         line = replace(
             line,
-            rows=Rows(plan, forms, before + rows.row_count),
+            rows=Rows(plan, concatenate_forms([earlier, rows.forms]), before + rows.row_count),
             curvature_rows=before + count,
             divisor=sum([batch.divisor for batch in kept.batches], line.divisor),
             e=torch.cat([e.new_zeros(before), e]),
             head=None,
+            complete=None,
         )
     line.gram = gram
     batches = (*kept.batches, new)
     dropped = sum(batch.rows for batch in batches[:-most])
     if gram is not None:
         gram = gram[dropped : before + count, dropped : before + count]
-    return line, Kept(batches[-most:], gram, kept.units, plan)
+    return line, Kept(batches[-most:], gram, plan)

@@ -87,8 +87,7 @@ class Units:
         assert isinstance(line.rows, Rows)
         rows = Rows(self.plan, self.of_rows(line.rows.forms), line.rows.row_count)
         gradient = None if line.gradient is None else self._times(line.gradient)
-        head = None if line.head is None else self.of_rows(line.head)
-        return replace(line, rows=rows, gradient=gradient, head=head, complete=None, gram=None, matrices=None)
+        return replace(line, rows=rows, gradient=gradient, head=None, complete=None, gram=None, matrices=None)
 
     def of_problem(self, problem: Problem) -> Problem:
         """q / s in place of q."""
@@ -143,22 +142,22 @@ class AdamMetric(Metric):
         }
 
     def units(self, moments: Moments, plan: Plan) -> Units:
-        sizes = {name: own.numel() for name, own in plan.parameters.items()}
-        means = [
-            size * (moments[name] if name in moments else moments[f"{name}.rows"]).mean().double()
-            for name, size in sizes.items()
-        ]
-        mean = (torch.stack(means).sum() / sum(sizes.values())).to(plan.dtype)
-        mean = torch.where(mean > 0, mean, 1.0)
-        factors: dict[str, tuple[Tensor, ...]] = {}
-        for name, own in plan.parameters.items():
+        tiny, relative = torch.finfo(plan.dtype).tiny, []
+        means = {name: moments[name if name in moments else f"{name}.rows"].mean() for name in plan.parameters}
+        sizes = torch.tensor([float(own.numel()) for own in plan.parameters.values()], dtype=plan.dtype)
+        weights = (sizes / sizes.sum()).to(plan.device)
+        mean = torch.dot(torch.stack(list(means.values())), weights).clamp_min(tiny)
+        for name in plan.parameters:
             if name in moments:
-                factors[name] = (_unit(moments[name] / mean).reshape(own.shape),)
+                relative.append(moments[name].flatten() / mean)
             else:
-                rows, columns = moments[f"{name}.rows"], moments[f"{name}.columns"]
-                average = rows.mean()
-                relative = columns / torch.where(average > 0, average, 1.0)
-                factors[name] = _unit(rows / mean), _unit(relative)
+                relative.append(moments[f"{name}.rows"] / mean)
+                relative.append(moments[f"{name}.columns"] / means[name].clamp_min(tiny))
+        # s = D^{-1/2} of all of them at once: they are many, and small
+        units = torch.cat(relative).add_(SMALLEST).pow_(-0.5 * POWER).split([len(own) for own in relative])
+        parts, factors = iter(units), dict[str, tuple[Tensor, ...]]()
+        for name in plan.parameters:
+            factors[name] = (next(parts),) if name in moments else (next(parts), next(parts))
         for names in plan.owned.values():
             weight, bias = names.get("weight"), names.get("bias")
             if weight is None or bias is None or len(factors[weight]) != 2:
@@ -166,11 +165,6 @@ class AdamMetric(Metric):
             if factors[weight][0].shape == plan.parameters[bias].shape:
                 factors[bias] = (factors[weight][0],)
         return Units(plan, factors)
-
-
-def _unit(relative: Tensor) -> Tensor:
-    """s = D^{-1/2} for v over its mean."""
-    return (relative + SMALLEST).pow(-0.5 * POWER)
 
 
 class DiagonalMetric(Metric):

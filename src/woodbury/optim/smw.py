@@ -313,11 +313,12 @@ class _SampleSpace(SecondOrder):
         center, units, gains = problem.previous, None, dict[str, Any]()
         if self.memory or self._metric is not None:
             line = line.written_out(_WORTH_WRITING)
-        own = line
         if self._metric is not None:
-            units, problem, line, gains["metric"] = self._in_units(problem, line)
+            units, gains["metric"] = self._next_units(problem, line)
         if self.memory:
-            line, gains["kept"] = self._remember(problem, system, line, own, units)
+            line, gains["kept"] = self._remember(problem, system, line)
+        if units is not None:
+            problem, line = units.of_problem(problem), units.of_line(line)
         scale = None
         if is_relative(self.damping):
             before = as_number(self.state["scale"]) if "scale" in self.state else None
@@ -351,27 +352,22 @@ class _SampleSpace(SecondOrder):
             metric=None if units is None else units.metric,
         )
 
-    def _in_units(
-        self, problem: Problem, line: Linearization
-    ) -> tuple[Units, Problem, Linearization, dict[str, Any]]:
-        """The same step in the units of the metric, and what the state gains."""
+    def _next_units(self, problem: Problem, line: Linearization) -> tuple[Units, dict[str, Any]]:
+        """The units of the metric in this step, and what the state gains."""
         if problem.hyper.any_decay:
             raise ValueError(
                 f"metric={self.metric!r} and weight_decay do not go together: leave one of them out, or add the "
                 "penalty to a loss of your own"
             )
         assert self._metric is not None
-        units, state = next_units(self._metric, self.state.get("metric", {}), line, problem.plan)
-        return units, units.of_problem(problem), units.of_line(line), state
+        return next_units(self._metric, self.state.get("metric", {}), line, problem.plan)
 
-    def _remember(
-        self, problem: Problem, system: System, line: Linearization, own: Linearization, units: Units | None
-    ) -> tuple[Linearization, Kept]:
+    def _remember(self, problem: Problem, system: System, line: Linearization) -> tuple[Linearization, Kept]:
         """The step with the rows of earlier batches, and the rows to keep."""
-        kept = Kept.read(self.state.get("kept", {}), problem.plan).in_units(units)
-        rows = kept.rows + line.curvature_rows
-        whole = system.blocks.name == "full" and not is_smaller(problem.plan, system.blocks, rows)
-        return remember(line, own, kept, self.memory, system.gram_dtype, whole)
+        kept = Kept.read(self.state.get("kept", {}), problem.plan)
+        by_rows = not is_smaller(problem.plan, system.blocks, kept.rows + line.curvature_rows)
+        needs_gram = self._metric is None and system.blocks.name == "full" and by_rows
+        return remember(line, kept, self.memory, system.gram_dtype, needs_gram)
 
     def _check_damping(self) -> None:
         if is_relative(self.damping) and not self._solver.forms_rows:
