@@ -85,7 +85,8 @@ def test_every_data_set_has_a_preset_and_every_preset_a_data_set() -> None:
 
 def test_paper_presets_are_those_of_section_7() -> None:
     """Networks, batch sizes, rates, epochs and Levenberg-Marquardt constants, written out once more."""
-    rule = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 0.001, "relative": False}
+    rule = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 0.001}
+    rule |= {"relative": False, "forgetting": 0.999}
     second = ("smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac")
     webspam = {"sgd": 0.4, "hf": 0.05, "smw-gn": 0.05, "smw-ng": 0.1, "smw-ng-bd": 0.1, "kfac": 0.1}
     expected = {

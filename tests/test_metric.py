@@ -140,6 +140,51 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
         previous = p if info.accepted else 0.0
 
 
+class Residual(nn.Module):
+    """Linear layers that are no chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, inputs):
+        hidden = inputs + torch.tanh(self.first(inputs))
+        return self.head(hidden + torch.tanh(self.second(hidden)))
+
+
+@pytest.mark.parametrize("curvature_samples", [None, 4])
+@pytest.mark.parametrize("blocks", ["full", "layer"])
+@pytest.mark.parametrize("metric", [None, "adam"])
+@pytest.mark.parametrize("kind", [*MODELS, "residual"])
+def test_the_ratio_is_that_of_the_loss_at_the_step_without_momentum_too(kind, metric, blocks, curvature_samples):
+    """With blocks="layer" as well: p is that of the dense system with blocks."""
+    model, batches = problem("chain" if kind == "residual" else kind)
+    if kind == "residual":
+        model = Residual().double()
+    loss, matrices, gradients = nn.CrossEntropyLoss(), [], []
+    optimizer = woodbury.GaussNewton(
+        *(model, loss, 0.5), damping=0.1, guard=None, memory=2, metric=metric, blocks=blocks
+    )
+    mask = reference.block_mask(model) if blocks == "layer" else 1.0
+    for inputs, targets in batches:
+        subset = torch.randperm(len(targets))[: curvature_samples or len(targets)]
+        picked = reference.per_sample(model, loss, reference.chosen(inputs, subset), targets[subset])
+        matrices.append(reference.curvature_matrix(picked, "gauss-newton"))
+        gradients.append(reference.gradient(model, loss, inputs, targets))
+        B, g = torch.stack(matrices[-3:]).mean(0) * mask, gradients[-1]
+        D = torch.ones_like(g) if metric is None else adams_metric(model, gradients)
+        p = torch.linalg.solve(B + optimizer.current_damping * D.diag(), -g)
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            for own, change in zip(moved.parameters(), split(model, p), strict=True):
+                own += change
+            decrease = loss(model(inputs), targets) - loss(moved(inputs), targets)
+        info = optimizer.step(inputs, targets, subset=None if curvature_samples is None else subset)
+        expected = decrease / (-(g @ p) - 0.5 * p @ B @ p)
+        # both decreases are differences: rounding of the loss over the decrease
+        assert math.isclose(info.ratio, expected, rel_tol=1e-8, abs_tol=1e-13 / float(decrease.abs()))
+
+
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_verify_knows_the_metric(kind, metric):

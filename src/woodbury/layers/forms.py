@@ -51,6 +51,15 @@ class Layout:
         """Whether every sample has exactly one row."""
         return all(k == 1 for _, k in self.pieces)
 
+    def merged(self) -> Layout:
+        """The same rows with neighbours of as many rows per sample as one piece."""
+        pieces: list[tuple[int, int]] = []
+        for n, k in self.pieces:
+            if pieces and pieces[-1][1] == k:
+                n += pieces.pop()[0]
+            pieces.append((n, k))
+        return layout_of(tuple(pieces))
+
     def offset(self, piece: int) -> int:
         """Index of the first sample of a piece."""
         return sum(n for n, _ in self.pieces[:piece])
@@ -106,16 +115,6 @@ def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     columns = torch.tensor([k for n, k in pieces for _ in range(n)])
     return torch.repeat_interleave(columns).to(device)
-
-
-def _merged(pieces: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same rows with neighbours of as many rows per sample as one piece."""
-    result: list[tuple[int, int]] = []
-    for n, k in pieces:
-        if result and result[-1][1] == k:
-            n += result.pop()[0]
-        result.append((n, k))
-    return tuple(result)
 
 
 class RowForm(Protocol):
@@ -251,7 +250,7 @@ class OuterRows:
         first = forms[0]
         if len(forms) == 1:
             return first
-        layout = layout_of(_merged([piece for form in forms for piece in form.layout.pieces]))
+        layout = Layout(tuple(piece for form in forms for piece in form.layout.pieces))
         inputs = torch.cat([form.inputs for form in forms])
         grads = torch.cat([form.grads for form in forms])
         return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)

@@ -90,6 +90,15 @@ def _form_of_state(state: Mapping[str, Any], plan: Plan) -> RowForm:
     return OuterRows(inputs, grads, layout, state["weight"], state["bias"], state["affine"])
 
 
+def _joined(earlier: Mapping[str, RowForm], own: Mapping[str, RowForm]) -> dict[str, RowForm]:
+    """The rows of earlier batches, then those of this one: no longer those of the pieces of a batch."""
+    forms = concatenate_forms([earlier, own])
+    for name, form in forms.items():
+        if isinstance(form, OuterRows):
+            forms[name] = replace(form, layout=form.layout.merged(), affine=False)
+    return forms
+
+
 def remember(
     line: Linearization, kept: Kept, most: int, dtype: torch.dtype | None, needs_gram: bool
 ) -> tuple[Linearization, Kept]:
@@ -111,7 +120,7 @@ def remember(
         e = line.factor_weights(next(iter(plan.parameters.values())).detach())
         line = replace(
             line,
-            rows=Rows(plan, concatenate_forms([earlier, rows.forms]), before + rows.row_count),
+            rows=Rows(plan, _joined(earlier, rows.forms), before + rows.row_count),
             curvature_rows=before + count,
             divisor=sum([batch.divisor for batch in kept.batches], line.divisor),
             e=torch.cat([e.new_zeros(before), e]),
