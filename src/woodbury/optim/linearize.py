@@ -36,6 +36,17 @@ class Linearization:
     complete: Vector | None = None  # all of g, once formed
     head: Mapping[str, RowForm] | None = None  # the factor rows of S2 by layer, where they were formed alone
 
+    def all_of_gradient(self) -> Vector:
+        """g = Z^T (e / M, 1 / M) + gradient."""
+        if self.complete is None:
+            assert isinstance(self.rows, Rows)
+            inside = self.factor_weights(next(iter(self.rows.plan.parameters.values())).detach())
+            outside = inside.new_ones(self.rows.row_count - self.curvature_rows)
+            self.complete = self.rows.rmatvec(torch.cat([inside, outside]) / self.term_count)
+            if self.gradient is not None:
+                self.complete = _vector.combine(self.complete, self.gradient)
+        return self.complete
+
     def factor_forms(self) -> Mapping[str, RowForm]:
         """The rows of S2 by layer, without those of other samples."""
         assert isinstance(self.rows, Rows)

@@ -129,7 +129,7 @@ class AdamMetric(Metric):
     def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
         share = max(1 - FORGETTING, 1 / (steps + 1))  # a plain mean at first
         result: dict[str, Tensor] = {}
-        for name, own in gradient_of(line).items():
+        for name, own in line.all_of_gradient().items():
             square = own.square()
             if square.dim() > 1:
                 square = square.flatten(1)
@@ -186,18 +186,6 @@ class DiagonalMetric(Metric):
 
 
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
-
-
-def gradient_of(line: Linearization) -> Vector:
-    """g = Z^T (e / M, 1 / M) + gradient."""
-    if line.complete is None:
-        assert isinstance(line.rows, Rows)
-        inside = line.factor_weights(next(iter(line.rows.plan.parameters.values())).detach())
-        outside = inside.new_ones(line.rows.row_count - line.curvature_rows)
-        line.complete = line.rows.rmatvec(torch.cat([inside, outside]) / line.term_count)
-        if line.gradient is not None:
-            line.complete = _vector.combine(line.complete, line.gradient)
-    return line.complete
 
 
 def next_units(

@@ -50,14 +50,8 @@ def answer_in_parameter_space(
     parameters, decays = problem.plan.parameters, problem.hyper.weight_decay
     matrices = curvature_matrices(line, rows, names, gram_dtype)
     like = next(iter(parameters.values())).detach()
-    if line.complete is None:
-        inside = line.factor_weights(like)
-        weights = torch.cat([inside, inside.new_ones(rows.row_count - line.curvature_rows)]) / line.term_count
-        line.complete = rows.rmatvec(weights)
-        if line.gradient is not None:
-            line.complete = _vector.combine(line.complete, line.gradient)
     force: Vector = {}
-    for name, value in line.complete.items():
+    for name, value in line.all_of_gradient().items():
         force[name] = -value
         if decays[name]:
             force[name] = force[name] - decays[name] * parameters[name].detach()
