@@ -2,6 +2,7 @@
 
 import io
 import math
+import types
 from itertools import pairwise
 
 import pytest
@@ -259,3 +260,13 @@ def test_the_cost_of_an_sgd_step_is_measured_without_a_trace():
     assert training.sgd_seconds(optimizer, classes()) > 0
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(before, values(model))
     assert all(own.grad is None for own in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["one process", "several processes", "weight decay", "chosen"])
+def test_memory_and_metric_are_left_out_where_they_do_not_go(case, monkeypatch):
+    settings = {"weight decay": {"weight_decay": 0.1}, "chosen": {"memory": 1, "metric": "diagonal"}}.get(case, {})
+    expected = {"several processes": (0, None), "weight decay": (training.MEMORY, None), "chosen": (1, "diagonal")}
+    if case == "several processes":
+        monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
+    optimizer = training.training_optimizer(network(), nn.CrossEntropyLoss(), **settings)
+    assert (optimizer.memory, optimizer.metric) == expected.get(case, (training.MEMORY, training.METRIC))

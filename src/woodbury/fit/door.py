@@ -88,7 +88,8 @@ def fit(
             number), by the shapes of the model and, on the CPU, by what steps are seen to cost: then two runs may
             differ. A number makes them repeatable.
         memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one,
-            and "adam" unless there is weight decay. On a GPU, where such steps could not be recorded, 0 and None.
+            and "adam" unless there is weight decay. On a GPU, where such steps could not be recorded, and with
+            several processes 0 and None.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.

@@ -7,7 +7,7 @@
     D      the metric of damping and momentum, is Adam's (`woodbury.optim.metric`)
 
 The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such
-steps could not be recorded, B is that of the batch and D = I; with weight decay D = I too.
+steps could not be recorded, and with several processes B is that of the batch and D = I; with weight decay D = I.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from woodbury.fit.result import Fit
 from woodbury.fit.run import Callback, Run
 from woodbury.fit.sources import Data, MiniBatches, as_pair, is_batches, to_device
 from woodbury.optim import GaussNewton, StepInfo
+from woodbury.optim.shards import find_group
 from woodbury.products import loss_of
 
 RATE, MOMENTUM = 0.3, 0.9
@@ -266,10 +267,10 @@ def training_optimizer(
     model: nn.Module, loss: nn.Module, memory: int | None = None, metric: str | None = "auto", **settings: Any
 ) -> GaussNewton:
     """The optimizer of a training run."""
-    recorded = any(own.device.type != "cpu" for own in model.parameters())
+    plain = any(own.device.type != "cpu" for own in model.parameters()) or find_group(None, model).size > 1
     if memory is None:
-        memory = 0 if recorded else MEMORY
+        memory = 0 if plain else MEMORY
     if metric == "auto":
-        metric = None if recorded or settings.get("weight_decay") else METRIC
+        metric = None if plain or settings.get("weight_decay") else METRIC
     settings |= {"memory": memory, "metric": metric}
     return GaussNewton(model, loss, lr=RATE, momentum=MOMENTUM, damping=DAMPING, **settings)

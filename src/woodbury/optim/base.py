@@ -346,7 +346,7 @@ class SecondOrder(torch.optim.Optimizer):
                 previous=proposal.center,
                 blocks=self._blocks.parameter_names(problem.plan),
                 at_outputs=self.curvature.at_outputs,
-                metric=proposal.metric,
+                metric=None if proposal.metric is None else proposal.metric(),
             )
 
         with transaction.undone():

@@ -50,14 +50,15 @@ class Linearization:
     def factor_forms(self) -> Mapping[str, RowForm]:
         """The rows of S2 by layer, without those of other samples."""
         assert isinstance(self.rows, Rows)
-        if self.head is not None:
-            return self.head
         if self.rows.row_count == self.curvature_rows:
             return self.rows.forms
         forms: dict[str, RowForm] = {}
         for name, form in self.rows.forms.items():
-            assert isinstance(form, OuterRows | ExplicitRows)  # of a chain: others run S2 alone
-            forms[name] = form.head(self.curvature_rows)
+            if isinstance(form, OuterRows | ExplicitRows):
+                forms[name] = form.head(self.curvature_rows)
+            else:
+                assert self.head is not None  # what is no chain ran S2 alone
+                forms[name] = self.head[name]
         return forms
 
     def slope(self, vector: Vector, image: Tensor) -> Scalar:
@@ -75,13 +76,11 @@ class Linearization:
         """The same with rows written out in layers of at most so many parameters whose rows are sums."""
         assert isinstance(self.rows, Rows)
         plan, forms = self.rows.plan, dict(self.rows.forms)
-        head = dict(self.factor_forms())
         for name, form in self.rows.forms.items():
             size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
             if size <= most and not isinstance(form, OuterRows | ExplicitRows):
-                forms[name] = written = ExplicitRows(form.dense())
-                head[name] = written.head(self.curvature_rows)
-        return replace(self, rows=Rows(plan, forms, self.rows.row_count), head=head)
+                forms[name] = ExplicitRows(form.dense())
+        return replace(self, rows=Rows(plan, forms, self.rows.row_count))
 
 
 def linearize(

@@ -59,7 +59,6 @@ class Units:
             for name, own in self.factors.items()
         }
 
-    @property
     def metric(self) -> Vector:
         """D by parameter."""
         return {name: own.square().reciprocal() for name, own in self.entries.items()}

@@ -90,8 +90,7 @@ class _SampleSpace(SecondOrder):
         self._check_columns(columns)
         self._sampled_columns = columns
         self._check_memory_and_metric(memory, metric)
-        self.memory = memory
-        self.metric = metric
+        self._memory = memory
         self._metric = None if metric is None else part_named("metric", metric, METRICS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
@@ -107,7 +106,7 @@ class _SampleSpace(SecondOrder):
     def _new_recordings(self) -> Recordings | None:
         # the other solvers, and a search, look at numbers as they go, which no graph can record; nor a new seed
         plain = self._solver.exact and self.search is None and self._sampled_columns is None
-        plain = plain and not self.memory and self.metric is None  # whose numbers of rows change
+        plain = plain and not self._memory and self._metric is None  # whose numbers of rows change
         return Recordings() if self.capture and plain else None
 
     def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
@@ -139,6 +138,22 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self._solver.name!r}")
         if wanted and self.search is not None:
             raise ValueError(f"search= and {wanted[0]} do not go together")
+
+    @property
+    def memory(self) -> int:
+        """Of how many batches before this one the rows count in B; setting a number changes it."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, memory: int) -> None:
+        self._check_memory_and_metric(memory, self.metric)
+        self._memory = memory
+        self._recordings = self._new_recordings()
+
+    @property
+    def metric(self) -> str | None:
+        """The name of the metric of damping and momentum, None for I."""
+        return None if self._metric is None else self._metric.name
 
     @property
     def columns(self) -> int | None:
@@ -181,11 +196,11 @@ class _SampleSpace(SecondOrder):
 
     def _one_system(self, problem: Problem) -> Proposal:
         if self.search is None:
-            memory, self.memory = self.memory, 0  # what is verified has the curvature of the batch alone
+            memory, self._memory = self._memory, 0  # what is verified has the curvature of the batch alone
             try:
                 return super()._one_system(problem)
             finally:
-                self.memory = memory
+                self._memory = memory
         search, self.search = self.search, None
         try:
             system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
@@ -349,7 +364,7 @@ class _SampleSpace(SecondOrder):
             scale=scale,
             raised=damping is not problem.damping,
             memory=gains,
-            metric=None if units is None else units.metric,
+            metric=None if units is None else units.metric,  # which `verify` alone asks for
         )
 
     def _next_units(self, problem: Problem, line: Linearization) -> tuple[Units, dict[str, Any]]:
@@ -389,8 +404,7 @@ class _SampleSpace(SecondOrder):
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
-        apart = self.memory > 0 or self._metric is not None
-        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart)
+        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart=self._memory > 0)
 
     def _scaled_curvature(self) -> Curvature:
         return self.curvature if self.search is None else OwnScale()

@@ -142,7 +142,7 @@ class Proposal(Answer):
     scale: Scalar | None = None  # of K, where the damping is relative to it
     raised: bool = False  # whether lambda was raised within the step
     memory: dict[str, Any] = field(default_factory=dict)  # what the optimizer's state gains by the step
-    metric: Vector | None = None  # D of the damping term lambda |p - q|_D^2 / 2, None for I
+    metric: Callable[[], Vector] | None = None  # D of the damping term lambda |p - q|_D^2 / 2, None for I
     length: float = 1.0  # alpha, sum of c, and whether the path is bent: of a step with a search
     share: float = 1.0
     bent: bool = False
