@@ -224,6 +224,36 @@ def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
         assert (folder / f"{name}-seed0" / "model.pt").exists()
 
 
+ENDS = """
+import os
+from pathlib import Path
+
+import torch
+import woodbury
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = woodbury.NaturalGradient(model, torch.nn.MSELoss())  # imports torch._dynamo, and that much else
+torch.distributed.all_reduce(torch.ones(1))
+threads = lambda: [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+assert any("gloo" in name for name in threads()), threads()
+torch.distributed.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
+def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
     launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = ["train", "digits", "--set", "process_group=self", "--out", tmp_path]

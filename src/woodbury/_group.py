@@ -16,6 +16,12 @@ from torch import Tensor, nn
 
 from woodbury._vector import Vector, flatten, unflatten
 
+if torch.distributed.is_available():
+    # Its functions take the group there is when it is imported as a default argument. torch.optim imports it with
+    # the first optimizer: then destroy_process_group would not end the threads of gloo, and one that is still at
+    # work when the interpreter ends aborts the process.
+    import torch.distributed.nn
+
 
 class LostProcessError(RuntimeError):
     """Another process of the group has failed, or is gone."""
