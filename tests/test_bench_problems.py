@@ -263,16 +263,16 @@ def test_batches_are_counted_over_as_many_rounds_as_they_take():
 CALLS = []
 
 
-def variant(model, loss, loader, *, seed, callback, epochs=None, steps=None):
+def variant(model, loss, loader, *, seed, callback, epochs=None, seconds=None):
     """Settings to try in place of woodbury's defaults: here, nothing but the count of steps."""
-    CALLS.append((epochs, steps, seed))
+    CALLS.append((epochs, seconds, seed))
     warnings.warn("a word of the optimizer", RuntimeWarning, stacklevel=1)
-    for _ in range(steps or epochs * len(loader)):
+    for _ in range(3 if epochs is None else epochs * len(loader)):
         sum(x * x for x in range(20000))  # takes time
         callback()
 
 
-def broken(model, loss, loader, *, seed, callback, epochs=None, steps=None):
+def broken(model, loss, loader, *, seed, callback, epochs=None, seconds=None):
     callback()
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
@@ -302,12 +302,10 @@ def test_all_methods_run_on_a_tiny_problem():
 
 def test_equal_seconds_are_those_of_the_median_run_of_adam():
     adam = [{"seconds": seconds} for seconds in (1.0, 3.0, 2.0, 100.0)]
-    assert rivals.equal_steps(adam, {"seconds": 10.0, "steps": 40}) == 10  # 2.5 s at 0.25 s a step
-    assert rivals.equal_steps(adam, {"seconds": 1e9, "steps": 1}) == 1
-    assert rivals.equal_steps(adam, {"seconds": 1e-3, "steps": 0}) == 2500
+    assert rivals.equal_seconds(adam) == 2.5
 
 
-def test_another_setting_gets_the_epochs_the_steps_and_the_seed():
+def test_another_setting_gets_the_epochs_the_seconds_and_the_seed():
     CALLS.clear()
     records = rivals.run_problem(
         TINY, (5,), (ADAM, WOODBURY), train=rivals.load_train("test_bench_problems:variant")
@@ -316,7 +314,7 @@ def test_another_setting_gets_the_epochs_the_steps_and_the_seed():
     assert warm_up == (1, None, 0) and epochs == (2, None, 5)
     adam = [record for record in records if record["method"] == ADAM]
     own = next(record for record in records if record["method"] == WOODBURY)
-    assert seconds == (None, rivals.equal_steps(adam, own), 5)
+    assert seconds == (None, rivals.equal_seconds(adam), 5)
     assert own["warnings"] == ["a word of the optimizer"] and adam[0]["warnings"] == []
     assert own["train_loss"] == own["start_loss"] and own["steps"] == 6
     assert rivals.load_train(None) is rivals.train_default
@@ -339,7 +337,9 @@ def test_earlier_runs_of_rivals_are_taken_over_if_they_have_the_same_length():
 
 
 def test_the_default_training_is_that_of_fit():
-    assert rivals.train_with_woodbury(TINY, 0, steps=4)["steps"] == 4
+    own = rivals.train_with_woodbury(TINY, 0, seconds=0.2)
+    assert own["method"] == EQUAL_SECONDS and own["error"] is None and own["steps"] > 0
+    assert own["epochs"] >= own["steps"] / 3  # three batches an epoch, and one or more a step
 
 
 # -- what the records say -------------------------------------------------------------------------------------

@@ -52,7 +52,14 @@ FLOORS = {
         ["capture"],
         ["independence", "structure"],
     ],
-    "fit": [["result"], ["limits", "sources"], ["run"], ["precise", "training"], ["door"]],
+    "fit": [
+        ["result"],
+        ["limits", "sources"],
+        ["run", "measured"],
+        ["price", "growth"],
+        ["precise", "training"],
+        ["door"],
+    ],
     "optim": [
         ["settings", "passes", "transaction", "price", "watch", "joint", "by_parameter"],
         ["step", "guard"],

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import woodbury
-from woodbury.fit import training
+from woodbury.fit import measured, training
 from woodbury.fit.limits import Limits
+from woodbury.fit.price import Price
 from woodbury.fit.sources import MiniBatches
 from woodbury.optim.price import FEWEST_ROWS, FREE, affordable_rows
 
@@ -242,7 +243,7 @@ def test_the_number_of_curvature_samples_follows_what_steps_cost():
             price.note(seconds, data)
         return optimizer.state["curvature_samples"]
 
-    price = training.Price(optimizer)
+    price = Price(optimizer)
     price.sgd = 1.0
     assert after(price, 16, 5.0) == 8  # too dear: half of them
     assert after(price, 8, 2.9) == 8  # and that helped
@@ -257,7 +258,7 @@ def test_the_cost_of_an_sgd_step_is_measured_without_a_trace():
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     optimizer, before, state = training.training_optimizer(model, nn.CrossEntropyLoss()), values(model), None
     state = torch.get_rng_state()
-    assert training.sgd_seconds(optimizer, classes()) > 0
+    assert measured.sgd_seconds(optimizer, classes()) > 0
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(before, values(model))
     assert all(own.grad is None for own in model.parameters())
 

@@ -357,7 +357,7 @@ def test_micro_batches_with_another_constant_raise():
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
     for x, y, shift in zip(inputs.split(4), targets.split(4), (0.0, 1.0, 0.0), strict=True):
         F.cross_entropy(model(x, shift), y).backward()
-    with pytest.raises(ValueError, match="differs between the micro-batches"):
+    with pytest.raises(ValueError, match="without a sample axis differ between the batches for one step"):
         optimizer.step()
 
 

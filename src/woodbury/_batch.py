@@ -8,6 +8,7 @@ sizes).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -212,6 +213,28 @@ def _map_leaves(function: Callable[[Any], Any], tree: Any, samples: int) -> Any:
 def split(tree: Any, at: int, samples: int) -> tuple[Any, Any]:
     """The first `at` samples and the others, as views."""
     return part(tree, slice(0, at), samples), part(tree, slice(at, None), samples)
+
+
+def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One batch of several: tensors with a sample axis are joined, everything else must be the same."""
+    flattened = [pytree.tree_flatten(tree) for tree in trees]
+    structure = flattened[0][1]
+    if any(other != structure for _, other in flattened[1:]):
+        raise ValueError("the inputs of the batches for one step have different forms")
+    joined = []
+    for leaves in zip(*(own for own, _ in flattened), strict=True):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) == len(leaves) and all(map(has_samples, tensors, sizes)):
+            shapes = {tensor.shape[1:] for tensor in tensors}
+            if len(shapes) > 1:
+                raise ValueError(f"the inputs of the batches for one step have different shapes: {sorted(shapes)}")
+            joined.append(torch.cat(tensors))
+            continue
+        equal = torch.equal if len(tensors) == len(leaves) else operator.eq
+        if not all(equal(leaves[0], other) for other in leaves[1:]):
+            raise ValueError("inputs without a sample axis differ between the batches for one step")
+        joined.append(leaves[0])
+    return pytree.tree_unflatten(joined, structure)
 
 
 def _copied(leaf: Any) -> Any:

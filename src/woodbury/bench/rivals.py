@@ -2,12 +2,9 @@
 
 Every run is one record, a plain dictionary. Adam and SGD (momentum 0.9) run at four rates that decay linearly to
 0, Adam also at a constant 1e-3. woodbury has the same settings everywhere: those of `train_default`. In equal
-seconds it takes
-
-    steps = (seconds of Adam's run) / (seconds of woodbury's run / its steps)
-
-where both runs go over all epochs with the same seed (Adam: the median over its rates). Seconds are CPU time of
-the process, which must have one thread. Losses are evaluated outside of them.
+seconds it is given as its budget the CPU seconds of Adam's run over all epochs with the same seed (the median over
+its rates). It keeps to them by the clock: where other work takes part of the machine it gets less than Adam got.
+Seconds are CPU time of the process, which must have one thread. Losses are evaluated outside of them.
 """
 
 from __future__ import annotations
@@ -37,6 +34,7 @@ ADAM_CONSTANT, ADAM, SGD, WOODBURY = "adam-1e-3", "adam", "sgd", "woodbury"
 METHODS = (ADAM_CONSTANT, ADAM, SGD, WOODBURY)
 EQUAL_SECONDS = "woodbury-seconds"  # the method of a record: woodbury in the CPU seconds of Adam
 CURVE_POINTS, CURVE_SAMPLES = 12, 6000  # of a run, at most
+_DEARER = 4  # a step of woodbury than one of Adam, about: for the places of the curve's points
 
 Record = dict[str, Any]
 Train = Callable[..., object]  # called like `train_default`
@@ -50,6 +48,7 @@ class _Samples(Dataset[Pair]):
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
+        self.drawn = 0  # so far
 
     def __len__(self) -> int:
         return len(self.pair[0])
@@ -58,6 +57,7 @@ class _Samples(Dataset[Pair]):
         return self.pair[0][index], self.pair[1][index]
 
     def __getitems__(self, indices: list[int]) -> Pair:
+        self.drawn += len(indices)
         return self.pair[0][indices], self.pair[1][indices]
 
 
@@ -126,19 +126,21 @@ def train_default(
     loader: DataLoader[Pair],
     *,
     epochs: int | None = None,
-    steps: int | None = None,
+    seconds: float | None = None,
     seed: int = 0,
     callback: Callable[..., object],
     **parts: Any,
 ) -> None:
-    """`woodbury.fit` as it is, for so many epochs or steps."""
-    fit(model, loss, loader, epochs=epochs, steps=steps, seed=seed, progress=False, callback=callback, **parts)
+    """`woodbury.fit` as it is, for so many epochs or seconds."""
+    fit(model, loss, loader, epochs=epochs, seconds=seconds, seed=seed, progress=False, callback=callback, **parts)
 
 
 # for --woodbury: what the parts of a step give
 without_memory = partial(train_default, memory=0)
 without_metric = partial(train_default, metric=None)
 without_both = partial(train_default, memory=0, metric=None)
+one_batch = partial(train_default, batches_per_step=1)
+growing = partial(train_default, batches_per_step="grow")
 
 
 def _first(loader: DataLoader[Pair], count: int) -> Iterator[Pair]:
@@ -203,15 +205,16 @@ def train_with_woodbury(
     seed: int,
     data_dir: Path | None = None,
     train: Train = train_default,
-    steps: int | None = None,
+    seconds: float | None = None,
 ) -> Record:
-    """woodbury over all epochs or, for equal seconds, over so many steps."""
+    """woodbury over all epochs or, where they are given, for so many seconds."""
     task = problem.make(seed, data_dir)
     torch.manual_seed(seed)
-    if steps is None:
-        method, total, budget = WOODBURY, _all_steps(problem, task), {"epochs": problem.epochs}
+    total, budget = _all_steps(problem, task), dict[str, Any]()
+    if seconds is None:
+        method, budget = WOODBURY, {"epochs": problem.epochs}
     else:
-        method, total, budget = EQUAL_SECONDS, steps, {"steps": steps}
+        method, total, budget = EQUAL_SECONDS, total // _DEARER, {"seconds": seconds}
     return _run(problem, task, partial(train, seed=seed, **budget), total, method=method, rate=None, seed=seed)
 
 
@@ -228,6 +231,7 @@ def _run(problem: Problem, task: Task, train: Train, total: int, **labels: Any) 
 
     start, failure = train_loss(), None
     loader = batches(task.train, problem.batch, labels["seed"])
+    samples: Any = loader.dataset
     watch = Watch(partial(train_loss, CURVE_SAMPLES), math.ceil(total / CURVE_POINTS))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -242,7 +246,7 @@ def _run(problem: Problem, task: Task, train: Train, total: int, **labels: Any) 
         "problem": problem.name,
         "kind": problem.kind,
         **labels,
-        "epochs": watch.steps / len(loader),
+        "epochs": samples.drawn / len(samples),
         "steps": watch.steps,
         "seconds": seconds,
         "start_loss": start,
@@ -260,10 +264,9 @@ def _run(problem: Problem, task: Task, train: Train, total: int, **labels: Any) 
 # -- one problem: all methods and seeds -----------------------------------------------------------------------
 
 
-def equal_steps(adam: Sequence[Record], woodbury: Record) -> int:
-    """Steps that woodbury takes in the CPU time of Adam's run, the median over its rates."""
-    seconds_per_step = woodbury["seconds"] / max(1, woodbury["steps"])
-    return max(1, round(median(record["seconds"] for record in adam) / seconds_per_step))
+def equal_seconds(adam: Sequence[Record]) -> float:
+    """The CPU time of Adam's run, the median over its rates."""
+    return median(record["seconds"] for record in adam)
 
 
 def run_problem(
@@ -292,8 +295,7 @@ def run_problem(
             records.append(train_with_woodbury(problem, seed, data_dir, train))
             adam = [record for record in first_order if record["method"] == ADAM]
             if adam:
-                budget = equal_steps(adam, records[-1])
-                records.append(train_with_woodbury(problem, seed, data_dir, train, budget))
+                records.append(train_with_woodbury(problem, seed, data_dir, train, equal_seconds(adam)))
     return records
 
 

@@ -17,7 +17,7 @@ from woodbury.fit.precise import DEFAULT_STEPS, PreciseRun
 from woodbury.fit.result import Fit
 from woodbury.fit.run import Run
 from woodbury.fit.sources import Data, Draw, MiniBatches, is_batches, source_of
-from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, training_optimizer
+from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
@@ -40,6 +40,7 @@ def fit(
     validation: Data | Iterable[Any] | None = None,
     patience: int | None = None,
     curvature_samples: int | float | str | None = "auto",
+    batches_per_step: int | str = "auto",
     memory: int | None = None,
     metric: str | None = "auto",
     record: Record | None = None,
@@ -87,9 +88,13 @@ def fit(
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
             number), by the shapes of the model and, on the CPU, by what steps are seen to cost: then two runs may
             differ. A number makes them repeatable.
-        memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one,
-            and "adam" unless there is weight decay. On a GPU, where such steps could not be recorded, and with
-            several processes 0 and None.
+        batches_per_step: with a loader: how many of its batches make up a step (fewer at the end of an epoch, and
+            where those that follow are of another shape). "auto" is one where epochs or steps are the budget;
+            where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a
+            step gets at most 1.35 times as long; "grow" does that with any budget. See `woodbury.fit.growth`.
+        memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one
+            (none where seconds alone are the budget), and "adam" unless there is weight decay. On a GPU, where
+            such steps could not be recorded, and with several processes 0 and None.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
@@ -112,17 +117,21 @@ def fit(
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
         has_budget = not (steps is None and seconds is None and epochs is None)
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
+        _check_batches(batches_per_step)
         optimizer = training_optimizer(
-            *(model, loss, memory, metric), curvature_samples=curvature_samples, **settings
+            *(model, loss, is_by_time(limits), memory, metric), curvature_samples=curvature_samples, **settings
         )
         batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
-        run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record)
+        run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record, batches_per_step)
     else:
         source = source_of(data)
         own = None if metric == "auto" else metric
         batchwise = {"epochs": epochs, "patience": patience, "record": record, "memory": memory, "metric": own}
+        if batches_per_step != "auto":
+            batchwise["batches_per_step"] = batches_per_step
         for name, value in batchwise.items():
-            _check_absent(name, value, "for the batches of a loader: use steps= or seconds=")
+            way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
+            _check_absent(name, value, f"for the batches of a loader: {way}")
         limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
         wide = torch.float64 if parameters and parameters[0].dtype == torch.float32 else None
         optimizer = GaussNewton(model, loss, search=CurvedSearch(), gram_dtype=wide, **settings)
@@ -130,6 +139,14 @@ def fit(
     if resume is not None:
         run.load(resume)
     return run.go(Progress(limits) if progress else None)
+
+
+def _check_batches(count: int | str) -> None:
+    if isinstance(count, str):
+        if count not in ("auto", "grow"):
+            raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
+    elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"fit: batches_per_step must be a whole number from 1 on, got {count!r}")
 
 
 def _check_absent(name: str, value: Any, what_for: str) -> None:

@@ -71,6 +71,7 @@ class MiniBatches:
     taken: int = 0  # batches of the epoch under way
     length: int | None = None  # batches of an epoch, once that is known
     _iterator: Iterator[Any] | None = field(default=None, repr=False)
+    _held: Data | None = field(default=None, repr=False)  # a batch that did not fit to those before it
 
     def __post_init__(self) -> None:
         if isinstance(self.loader, Iterator):
@@ -90,22 +91,46 @@ class MiniBatches:
         """Epochs so far; of a first epoch whose length is not known only whole ones."""
         return self.epoch + (self.taken / self.length if self.length else 0.0)
 
-    def next(self) -> tuple[Data, bool]:
-        """The next batch, and whether an epoch ended before it."""
-        ended = False
-        while True:
+    def next(self, most: int = 1) -> tuple[Data, int, bool]:
+        """The next batches as one, at most so many, how many they are, and whether an epoch ended before them.
+
+        Fewer at the end of an epoch, and where those that follow are of another form or shape.
+        """
+        ended, batch = False, None
+        while batch is None:
             if self._iterator is None:
                 self._iterator, self.taken = iter(self.loader), 0
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
+            batch = self._take()
+            if batch is None:
                 if not self.taken:
-                    raise ValueError("fit: the loader has no batches") from None
-                self._iterator, self.length, ended = None, self.taken, True
-                self.epoch, self.taken = self.epoch + 1, 0
-                continue
-            self.taken += 1
-            return to_device(as_pair(batch, "a loader must give pairs"), self.device), ended
+                    raise ValueError("fit: the loader has no batches")
+                self.length, ended = self.taken, True
+                self.end_epoch()
+        count = 1
+        while count < most and not self.is_over:
+            other = self._take()
+            if other is None:
+                break
+            try:
+                batch, count = _joined(batch, other), count + 1
+            except ValueError:  # a step of its own
+                self._held, self.taken = other, self.taken - 1
+                break
+        return batch, count, ended
+
+    def _take(self) -> Data | None:
+        """One more batch of the epoch under way, if there is one."""
+        assert self._iterator is not None
+        if self._held is not None:
+            batch, self._held = self._held, None
+        else:
+            try:
+                found = next(self._iterator)
+            except StopIteration:
+                return None
+            batch = to_device(as_pair(found, "a loader must give pairs"), self.device)
+        self.taken += 1
+        return batch
 
     @property
     def is_over(self) -> bool:
@@ -115,6 +140,13 @@ class MiniBatches:
     def end_epoch(self) -> None:
         """Close the epoch under way; the next batch opens another."""
         self._iterator, self.taken, self.epoch = None, 0, self.epoch + 1
+
+
+def _joined(first: Data, second: Data) -> Data:
+    """One batch of two; ValueError where they do not fit together."""
+    sizes = [_batch.sample_count(own[0]) for own in (first, second)]
+    inputs = _batch.join([first[0], second[0]], sizes)
+    return inputs, _batch.join([first[1], second[1]], sizes)
 
 
 def as_pair(batch: Any, what: str) -> Data:

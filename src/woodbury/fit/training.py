@@ -1,10 +1,14 @@
 """Training in mini-batches: momentum, a rate that falls to zero over the budget, relative damping.
 
     p      minimises the damped model around 0.9 p_prev (momentum)
-    theta  moves by alpha p, alpha = 0.3 (1 - share of the budget that is used up)^(1/2)
+    theta  moves by alpha p, alpha = rate (1 - share of the budget that is used up)^(1/2)
     lambda = (value + 0.0003) scale of K, the value 0.03 at first, by the Levenberg-Marquardt rule
     B      is that of this batch and of the three before (`woodbury.optim.memory`)
     D      the metric of damping and momentum, is Adam's (`woodbury.optim.metric`)
+
+What counts is what the budget is made of. With epochs or steps the rate is 0.3 and a step has one batch of the
+loader. With seconds alone the rate is 0.5, after a rise over the first tenth; a step has as many batches as
+`woodbury.fit.growth` finds, and B is that of the step: larger steps make more of a second, and less of a sample.
 
 The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such
 steps could not be recorded, and with several processes B is that of the batch and D = I; with weight decay D = I.
@@ -14,31 +18,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from statistics import median
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch, _random
+from woodbury import _batch
 from woodbury.damping import LevenbergMarquardt
+from woodbury.fit.growth import Growth
 from woodbury.fit.limits import Limits, Progress
+from woodbury.fit.price import Price
 from woodbury.fit.result import Fit
 from woodbury.fit.run import Callback, Run
-from woodbury.fit.sources import Data, MiniBatches, as_pair, is_batches, to_device
+from woodbury.fit.sources import MiniBatches, as_pair, is_batches, to_device
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.optim.shards import find_group
-from woodbury.products import loss_of
 
-RATE, MOMENTUM = 0.3, 0.9
+RATE, RATE_BY_TIME, MOMENTUM = 0.3, 0.5, 0.9
+RISE, LEAST = 0.1, 0.2  # by time: the rate rises over this share of the budget, from this share of itself
 DAMPING = LevenbergMarquardt(initial=0.03, floor=3e-4, relative=True, forgetting=0.98)
 MEMORY, METRIC = 3, "adam"
 DEFAULT_EPOCHS = 20  # where no budget is given
-MOST_SGD_STEPS = 3.0  # that a step may cost
-_WINDOW = 8  # steps whose median time counts
-_MOST_CHANGES = 6  # of the number of curvature samples by what steps cost
 
 
 class Record(Protocol):
@@ -63,6 +64,7 @@ class TrainingRun(Run):
         patience: int | None,
         callback: Callback | None,
         record: Record | None,
+        batches_per_step: int | str = 1,
     ) -> None:
         super().__init__(optimizer, limits, callback)
         self.batches, self.validation, self.record = batches, _validation_batches(validation), record
@@ -74,6 +76,13 @@ class TrainingRun(Run):
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         self.price = Price(optimizer) if optimizer.curvature_samples == "auto" else None
+        self.by_time = is_by_time(limits)
+        self.growth: Growth | None = None
+        if isinstance(batches_per_step, str):
+            wanted = batches_per_step == "grow" or (self.by_time and find_group(None, self.model).size == 1)
+            self.growth = Growth(optimizer) if wanted else None
+            batches_per_step = 1
+        self.batches_per_step = batches_per_step
 
     def go(self, progress: Progress | None) -> Fit:
         was_training = self.model.training
@@ -91,25 +100,30 @@ class TrainingRun(Run):
         return self.limits.reached(self.fit.steps, self.fit.seconds, self.batches.epochs)
 
     def advance(self) -> Callable[[], str | None]:
-        batch, ended = self.batches.next()
+        batch, count, ended = self.batches.next(self.batches_per_step)
         if ended:  # which nobody knew before
             reason = self._end_epoch() or self.reached()
             if reason is not None:
                 return lambda: reason
         fit = self.fit
-        share = self.limits.share(fit.steps, fit.seconds, self.batches.epoch + self._place())
+        share = self.limits.share(fit.steps, fit.seconds, self.batches.epoch + self._place(count))
+        risen = min(1.0, LEAST + (1 - LEAST) * share / RISE) if self.by_time else 1.0
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * math.sqrt(1 - share)
+            group["lr"] = rate * risen * math.sqrt(1 - share)
         started = time.process_time()  # which other programs on the machine do not disturb
         info = self.optimizer.step(*batch)
-        if self.price is not None:
-            self.price.note(time.process_time() - started, batch)
+        seconds = time.process_time() - started
+        if self.growth is not None:
+            self.growth.note(seconds, batch, count)
+            self.batches_per_step = self.growth.batches
+        if self.price is not None and (self.growth is None or self.growth.is_over):
+            self.price.note(seconds, batch)
         fit.steps, fit.samples = fit.steps + 1, _batch.sample_count(batch[0])
         return lambda: self._note(info)
 
-    def _place(self) -> float:
-        """How much of the epoch was over before the batch just taken."""
-        return (self.batches.taken - 1) / self.batches.length if self.batches.length else 0.0
+    def _place(self, count: int) -> float:
+        """How much of the epoch was over before the batches just taken."""
+        return (self.batches.taken - count) / self.batches.length if self.batches.length else 0.0
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]
@@ -183,11 +197,14 @@ class TrainingRun(Run):
                 self.fit.loss = self.best[0]
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "epochs": self.batches.epoch, "waited": self.waited}
+        epoch = {"epochs": self.batches.epoch, "waited": self.waited}
+        return {**super().state(), **epoch, "batches_per_step": self.batches_per_step}
 
     def load(self, state: Mapping[str, Any]) -> None:
         super().load(state)
         self.batches.epoch, self.waited = state["epochs"], state["waited"]
+        if self.growth is not None:
+            self.batches_per_step = self.growth.batches = state.get("batches_per_step", 1)
 
 
 def _validation_batches(validation: Any) -> Iterable[Any] | None:
@@ -198,79 +215,25 @@ def _validation_batches(validation: Any) -> Iterable[Any] | None:
     return [as_pair(validation, "validation must be a pair")]
 
 
-class Price:
-    """Changes the number of curvature samples where steps are seen to cost other than three SGD steps.
-
-    On the CPU alone. A number that was halved without a gain in time comes back, and stays. Below half of what the
-    operations allow it does not fall: fewer cost more in progress than they save in time.
-    """
-
-    def __init__(self, optimizer: GaussNewton) -> None:
-        self.optimizer = optimizer
-        self.times: deque[float] = deque(maxlen=_WINDOW)
-        self.sgd: float | None = None  # seconds of an SGD step on a batch like the others
-        self.changes = 0
-        self.least = 2  # samples
-        self.before: tuple[int, float] | None = None  # the number before it was halved, and the time of a step
-
-    def note(self, seconds: float, batch: Data) -> None:
-        """After a step that took so long."""
-        if self.changes >= _MOST_CHANGES or self.optimizer.param_groups[0]["params"][0].device.type != "cpu":
-            return
-        self.times.append(seconds)
-        if len(self.times) < _WINDOW:
-            return
-        now, samples = median(self.times), _batch.sample_count(batch[0])
-        count = self.optimizer.affordable_samples(samples)
-        if self.sgd is None:
-            self.sgd, self.least = sgd_seconds(self.optimizer, batch), max(2, count // 2)
-        changed = self._changed(count, samples, now / self.sgd, now)
-        if changed != count:
-            self.optimizer.state["curvature_samples"] = changed
-            self.changes += 1
-            self.times.clear()
-
-    def _changed(self, count: int, samples: int, ratio: float, now: float) -> int:
-        if self.before is not None and now > 0.9 * self.before[1]:  # in vain
-            (count, _), self.before, self.changes = self.before, None, _MOST_CHANGES
-            return count
-        self.before = None
-        if ratio > 1.1 * MOST_SGD_STEPS and count > self.least:
-            self.before = count, now
-            return max(self.least, count // 2)
-        return min(samples, 2 * count) if ratio < 0.5 * MOST_SGD_STEPS else count
-
-
-def sgd_seconds(optimizer: GaussNewton, batch: Data) -> float:
-    """The CPU time of a pass forward and back with an update, the least of three. Nothing changes."""
-    model, (inputs, targets) = optimizer.model, batch
-    parameters = [own for group in optimizer.param_groups for own in group["params"]]
-    buffers = [(own, own.clone()) for own in model.buffers()]
-    random, times = _random.snapshot(parameters[0].device), []
-    for _ in range(3):
-        started = time.process_time()
-        with torch.enable_grad():
-            outputs = optimizer.forward(model, inputs)
-            loss = loss_of(optimizer.loss, outputs, targets)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        moved = [torch.add(a, b, alpha=-0.1) for a, b in zip(parameters, gradients, strict=True) if b is not None]
-        times.append(time.process_time() - started)
-        del moved
-    _random.restore(random)
-    with torch.no_grad():
-        for own, value in buffers:
-            own.copy_(value)
-    return max(min(times), 1e-6)  # the clock may be coarse
+def is_by_time(limits: Limits) -> bool:
+    """Whether time is all that is limited."""
+    return limits.seconds is not None and limits.steps is None and limits.epochs is None
 
 
 def training_optimizer(
-    model: nn.Module, loss: nn.Module, memory: int | None = None, metric: str | None = "auto", **settings: Any
+    model: nn.Module,
+    loss: nn.Module,
+    by_time: bool = False,
+    memory: int | None = None,
+    metric: str | None = "auto",
+    **settings: Any,
 ) -> GaussNewton:
     """The optimizer of a training run."""
     plain = any(own.device.type != "cpu" for own in model.parameters()) or find_group(None, model).size > 1
     if memory is None:
-        memory = 0 if plain else MEMORY
+        memory = 0 if plain or by_time else MEMORY
     if metric == "auto":
         metric = None if plain or settings.get("weight_decay") else METRIC
     settings |= {"memory": memory, "metric": metric}
-    return GaussNewton(model, loss, lr=RATE, momentum=MOMENTUM, damping=DAMPING, **settings)
+    rate = RATE_BY_TIME if by_time else RATE
+    return GaussNewton(model, loss, lr=rate, momentum=MOMENTUM, damping=DAMPING, **settings)

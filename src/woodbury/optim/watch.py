@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -361,7 +360,7 @@ def _join(calls: Sequence[ModelCall], factor: float, known: nn.Module, count: in
     forward = call_model if plain else SeenForward(place, inside, classes_last)
     inputs, targets = first.inputs, found[0].targets
     if len(calls) > 1:
-        inputs = _concatenate([call.inputs for call in calls], sizes)
+        inputs = _batch.join([call.inputs for call in calls], sizes)
         targets = torch.cat([own.targets for own in found])
     loss, scale = _mean_of_all(loss, found, factor)
     loss = known if same_loss(loss, known) else loss
@@ -430,27 +429,6 @@ def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float
     forward = call_model if call.is_plain else SeenForward(call.place, False, False)
     places = torch.arange(samples, device=base.tensor.device)
     return SeenBatch(call.inputs, places, loss, forward, call.random)
-
-
-def _concatenate(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One batch of several: tensors with a sample axis are joined, everything else must be the same."""
-    flattened = [pytree.tree_flatten(tree) for tree in trees]
-    structure = flattened[0][1]
-    if any(other != structure for _, other in flattened[1:]):
-        raise ValueError("the model was called in different ways in the micro-batches before one step")
-    joined = []
-    for leaves in zip(*(own for own, _ in flattened), strict=True):
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if len(tensors) == len(leaves) and all(
-            _batch.has_samples(leaf, size) for leaf, size in zip(tensors, sizes, strict=True)
-        ):
-            joined.append(torch.cat(tensors))
-            continue
-        equal = torch.equal if len(tensors) == len(leaves) else operator.eq
-        if not all(equal(leaves[0], other) for other in leaves[1:]):
-            raise ValueError("an argument of the model without a sample axis differs between the micro-batches")
-        joined.append(leaves[0])
-    return pytree.tree_unflatten(joined, structure)
 
 
 def run_closure(

@@ -1,0 +1,72 @@
+"""How many batches of a loader make up a step: twice as many where their noise asks for it and time allows it.
+
+With the gradients g_a and g_b of the halves of N samples, and the covariance Sigma of the gradient of one sample,
+
+    E |g_a - g_b|^2 / 4 = tr Sigma / N
+    E |g_a + g_b|^2 / 4 = tr Sigma / N + |g|^2
+
+Their quotient, the share of noise, is N* / (N + N*) with the noise scale N* = tr Sigma / |g|^2 (McCandlish et al.
+2018; the same variance makes the samples of Byrd et al. 2012 grow). Where it is above one half a step has fewer
+samples than the noise scale, and twice as many are tried: for good if a step takes at most 1.35 times as long.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from woodbury.fit.measured import gradients_of_halves
+from woodbury.fit.sources import Data
+from woodbury.optim import GaussNewton
+
+MOST_BATCHES = 4  # that make up a step
+MOST_NOISE = 0.5  # share of it in |g|^2 that is left alone
+DEAREST = 1.35  # of a step on twice the samples, over the time before
+WINDOW = 5  # steps whose median time counts
+PAUSE = 0.5  # before the noise is looked at again, over the steps so far
+
+
+class Growth:
+    """Says after every step how many batches make up the next one."""
+
+    def __init__(self, optimizer: GaussNewton, most: int = MOST_BATCHES, dearest: float | None = DEAREST) -> None:
+        self.optimizer, self.most = optimizer, most
+        on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
+        self.dearest = dearest if on_cpu else None  # elsewhere the clock does not wait for a step
+        self.batches = 1
+        self.is_over = False  # whether it has found its number
+        self._steps, self._resume = 0, 0
+        self._before: float | None = None  # seconds of a step on half the samples
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._times: list[float] = []
+        self._difference, self._sum = 0.0, 0.0
+
+    def note(self, seconds: float, batch: Data, parts: int) -> None:
+        """After a step on so many batches that took so long."""
+        self._steps += 1
+        if self.is_over or self._steps <= self._resume or parts < self.batches:  # fewer at the end of an epoch
+            return
+        self._times.append(seconds)
+        if len(self._times) % 2 == 0:
+            self._look(batch)
+        if len(self._times) >= WINDOW:
+            self._decide()
+            self._start_window()
+
+    def _look(self, batch: Data) -> None:
+        halves = gradients_of_halves(self.optimizer, batch)
+        if halves is not None:
+            self._difference += float((halves[0] - halves[1]).square().sum())
+            self._sum += float((halves[0] + halves[1]).square().sum())
+
+    def _decide(self) -> None:
+        now = median(self._times)
+        if self.dearest is not None and self._before is not None and now > self.dearest * self._before:
+            self.batches, self.is_over = self.batches // 2, True
+        elif not self._difference > MOST_NOISE * self._sum:
+            self._resume = self._steps + int(PAUSE * self._steps)
+        elif 2 * self.batches > self.most:
+            self.is_over = True
+        else:
+            self.batches, self._before = 2 * self.batches, now

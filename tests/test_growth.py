@@ -1,0 +1,201 @@
+"""Several batches of a loader in one step: how many, by the noise of the gradient and the time of a step."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import nn
+
+import woodbury
+from test_training import batches, classes, fitted, network, values
+from woodbury.fit import growth, training
+from woodbury.fit.growth import Growth
+from woodbury.fit.limits import Limits
+from woodbury.fit.measured import gradients_of_halves
+from woodbury.fit.sources import MiniBatches
+
+
+def single_gradients(model, inputs, targets):
+    """One row per sample, each by a backward pass of its own."""
+    rows = []
+    for x, y in zip(inputs.split(1), targets.split(1), strict=True):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        rows.append(torch.cat([own.grad.flatten() for own in model.parameters()]))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+def test_halves_of_a_batch_show_the_variance_of_the_gradient():
+    """Over all ways to halve N samples, the mean of |g_a - g_b|^2 / 4 is tr S / N, S their covariance."""
+    model = network().double()
+    inputs, targets = (own[:6] for own in classes())
+    inputs = inputs.double()
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    differences, sums = [], []
+    for chosen in combinations(range(6), 3):
+        order = torch.tensor([*chosen, *(set(range(6)) - set(chosen))])
+        first, second = gradients_of_halves(optimizer, (inputs[order], targets[order]))
+        differences.append((first - second).square().sum() / 4)
+        sums.append((first + second).square().sum() / 4)
+    rows = single_gradients(model, inputs, targets)
+    mean = rows.mean(0)
+    covariance = (rows - mean).square().sum() / 5
+    torch.testing.assert_close(torch.stack(differences).mean(), covariance / 6, rtol=1e-10, atol=0)
+    torch.testing.assert_close(torch.stack(sums), mean.square().sum().expand(20), rtol=1e-10, atol=0)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values):
+        self.calls += 1
+        return values
+
+
+def test_halves_leave_no_trace_and_one_sample_has_none():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), Counting(), nn.Dropout(0.5), nn.Linear(8, 3))
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss())
+    before = [own.clone() for own in model.state_dict().values()]
+    random = torch.get_rng_state()
+    assert gradients_of_halves(optimizer, classes(9)) is not None
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert gradients_of_halves(optimizer, classes(1)) is None
+
+
+def grown(monkeypatch, seconds, noise, steps):
+    """The numbers of batches of so many steps: seconds by their number, a share of noise."""
+    first, second = torch.tensor([1.0, 1.0]), torch.tensor([1.0, -1.0])  # orthogonal
+    halves = first + noise**0.5 * second, first - noise**0.5 * second
+    monkeypatch.setattr(growth, "gradients_of_halves", lambda optimizer, batch: halves)
+    rule, counts = Growth(woodbury.GaussNewton(network(), nn.CrossEntropyLoss())), []
+    for _ in range(steps):
+        counts.append(rule.batches)
+        rule.note(seconds(rule.batches), classes(8), rule.batches)
+    return counts, rule
+
+
+def test_batches_double_where_noise_is_more_than_half(monkeypatch):
+    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.6, 40)
+    assert counts == [1] * 5 + [2] * 5 + [4] * 30 and rule.is_over
+    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.4, 40)
+    assert counts == [1] * 40 and not rule.is_over
+
+
+def test_batches_go_back_where_a_step_gets_too_long(monkeypatch):
+    counts, rule = grown(monkeypatch, lambda count: {1: 1.0, 2: 1.3, 4: 1.8}[count], 0.9, 40)
+    assert counts == [1] * 5 + [2] * 5 + [4] * 5 + [2] * 25 and rule.is_over
+    counts, rule = grown(monkeypatch, lambda count: float(count), 0.9, 20)
+    assert counts == [1] * 5 + [2] * 5 + [1] * 10 and rule.is_over
+
+
+def test_without_noise_it_is_looked_at_ever_more_rarely(monkeypatch):
+    looks = []
+    _, rule = grown(monkeypatch, lambda count: 1.0, 0.1, 1)
+    monkeypatch.setattr(growth, "gradients_of_halves", lambda optimizer, batch: looks.append(1))
+    for _ in range(1000):
+        rule.note(1.0, classes(8), 1)
+    assert 10 <= len(looks) <= 40
+
+
+def test_a_step_of_two_batches_is_that_of_a_batch_of_both():
+    data, first, second = classes(), network(), network()
+    settings = {"epochs": 3, "curvature_samples": 0.5, "memory": 1}
+    one = fitted(first, batches(data, 10), batches_per_step=2, **settings)
+    other = fitted(second, batches(data, 20), **settings)
+    assert one.steps == other.steps == 18 and one.samples == 20
+    assert torch.equal(values(first), values(second))
+    assert [record["loss"] for record in one.history] == [record["loss"] for record in other.history]
+
+
+def test_the_end_of_an_epoch_has_fewer():
+    source = MiniBatches(batches(classes(50), 10), torch.device("cpu"))
+    seen = [(len(batch[0]), count, ended) for batch, count, ended in (source.next(2) for _ in range(3))]
+    assert seen == [(20, 2, False), (20, 2, False), (10, 1, False)] and source.is_over
+    source.end_epoch()
+    assert source.next(8)[1] == 5 and source.epochs == 2
+
+
+def test_a_stream_ends_where_it_ends():
+    class Stream:
+        def __iter__(self):
+            return iter(batches(classes(30), 10))
+
+    source = MiniBatches(Stream(), torch.device("cpu"))
+    seen = [(count, ended) for _, count, ended in (source.next(2) for _ in range(4))]
+    assert seen == [(2, False), (1, False), (2, True), (1, False)]
+    assert source.length == 3 and source.epoch == 1
+
+
+def test_batches_that_do_not_fit_together_are_steps_of_their_own():
+    lengths = [3, 3, 5, 5, 5, 3]
+    sequences = [({"x": torch.zeros(2, length), "scale": 2.0}, torch.zeros(2)) for length in lengths]
+    source = MiniBatches(sequences, torch.device("cpu"))
+    seen = []
+    while not source.is_over:
+        (inputs, targets), count, _ = source.next(4)
+        assert len(inputs["x"]) == len(targets) == 2 * count and inputs["scale"] == 2.0
+        seen.append((count, inputs["x"].shape[1]))
+    assert seen == [(2, 3), (3, 5), (1, 3)]
+
+
+def test_targets_may_be_none():
+    source = MiniBatches([(torch.ones(2, 3), None), (torch.zeros(1, 3), None)], torch.device("cpu"))
+    (inputs, targets), count, _ = source.next(2)
+    assert targets is None and count == 2 and inputs.shape == (3, 3)
+
+
+def run_by(limits, batches_per_step="auto", **settings):
+    model, loss = network(), nn.CrossEntropyLoss()
+    optimizer = training.training_optimizer(model, loss, training.is_by_time(limits), **settings)
+    source = MiniBatches(batches(classes()), torch.device("cpu"))
+    return training.TrainingRun(optimizer, source, limits, None, None, None, None, batches_per_step)
+
+
+def test_seconds_alone_choose_other_settings():
+    run = run_by(Limits(seconds=10))
+    assert run.by_time and run.growth is not None and run.optimizer.memory == 0
+    assert run.rates == [training.RATE_BY_TIME]
+    for limits in (Limits(seconds=10, epochs=3), Limits(seconds=10, steps=3), Limits(epochs=3)):
+        run = run_by(limits)
+        assert not run.by_time and run.growth is None and run.batches_per_step == 1
+        assert run.optimizer.memory == training.MEMORY and run.rates == [training.RATE]
+    assert run_by(Limits(epochs=3), "grow").growth is not None
+    assert run_by(Limits(seconds=10), 3).batches_per_step == 3 and run_by(Limits(seconds=10), 3).growth is None
+    assert run_by(Limits(seconds=10), memory=2).optimizer.memory == 2
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, 0.2), (0.05, 0.6), (0.1, 1.0), (0.75, 1.0)])
+def test_the_rate_rises_over_the_first_tenth_of_the_time(share, expected):
+    run = run_by(Limits(seconds=100))
+    run.fit.seconds = 100 * share
+    run.advance()
+    rate = run.optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(training.RATE_BY_TIME * expected * (1 - share) ** 0.5)
+
+
+def test_seconds_are_kept_and_the_number_of_batches_goes_on():
+    model = network()
+    first = fitted(model, batches(classes()), seconds=0.3)
+    assert first.reason == "seconds" and 0.3 <= first.seconds < 3 and first.loss < first.history[0]["loss"]
+    state = first.state_dict()
+    state["batches_per_step"] = 4
+    again = fitted(model, batches(classes()), seconds=first.seconds + 0.05, resume=state)
+    assert again.samples >= 40  # of 120, in sixes: four of them, or the two at the end of an epoch
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "many"])
+def test_a_wrong_number_of_batches_is_named(count):
+    with pytest.raises(ValueError, match="fit: batches_per_step must be a whole number"):
+        fitted(network(), batches(classes()), epochs=1, batches_per_step=count)
+
+
+def test_whole_data_has_no_batches():
+    with pytest.raises(ValueError, match="batches_per_step= is for the batches of a loader: leave it out"):
+        fitted(network(), classes(), steps=1, batches_per_step=2)
