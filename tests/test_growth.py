@@ -89,7 +89,7 @@ def test_batches_double_where_noise_is_more_than_half(monkeypatch):
 
 
 def test_batches_go_back_where_a_step_gets_too_long(monkeypatch):
-    counts, rule = grown(monkeypatch, lambda count: {1: 1.0, 2: 1.3, 4: 1.8}[count], 0.9, 40)
+    counts, rule = grown(monkeypatch, lambda count: {1: 1.0, 2: 1.4, 4: 2.2}[count], 0.9, 40)
     assert counts == [1] * 5 + [2] * 5 + [4] * 5 + [2] * 25 and rule.is_over
     counts, rule = grown(monkeypatch, lambda count: float(count), 0.9, 20)
     assert counts == [1] * 5 + [2] * 5 + [1] * 10 and rule.is_over

@@ -7,7 +7,7 @@ With the gradients g_a and g_b of the halves of N samples, and the covariance Si
 
 Their quotient, the share of noise, is N* / (N + N*) with the noise scale N* = tr Sigma / |g|^2 (McCandlish et al.
 2018; the same variance makes the samples of Byrd et al. 2012 grow). Where it is above one half a step has fewer
-samples than the noise scale, and twice as many are tried: for good if a step takes at most 1.35 times as long.
+samples than the noise scale, and twice as many are tried: for good if a step takes at most 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from woodbury.optim import GaussNewton
 
 MOST_BATCHES = 4  # that make up a step
 MOST_NOISE = 0.5  # share of it in |g|^2 that is left alone
-DEAREST = 1.35  # of a step on twice the samples, over the time before
+DEAREST = 1.5  # of a step on twice the samples, over the time before
 WINDOW = 5  # steps whose median time counts
 PAUSE = 0.5  # before the noise is looked at again, over the steps so far
 
