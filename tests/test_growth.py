@@ -1,5 +1,6 @@
 """Several batches of a loader in one step: how many, by the noise of the gradient and the time of a step."""
 
+import types
 from itertools import combinations
 
 import pytest
@@ -95,6 +96,30 @@ def test_batches_go_back_where_a_step_gets_too_long(monkeypatch):
     assert counts == [1] * 5 + [2] * 5 + [1] * 10 and rule.is_over
 
 
+def test_batches_that_are_never_enough_settle_for_half(monkeypatch):
+    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.6, 10)
+    assert rule.batches == 4 and counts[-1] == 2
+    for _ in range(growth.MOST_SHORT + 1):
+        assert not rule.is_over
+        rule.note(1.0, classes(8), 1)
+    assert rule.is_over and rule.batches == 2
+
+
+def test_an_epoch_of_few_batches_bounds_the_number(monkeypatch):
+    run = run_by(Limits(seconds=10))
+    assert run.growth.most == growth.MOST_BATCHES
+    run = run_by(Limits(seconds=10), loader=batches(classes(), 60))
+    assert run.growth.most == 2
+
+
+def test_several_processes_do_not_grow_apart(monkeypatch):
+    monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
+    assert run_by(Limits(seconds=10)).growth is None
+    assert run_by(Limits(seconds=10), 3).batches_per_step == 3
+    with pytest.raises(ValueError, match="'grow' is for one process"):
+        run_by(Limits(seconds=10), "grow")
+
+
 def test_without_noise_it_is_looked_at_ever_more_rarely(monkeypatch):
     looks = []
     _, rule = grown(monkeypatch, lambda count: 1.0, 0.1, 1)
@@ -151,10 +176,10 @@ def test_targets_may_be_none():
     assert targets is None and count == 2 and inputs.shape == (3, 3)
 
 
-def run_by(limits, batches_per_step="auto", **settings):
-    model, loss = network(), nn.CrossEntropyLoss()
+def run_by(limits, batches_per_step="auto", loader=None, loss=None, **settings):
+    model, loss = network(), loss or nn.CrossEntropyLoss()
     optimizer = training.training_optimizer(model, loss, training.is_by_time(limits), **settings)
-    source = MiniBatches(batches(classes()), torch.device("cpu"))
+    source = MiniBatches(batches(classes()) if loader is None else loader, torch.device("cpu"))
     return training.TrainingRun(optimizer, source, limits, None, None, None, None, batches_per_step)
 
 
@@ -169,6 +194,10 @@ def test_seconds_alone_choose_other_settings():
     assert run_by(Limits(epochs=3), "grow").growth is not None
     assert run_by(Limits(seconds=10), 3).batches_per_step == 3 and run_by(Limits(seconds=10), 3).growth is None
     assert run_by(Limits(seconds=10), memory=2).optimizer.memory == 2
+
+
+def test_the_level_of_a_loss_that_is_a_sum_stays():
+    assert run_by(Limits(seconds=10), loss=nn.CrossEntropyLoss(reduction="sum")).growth is None
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0.2), (0.05, 0.6), (0.1, 1.0), (0.75, 1.0)])

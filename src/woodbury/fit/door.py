@@ -91,7 +91,8 @@ def fit(
         batches_per_step: with a loader: how many of its batches make up a step (fewer at the end of an epoch, and
             where those that follow are of another shape). "auto" is one where epochs or steps are the budget;
             where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a
-            step gets at most 1.5 times as long; "grow" does that with any budget. See `woodbury.fit.growth`.
+            step gets at most 1.5 times as long (one process, a loss that is a mean); "grow" does that with any
+            budget. See `woodbury.fit.growth`.
         memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one
             (none where seconds alone are the budget), and "adam" unless there is weight decay. On a GPU, where
             such steps could not be recorded, and with several processes 0 and None.

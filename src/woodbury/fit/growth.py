@@ -22,6 +22,7 @@ MOST_BATCHES = 4  # that make up a step
 MOST_NOISE = 0.5  # share of it in |g|^2 that is left alone
 DEAREST = 1.5  # of a step on twice the samples, over the time before
 WINDOW = 5  # steps whose median time counts
+MOST_SHORT = 10  # steps in a row with fewer batches, before it settles for half
 PAUSE = 0.5  # before the noise is looked at again, over the steps so far
 
 
@@ -34,7 +35,7 @@ class Growth:
         self.dearest = dearest if on_cpu else None  # elsewhere the clock does not wait for a step
         self.batches = 1
         self.is_over = False  # whether it has found its number
-        self._steps, self._resume = 0, 0
+        self._steps, self._resume, self._short = 0, 0, 0
         self._before: float | None = None  # seconds of a step on half the samples
         self._start_window()
 
@@ -45,8 +46,14 @@ class Growth:
     def note(self, seconds: float, batch: Data, parts: int) -> None:
         """After a step on so many batches that took so long."""
         self._steps += 1
-        if self.is_over or self._steps <= self._resume or parts < self.batches:  # fewer at the end of an epoch
+        if self.is_over or self._steps <= self._resume:
             return
+        if parts < self.batches:  # at the end of an epoch, or because batches do not fit together
+            self._short += 1
+            if self._short > MOST_SHORT:
+                self.batches, self.is_over = self.batches // 2, True
+            return
+        self._short = 0
         self._times.append(seconds)
         if len(self._times) % 2 == 0:
             self._look(batch)

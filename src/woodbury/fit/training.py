@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from woodbury import _batch
 from woodbury.damping import LevenbergMarquardt
-from woodbury.fit.growth import Growth
+from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.price import Price
 from woodbury.fit.result import Fit
@@ -34,6 +34,7 @@ from woodbury.fit.run import Callback, Run
 from woodbury.fit.sources import MiniBatches, as_pair, is_batches, to_device
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.optim.shards import find_group
+from woodbury.products import is_sum
 
 RATE, RATE_BY_TIME, MOMENTUM = 0.3, 0.5, 0.9
 RISE, LEAST = 0.1, 0.2  # by time: the rate rises over this share of the budget, from this share of itself
@@ -79,8 +80,14 @@ class TrainingRun(Run):
         self.by_time = is_by_time(limits)
         self.growth: Growth | None = None
         if isinstance(batches_per_step, str):
-            wanted = batches_per_step == "grow" or (self.by_time and find_group(None, self.model).size == 1)
-            self.growth = Growth(optimizer) if wanted else None
+            alone = find_group(None, self.model).size == 1
+            if batches_per_step == "grow" and not alone:
+                raise ValueError(
+                    "fit: batches_per_step='grow' is for one process: pass a number, the same for all"
+                )
+            steady = not is_sum(optimizer.loss)  # a loss that is a sum would grow with the batches
+            if batches_per_step == "grow" or (self.by_time and alone and steady):
+                self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
             batches_per_step = 1
         self.batches_per_step = batches_per_step
 
