@@ -114,7 +114,8 @@ def test_an_epoch_of_few_batches_bounds_the_number(monkeypatch):
 
 def test_several_processes_do_not_grow_apart(monkeypatch):
     monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
-    assert run_by(Limits(seconds=10)).growth is None
+    run = run_by(Limits(seconds=10))
+    assert run.growth is None and not run.by_time and run.rates == [training.RATE]
     assert run_by(Limits(seconds=10), 3).batches_per_step == 3
     with pytest.raises(ValueError, match="'grow' is for one process"):
         run_by(Limits(seconds=10), "grow")
@@ -178,7 +179,7 @@ def test_targets_may_be_none():
 
 def run_by(limits, batches_per_step="auto", loader=None, loss=None, **settings):
     model, loss = network(), loss or nn.CrossEntropyLoss()
-    optimizer = training.training_optimizer(model, loss, training.is_by_time(limits), **settings)
+    optimizer = training.training_optimizer(model, loss, training.is_by_time(limits, model), **settings)
     source = MiniBatches(batches(classes()) if loader is None else loader, torch.device("cpu"))
     return training.TrainingRun(optimizer, source, limits, None, None, None, None, batches_per_step)
 

@@ -91,8 +91,8 @@ def fit(
         batches_per_step: with a loader: how many of its batches make up a step (fewer at the end of an epoch, and
             where those that follow are of another shape). "auto" is one where epochs or steps are the budget;
             where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a
-            step gets at most 1.5 times as long (one process, a loss that is a mean); "grow" does that with any
-            budget. See `woodbury.fit.growth`.
+            step gets at most 1.5 times as long (on the CPU, in one process, with a loss that is a mean); "grow"
+            does that with any budget. See `woodbury.fit.growth`.
         memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one
             (none where seconds alone are the budget), and "adam" unless there is weight decay. On a GPU, where
             such steps could not be recorded, and with several processes 0 and None.
@@ -120,7 +120,9 @@ def fit(
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
         _check_batches(batches_per_step)
         optimizer = training_optimizer(
-            *(model, loss, is_by_time(limits), memory, metric), curvature_samples=curvature_samples, **settings
+            *(model, loss, is_by_time(limits, model), memory, metric),
+            curvature_samples=curvature_samples,
+            **settings,
         )
         batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
         run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record, batches_per_step)

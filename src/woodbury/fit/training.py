@@ -11,7 +11,8 @@ loader. With seconds alone the rate is 0.5, after a rise over the first tenth; a
 `woodbury.fit.growth` finds, and B is that of the step: larger steps make more of a second, and less of a sample.
 
 The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such
-steps could not be recorded, and with several processes B is that of the batch and D = I; with weight decay D = I.
+steps could not be recorded, and with several processes B is that of the batch, D = I, and seconds are a budget
+like the others; with weight decay D = I.
 """
 
 from __future__ import annotations
@@ -77,16 +78,12 @@ class TrainingRun(Run):
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         self.price = Price(optimizer) if optimizer.curvature_samples == "auto" else None
-        self.by_time = is_by_time(limits)
+        self.by_time = is_by_time(limits, self.model)
         self.growth: Growth | None = None
         if isinstance(batches_per_step, str):
-            alone = find_group(None, self.model).size == 1
-            if batches_per_step == "grow" and not alone:
-                raise ValueError(
-                    "fit: batches_per_step='grow' is for one process: pass a number, the same for all"
-                )
-            steady = not is_sum(optimizer.loss)  # a loss that is a sum would grow with the batches
-            if batches_per_step == "grow" or (self.by_time and alone and steady):
+            if batches_per_step == "grow" and find_group(None, self.model).size > 1:
+                raise ValueError("fit: batches_per_step='grow' is for one process: pass a number")
+            if batches_per_step == "grow" or (self.by_time and not is_sum(optimizer.loss)):  # a sum grows with N
                 self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
             batches_per_step = 1
         self.batches_per_step = batches_per_step
@@ -222,9 +219,14 @@ def _validation_batches(validation: Any) -> Iterable[Any] | None:
     return [as_pair(validation, "validation must be a pair")]
 
 
-def is_by_time(limits: Limits) -> bool:
-    """Whether time is all that is limited."""
-    return limits.seconds is not None and limits.steps is None and limits.epochs is None
+def _is_plain(model: nn.Module) -> bool:
+    """Whether steps are to be plain ones: on a GPU, and with several processes."""
+    return any(own.device.type != "cpu" for own in model.parameters()) or find_group(None, model).size > 1
+
+
+def is_by_time(limits: Limits, model: nn.Module) -> bool:
+    """Whether time is all that is limited, where settings for that are known."""
+    return limits.seconds is not None and limits.steps is None and limits.epochs is None and not _is_plain(model)
 
 
 def training_optimizer(
@@ -236,9 +238,9 @@ def training_optimizer(
     **settings: Any,
 ) -> GaussNewton:
     """The optimizer of a training run."""
-    plain = any(own.device.type != "cpu" for own in model.parameters()) or find_group(None, model).size > 1
+    plain = _is_plain(model)
     if memory is None:
-        memory = 0 if plain or by_time else MEMORY
+        memory = 0 if by_time or plain else MEMORY
     if metric == "auto":
         metric = None if plain or settings.get("weight_decay") else METRIC
     settings |= {"memory": memory, "metric": metric}
