@@ -47,6 +47,24 @@ def test_a_fit_stops_at_the_tolerance_and_says_so(capsys):
     assert set(fit.history[0]) >= {"step", "seconds", "loss", "samples", "length", "share", "bent", "accepted"}
 
 
+def test_units_of_parameters_do_not_matter_in_the_metric_of_the_diagonal():
+    class Curve(nn.Module):
+        """b exp(-a x) in units of a and b that differ by ten orders of magnitude."""
+
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.tensor([1e5], dtype=torch.float64))
+            self.b = nn.Parameter(torch.tensor([1e-5], dtype=torch.float64))
+
+        def forward(self, x):
+            return 1e5 * self.b * torch.exp(-1e-5 * self.a * x)
+
+    x = torch.linspace(0, 2, 30, dtype=torch.float64).unsqueeze(1)
+    data = x, 3 * torch.exp(-2.5 * x)
+    fit = woodbury.fit(Curve(), nn.MSELoss(), data, tolerance=1e-20, metric="diagonal", progress=False)
+    assert fit.reason == "tolerance" and fit.steps <= 15
+
+
 def test_progress_can_be_left_out(capsys):
     model, data = smooth_fit()
     woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False)
@@ -88,12 +106,13 @@ def test_ctrl_c_gives_back_what_was_reached():
     assert fit.loss == pytest.approx(loss_of(model, data)) and fit.loss < fit.history[0]["loss"]
 
 
+@pytest.mark.parametrize("metric", [None, "diagonal"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled):
+def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
     def build():
         return (line_fit(), draw) if sampled else smooth_fit()
 
-    settings = {"progress": False, "seed": 3, "samples": 60 if sampled else None}
+    settings = {"progress": False, "seed": 3, "samples": 60 if sampled else None, "metric": metric}
     model, data = build()
     whole = woodbury.fit(model, nn.MSELoss(), data, steps=8, **settings)
     other, data = build()
@@ -212,6 +231,8 @@ def test_weight_decay_is_part_of_what_is_minimised():
         ({"data": (torch.zeros(3, 2), torch.zeros(4, 1))}, ValueError, "targets"),
         ({"data": lambda count: None}, TypeError, "must return a pair"),
         ({"epochs": 3}, ValueError, "epochs"),
+        ({"metric": "adam"}, ValueError, "search= and metric='adam' do not go together"),
+        ({"memory": 2}, ValueError, "memory= is for the batches of a loader: leave it out"),
         ({"steps": -1}, ValueError, "steps must not be negative"),
         ({"steps": 1.5}, TypeError, "steps must be a whole number"),
         ({"seconds": "1"}, TypeError, "seconds must be a number"),

@@ -88,12 +88,13 @@ def well_conditioned(B):
 def check_directions(model, loss, inputs, targets, subset, **options):
     """p of both methods, full and by layer, with the curvature of a subset."""
     solve = reference.dense_system(model, loss, inputs, targets, subset)
+    bound = 1e-10 + 10 * reference.residual_error(model, loss, inputs, targets)  # softmax may be 1 - 1e-8
     for kind, method in METHODS.items():
         for blocks in ("full", "layer"):
             expected, B, _ = solve(well_conditioned, kind, blocks)
             optimizer = method(model, loss, damping=well_conditioned(B), blocks=blocks, **options)
             p = flatten(optimizer.direction(inputs, targets, subset=subset))
-            assert reference.relative_error(p, expected) <= 1e-10
+            assert reference.relative_error(p, expected) <= bound
 
 
 # Each draws a layer and the shape of one sample.

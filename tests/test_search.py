@@ -202,8 +202,8 @@ def second_derivatives(model, inputs, p, forward=None):
     return value.detach().flatten(1)
 
 
-def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None):
-    """p, bend and c by dense matrices."""
+def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None, metric=None):
+    """p, bend and c by dense matrices; the metric D is I, or the diagonal of B where that is no rounding error."""
     model, loss, inputs, targets = problem.model, problem.loss, problem.inputs, problem.targets
     subset = list(range(len(targets))) if subset is None else subset
     samples = reference.per_sample(model, loss, reference.chosen(inputs, subset), targets[subset], forward)
@@ -214,8 +214,11 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
         B = B * reference.block_mask(model).to(B)
     g = reference.gradient(model, loss, inputs, targets, forward)
     theta = reference.flat([own.detach() for own in reference.parameters(model).values()])
-    eye, trace = torch.eye(len(g), dtype=g.dtype), B.trace()
-    ladder = [torch.linalg.solve(B + (decay + r * trace) * eye, -(g + decay * theta)) for r in search.rungs]
+    eye, diagonal = torch.eye(len(g), dtype=g.dtype), B.diagonal()
+    least = (4 * torch.finfo(g.dtype).eps) ** 2 * diagonal.max()
+    D = eye if metric is None else torch.where(diagonal > least, diagonal, diagonal.max()).diag()
+    trace = (diagonal / D.diagonal()).sum()
+    ladder = [torch.linalg.solve(B + decay * eye + r * trace * D, -(g + decay * theta)) for r in search.rungs]
     P = torch.stack(ladder)
     if held_out is not None:
         others = reference.per_sample(model, loss, *held_out, forward)
@@ -227,14 +230,13 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
     p = c @ P
     curves = second_derivatives(model, reference.chosen(inputs, subset), p, forward)
     force = sum(J.T @ H @ y for (J, _, H), y in zip(samples, curves, strict=True)) * (times / len(samples))
-    bend = -0.5 * torch.linalg.solve(B + (decay + search.bend * trace) * eye, force)
+    bend = -0.5 * torch.linalg.solve(B + decay * eye + search.bend * trace * D, force)
     return p, bend, c
 
 
 def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=None, **settings):
-    p, bend, c = dense_path(
-        problem, MILD, held_out, decay, subset, settings.get("blocks", "full"), forward=forward
-    )
+    blocks, metric = settings.get("blocks", "full"), settings.get("metric")
+    p, bend, c = dense_path(problem, MILD, held_out, decay, subset, blocks, forward=forward, metric=metric)
     optimizer = woodbury.GaussNewton(
         problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
     )
@@ -245,10 +247,13 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     length = info.length.item()
     assert info.accepted and 0 < length <= 2
     expected = length * p + length**2 * bend * info.bent
-    # the smallest damping is 1e-3 of the trace: p keeps all but 3 digits and those of the reference
-    assert reference.relative_error(reference.flat(direction.values()), expected) < 1e-8
+    # the smallest damping is 1e-3 of the trace: p keeps all but 3 digits and those of the reference. Where y'' is
+    # a central difference with h = eps^(1/4) |theta| / |p|, the bend has half of its digits at best
+    by_differences = info.bent and optimizer._plan().findings.forward_order < 2
+    bound = 1e-5 if by_differences else 1e-8
+    assert reference.relative_error(reference.flat(direction.values()), expected) < bound
     after = reference.flat([own.detach() for own in reference.parameters(problem.model).values()])
-    assert reference.relative_error(after - before, expected) < 1e-8
+    assert reference.relative_error(after - before, expected) < bound
     torch.testing.assert_close(info.share, c.sum(), rtol=1e-6, atol=1e-9)
     return info
 
@@ -283,6 +288,53 @@ def test_more_rows_than_parameters_take_the_same_step():
     problem = problems.Problem(model, nn.MSELoss(), inputs, torch.cat([inputs.sin(), inputs.square()], 1))
     check_against_dense(problem, decay=0.01)
     check_against_dense(problem, held_out=(inputs[:9], problem.targets[:9]))
+
+
+@problems.every_problem
+def test_the_diagonal_of_the_curvature_is_a_metric_of_the_dense_formula_too(name):
+    check_against_dense(problems.make(name), metric="diagonal")
+
+
+@pytest.mark.parametrize("name", ["softmax", "squared", "residual", "pictures"])
+def test_subsets_blocks_and_held_out_samples_know_the_metric(name):
+    check_against_dense(problems.make(name), subset=[1, 4, 5], blocks="layer", metric="diagonal")
+    problem, some = problems.make(name), [0, 2, 3, 5]
+    held_out = problem.inputs[some], problem.targets[some]
+    check_against_dense(problem, held_out=held_out, metric="diagonal")
+
+
+def test_verify_knows_the_metric_of_a_search():
+    problem = problems.make("squared")
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, metric="diagonal")
+    for _ in range(3):
+        optimizer.step(problem.inputs, problem.targets)
+        assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
+
+
+def test_the_unit_of_a_parameter_does_not_change_a_search_in_the_metric_of_the_diagonal():
+    x = torch.linspace(0, 2, 30, dtype=torch.float64).unsqueeze(1)
+    y, losses = 2 * torch.exp(-1.3 * x) + 0.3, []
+    for unit in (1.0, 1e4):
+        optimizer = woodbury.GaussNewton(
+            *(Decay(unit), nn.MSELoss()), search=woodbury.CurvedSearch(), metric="diagonal", fallback="autograd"
+        )
+        losses.append([float(optimizer.step(x, y).loss) for _ in range(6)])
+    # lengths are powers of two: the same ones. eps over the smallest damping that is solved for without refinement
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][-1] < 1e-8 * losses[0][0]
+
+
+class Decay(nn.Module):
+    """b exp(-a x) + c with a in other units."""
+
+    def __init__(self, unit):
+        super().__init__()
+        start = torch.tensor([0.5 * unit, 1.0, 0.0], dtype=torch.float64)
+        self.unit, self.values = unit, nn.Parameter(start)
+
+    def forward(self, x):
+        a, b, c = self.values
+        return b * torch.exp(-a / self.unit * x) + c
 
 
 class Scaled(nn.Module):

@@ -93,9 +93,12 @@ def fit(
             where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a
             step gets at most 1.5 times as long (on the CPU, in one process, with a loss that is a mean); "grow"
             does that with any budget. See `woodbury.fit.growth`.
-        memory, metric: with a loader: as in `GaussNewton`; by default the rows of three batches before this one
-            (none where seconds alone are the budget), and "adam" unless there is weight decay. On a GPU, where
-            such steps could not be recorded, and with several processes 0 and None.
+        memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one. None of
+            them where seconds alone are the budget, on a GPU, where such steps could not be recorded, and with
+            several processes.
+        metric: as in `GaussNewton`. By default with a loader "adam", and None with weight decay, on a GPU and with
+            several processes; with other data None. There "diagonal" makes a fit independent of the units of the
+            parameters, and often takes fewer steps, which cost more.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
@@ -128,8 +131,8 @@ def fit(
         run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record, batches_per_step)
     else:
         source = source_of(data)
-        own = None if metric == "auto" else metric
-        batchwise = {"epochs": epochs, "patience": patience, "record": record, "memory": memory, "metric": own}
+        settings["metric"] = None if metric == "auto" else metric
+        batchwise: dict[str, Any] = {"epochs": epochs, "patience": patience, "record": record, "memory": memory}
         if batches_per_step != "auto":
             batchwise["batches_per_step"] = batches_per_step
         for name, value in batchwise.items():

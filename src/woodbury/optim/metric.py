@@ -10,8 +10,9 @@ METRICS has two, both made anew at every step:
                 W of outputs and inputs v is kept as the means r and c of its rows and columns, v = r c / mean(r)
                 (Adafactor, Shazeer & Stern 2018), each with its own 0.1: then U' is U with inputs and columns of a
                 layer in other units, and K' costs what K costs. A bias has the units of its outputs.
-    "diagonal"  D = the largest diagonal of B so far, as in MINPACK (More 1978), 1 where that is zero: steps do not
-                change with the unit of a parameter. Rows are written out: for small models.
+    "diagonal"  D = the largest diagonal of B so far, as in MINPACK (More 1978): steps do not change with the unit
+                of a parameter. An entry below (4 eps)^2 times the largest is a rounding error, and counts as the
+                largest. Rows are written out: for small models.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Units:
         """The model around theta in these units."""
         assert isinstance(line.rows, Rows)
         rows = Rows(self.plan, self.of_rows(line.rows.forms), line.rows.row_count)
-        gradient = None if line.gradient is None else self._times(line.gradient)
+        gradient = None if line.gradient is None else self.times(line.gradient)
         return replace(line, rows=rows, gradient=gradient, head=None, complete=None, gram=None, matrices=None)
 
     def of_problem(self, problem: Problem) -> Problem:
@@ -97,12 +98,13 @@ class Units:
 
     def back(self, answer: Answer) -> Answer:
         """p = s p' of the answer p'."""
-        vector = self._times(answer.displacement.dense())
+        vector = self.times(answer.displacement.dense())
         squared = scalar(_vector.dot(vector, vector))
         displacement = Displacement(self.plan.parameters, base=vector)
         return replace(answer, displacement=displacement, squared_norm=squared, image=None)
 
-    def _times(self, vector: Mapping[str, Tensor]) -> Vector:
+    def times(self, vector: Mapping[str, Tensor]) -> Vector:
+        """s times a vector."""
         return {name: value * self.entries[name] for name, value in vector.items()}
 
 
@@ -181,7 +183,13 @@ class DiagonalMetric(Metric):
         }
 
     def units(self, moments: Moments, plan: Plan) -> Units:
-        return Units(plan, {name: (torch.where(own > 0, own, 1.0).rsqrt(),) for name, own in moments.items()})
+        largest = torch.stack([own.max() for own in moments.values()]).max()
+        least = (4 * torch.finfo(largest.dtype).eps) ** 2 * largest
+        # where nothing moves the outputs at all B and g are zero, and so is p, whatever D is
+        instead = torch.where(largest > 0, largest, 1.0)
+        return Units(
+            plan, {name: (torch.where(own > least, own, instead).rsqrt(),) for name, own in moments.items()}
+        )
 
 
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}

@@ -21,9 +21,10 @@ from woodbury.curvature import Curvature
 from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_nonnegative
 from woodbury.optim.linearize import Linearization
+from woodbury.optim.metric import Units
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.sample_space import Cholesky, System
-from woodbury.optim.step import Problem, Proposal, decay_decrease
+from woodbury.optim.step import Answer, Problem, Proposal, decay_decrease
 from woodbury.row_matrix import Rows
 from woodbury.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
 
@@ -54,6 +55,48 @@ class Rung(NamedTuple):
     vector: Vector
     predicted: float  # m(0) - m(p) on the batch
     image: Tensor | None  # Z p, if it is known
+
+
+@dataclass(frozen=True)
+class Systems:
+    """(B + lambda D) p = -g for any lambda: a plain system in the units of the metric D (`Units`, None for I)."""
+
+    problem: Problem
+    solver: Cholesky
+    system: System
+    line: Linearization  # in these units
+    units: Units | None
+
+    def trace(self) -> float:
+        """Of K."""
+        return float(self.solver.trace(self.problem, self.line, self.system))
+
+    def rung(self, damping: float, trace: float) -> Rung | None:
+        """p of a damping, None where it cannot be had."""
+        system = self.system._replace(refine_below=1e-8 * trace)  # larger ones have eight digits without it
+        answer = self.solver.answer(self.problem, self.line, system, damping)
+        if not _is_usable(answer):
+            return None
+        vector = self._back(answer.displacement.dense())
+        return Rung(damping, vector, float(answer.predicted), answer.image)  # (Z s) (p / s) = Z p
+
+    def by_layer(self, damping: float) -> Vector | None:
+        """p of each layer alone."""
+        line = replace(self.line, gram=None, matrices=None)
+        system = self.system._replace(blocks=BLOCKS["layer"], factors=None)
+        answer = self.solver.answer(self.problem, line, system, damping)
+        return self._back(answer.displacement.dense()) if _is_usable(answer) else None
+
+    def pull_back(self, weights: Tensor, damping: float) -> Vector:
+        """(B + lambda D)^{-1} U^T w."""
+        return self._back(self.solver.pull_back(self.problem, self.line, self.system, weights, damping))
+
+    def _back(self, vector: Vector) -> Vector:
+        return vector if self.units is None else self.units.times(vector)
+
+
+def _is_usable(answer: Answer) -> bool:
+    return bool(answer.usable) and math.isfinite(float(answer.squared_norm))
 
 
 class Choice(NamedTuple):
@@ -101,10 +144,12 @@ def searched_proposal(
     line: Linearization,
     pieces: list[Piece],
     state: Mapping[str, Any],
+    units: Units | None = None,
 ) -> Proposal:
-    """The step that a search finds; state is what it left behind at the step before."""
-    trace, memory = float(solver.trace(problem, line, system)), Memory.read(state)
-    ladder = _ladder(problem, search, solver, system, line, trace, memory.dropped)
+    """The step that a search finds; state is what it left behind at the step before, units those of a metric."""
+    systems = Systems(problem, solver, system, line if units is None else units.of_line(line), units)
+    trace, memory = systems.trace(), Memory.read(state)
+    ladder = _ladder(systems, search, trace, memory.dropped)
     if not ladder:
         nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
         choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1))
@@ -113,7 +158,7 @@ def searched_proposal(
     combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
     layer = None
     if memory.is_new and _is_out_of_scale(problem, search, line):
-        layer = _best_layer(problem, search, solver, system, line, judge)
+        layer = _best_layer(problem, search, systems, judge)
     if layer is not None:
         choice, memory = Choice(*layer[:2], combined), Memory()
     elif memory.dull >= search.patience:
@@ -122,9 +167,7 @@ def searched_proposal(
         coefficients[rung] = float(length.length > 0)
         choice, memory = Choice(vector, length, coefficients), replace(memory, dull=0)
     else:
-        choice = _along_path(
-            problem, search, curvature, solver, system, line, pieces, judge, ladder, combined, memory
-        )
+        choice = _along_path(problem, search, curvature, systems, pieces, judge, ladder, combined, memory)
         memory = memory.after(search, choice, judge.loss)
     memory.agreement = _agreement(line, ladder, judge, combined)
     predicted = judge.predicted(choice.length.length * choice.coefficients)
@@ -136,9 +179,7 @@ def _along_path(
     problem: Problem,
     search: CurvedSearch,
     curvature: Curvature,
-    solver: Cholesky,
-    system: System,
-    line: Linearization,
+    systems: Systems,
     pieces: list[Piece],
     judge: Judge,
     ladder: Sequence[Rung],
@@ -151,7 +192,7 @@ def _along_path(
         return Choice(p, STAY, combined)
     bend = None
     if search.bend is not None:
-        bend = _bend(problem, curvature, solver, system, line, pieces, p, search.bend * judge.trace)
+        bend = _bend(problem, curvature, systems, pieces, p, search.bend * judge.trace)
 
     def path(length: float, bent: bool) -> Vector:
         straight = {name: length * value for name, value in p.items()}
@@ -193,26 +234,13 @@ def _proposal(
     )
 
 
-def _ladder(
-    problem: Problem,
-    search: CurvedSearch,
-    solver: Cholesky,
-    system: System,
-    line: Linearization,
-    trace: float,
-    dropped: int,
-) -> list[Rung]:
+def _ladder(systems: Systems, search: CurvedSearch, trace: float, dropped: int) -> list[Rung]:
     """Every rung but the last ones, as far as its system could be solved."""
-    rungs = []
-    if 0 < trace < math.inf:
-        # larger ones have eight digits without it
-        system = system._replace(refine_below=1e-8 * trace)
-        for relative in search.rungs[: len(search.rungs) - dropped]:
-            answer = solver.answer(problem, line, system, relative * trace)
-            if bool(answer.usable) and math.isfinite(float(answer.squared_norm)):
-                vector = answer.displacement.dense()
-                rungs.append(Rung(relative * trace, vector, float(answer.predicted), answer.image))
-    return rungs
+    if not 0 < trace < math.inf:
+        return []
+    wanted = search.rungs[: len(search.rungs) - dropped]
+    rungs = [systems.rung(relative * trace, trace) for relative in wanted]
+    return [rung for rung in rungs if rung is not None]
 
 
 def _agreement(line: Linearization, ladder: Sequence[Rung], judge: Judge, combined: Tensor) -> float:
@@ -290,14 +318,12 @@ def _decrease(problem: Problem, judge: Judge, vector: Vector) -> float:
 def _bend(
     problem: Problem,
     curvature: Curvature,
-    solver: Cholesky,
-    system: System,
-    line: Linearization,
+    systems: Systems,
     pieces: list[Piece],
     p: Vector,
     damping: float,
 ) -> Vector | None:
-    """-(B + lambda I)^{-1} J^T H y'' / 2 on the curvature samples of the batch; None if it is not finite."""
+    """-(B + lambda D)^{-1} J^T H y'' / 2 on the curvature samples of the batch; None if it is not finite."""
     passes, samples = problem.passes, problem.batch.curvature
     piece, random = pieces[0], problem.random
     with nullcontext() if random is None else _random.replayed(random):
@@ -305,7 +331,7 @@ def _bend(
     outputs = piece.capture.outputs.detach()[:samples]
     factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets[:samples])
     weights = factor.rmatvec(curve).flatten()
-    bend = solver.pull_back(problem, line, system, weights, damping)
+    bend = systems.pull_back(weights, damping)
     if not math.isfinite(float(_vector.dot(bend, bend))):
         return None
     return {name: -0.5 * value for name, value in bend.items()}
@@ -327,18 +353,15 @@ def _is_out_of_scale(problem: Problem, search: CurvedSearch, line: Linearization
 
 
 def _best_layer(
-    problem: Problem, search: CurvedSearch, solver: Cholesky, system: System, line: Linearization, judge: Judge
+    problem: Problem, search: CurvedSearch, systems: Systems, judge: Judge
 ) -> tuple[Vector, Length] | None:
-    """The best step of a single layer, -(B_ll + lambda I)^{-1} g_l, if it takes away at least half of the loss."""
+    """The best step of a single layer, -(B_ll + lambda D)^{-1} g_l, if it takes away at least half of the loss."""
     names = BLOCKS["layer"].parameter_names(problem.plan)
     if search.first is None or len(names) < 2:
         return None
-    apart = replace(line, gram=None, matrices=None)
-    by_layer = system._replace(blocks=BLOCKS["layer"], factors=None)
-    answer = solver.answer(problem, apart, by_layer, search.first * judge.trace)
-    if not bool(answer.usable) or not math.isfinite(float(answer.squared_norm)):
+    vector = systems.by_layer(search.first * judge.trace)
+    if vector is None:
         return None
-    vector = answer.displacement.dense()
     best, length = _best_of(problem, judge, [_vector.restrict(vector, block) for block in names], (1.0,))[:2]
     return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
 

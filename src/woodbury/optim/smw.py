@@ -136,7 +136,7 @@ class _SampleSpace(SecondOrder):
         wanted += [] if metric is None else [f"metric={metric!r}"]
         if wanted and not self._solver.exact:
             raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self._solver.name!r}")
-        if wanted and self.search is not None:
+        if self.search is not None and (memory or metric not in (None, "diagonal")):
             raise ValueError(f"search= and {wanted[0]} do not go together")
 
     @property
@@ -206,6 +206,8 @@ class _SampleSpace(SecondOrder):
             system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
             assert isinstance(self._solver, Cholesky)
             line, _ = self._linearize(problem, system)
+            if self._metric is not None:
+                line = self._next_units(problem, line)[0].of_line(line)
             trace = float(self._solver.trace(problem, line, system))
             if problem.random is not None:
                 _random.restore(problem.random)
@@ -320,11 +322,15 @@ class _SampleSpace(SecondOrder):
                 line.divisor = line.divisor * problem.batch.samples / samples
         if self.search is not None:
             assert isinstance(self._solver, Cholesky)
-            system = system._replace(look=False, factors={})
-            return searched_proposal(
+            system, units, gains = system._replace(look=False, factors={}), None, dict[str, Any]()
+            if self._metric is not None:
+                units, gains["metric"] = self._next_units(problem, line)
+            proposal = searched_proposal(
                 *(problem, self.search, self._scaled_curvature(), self._solver, system, line, pieces),
-                self.state.get("search", {}),
+                *(self.state.get("search", {}), units),
             )
+            proposal.memory.update(gains)
+            return proposal
         center, units, gains = problem.previous, None, dict[str, Any]()
         if self.memory or self._metric is not None:
             line = line.written_out(_WORTH_WRITING)
@@ -538,7 +544,8 @@ class GaussNewton(_SampleSpace):
             better B without a pass more. For small batches; see `woodbury.optim.memory`.
         metric: None for damping and momentum in the metric I, "adam" for Adam's, or "diagonal" for the diagonal of
             B, as MINPACK does: (B + lambda D) p = lambda D mu p_prev - g. No weight_decay with it. See
-            `woodbury.optim.metric`. Steps with memory or metric are not recorded on a GPU, and take no `search`.
+            `woodbury.optim.metric`. Steps with memory or metric are not recorded on a GPU; a `search` takes no
+            memory, and of the metrics "diagonal" alone.
         seed: of the draws of S2 and of columns; by default they follow torch.manual_seed.
         watch: True to take steps in an unchanged loop: `loss = criterion(model(x), y); loss.backward();
             optimizer.step()`. Hooks on the model see its calls and the losses of their outputs, from now on.
