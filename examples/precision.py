@@ -43,7 +43,7 @@ RIVALS: Methods = {
 }
 
 
-def run_fit(seed: int, seconds: float, metric: str) -> Curve:
+def run_fit(seed: int, seconds: float, metric: str = "auto") -> Curve:
     """Loss after each step against the time spent so far."""
     model, inputs, targets = problem(seed)
     curve: Curve = []
