@@ -210,12 +210,12 @@ def train_with_woodbury(
     """woodbury over all epochs or, where they are given, for so many seconds."""
     task = problem.make(seed, data_dir)
     torch.manual_seed(seed)
-    total, budget = _all_steps(problem, task), dict[str, Any]()
+    total = _all_steps(problem, task)
     if seconds is None:
-        method, budget = WOODBURY, {"epochs": problem.epochs}
+        method, budgeted = WOODBURY, partial(train, epochs=problem.epochs)
     else:
-        method, total, budget = EQUAL_SECONDS, total // _DEARER, {"seconds": seconds}
-    return _run(problem, task, partial(train, seed=seed, **budget), total, method=method, rate=None, seed=seed)
+        method, total, budgeted = EQUAL_SECONDS, math.ceil(total / _DEARER), partial(train, seconds=seconds)
+    return _run(problem, task, partial(budgeted, seed=seed), total, method=method, rate=None, seed=seed)
 
 
 def _all_steps(problem: Problem, task: Task) -> int:

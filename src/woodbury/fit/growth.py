@@ -12,6 +12,7 @@ samples than the noise scale, and twice as many are tried: for good if a step ta
 
 from __future__ import annotations
 
+from math import inf
 from statistics import median
 
 from woodbury.fit.measured import gradients_of_halves
@@ -29,14 +30,13 @@ PAUSE = 0.5  # before the noise is looked at again, over the steps so far
 class Growth:
     """Says after every step how many batches make up the next one."""
 
-    def __init__(self, optimizer: GaussNewton, most: int = MOST_BATCHES, dearest: float | None = DEAREST) -> None:
+    def __init__(self, optimizer: GaussNewton, most: int = MOST_BATCHES) -> None:
         self.optimizer, self.most = optimizer, most
-        on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
-        self.dearest = dearest if on_cpu else None  # elsewhere the clock does not wait for a step
+        self._on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
         self.batches = 1
         self.is_over = False  # whether it has found its number
         self._steps, self._resume, self._short = 0, 0, 0
-        self._before: float | None = None  # seconds of a step on half the samples
+        self._before = inf  # seconds of a step on half the samples
         self._start_window()
 
     def _start_window(self) -> None:
@@ -69,7 +69,7 @@ class Growth:
 
     def _decide(self) -> None:
         now = median(self._times)
-        if self.dearest is not None and self._before is not None and now > self.dearest * self._before:
+        if self._on_cpu and now > DEAREST * self._before:  # elsewhere the clock does not wait for a step
             self.batches, self.is_over = self.batches // 2, True
         elif not self._difference > MOST_NOISE * self._sum:
             self._resume = self._steps + int(PAUSE * self._steps)

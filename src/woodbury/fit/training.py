@@ -86,7 +86,11 @@ class TrainingRun(Run):
             if batches_per_step == "grow" or (self.by_time and not is_sum(optimizer.loss)):  # a sum grows with N
                 self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
             batches_per_step = 1
-        self.batches_per_step = batches_per_step
+        self._batches_per_step = batches_per_step
+
+    @property
+    def batches_per_step(self) -> int:
+        return self._batches_per_step if self.growth is None else self.growth.batches
 
     def go(self, progress: Progress | None) -> Fit:
         was_training = self.model.training
@@ -119,7 +123,6 @@ class TrainingRun(Run):
         seconds = time.process_time() - started
         if self.growth is not None:
             self.growth.note(seconds, batch, count)
-            self.batches_per_step = self.growth.batches
         if self.price is not None and (self.growth is None or self.growth.is_over):
             self.price.note(seconds, batch)
         fit.steps, fit.samples = fit.steps + 1, _batch.sample_count(batch[0])
@@ -208,7 +211,7 @@ class TrainingRun(Run):
         super().load(state)
         self.batches.epoch, self.waited = state["epochs"], state["waited"]
         if self.growth is not None:
-            self.batches_per_step = self.growth.batches = state.get("batches_per_step", 1)
+            self.growth.batches = state.get("batches_per_step", 1)
 
 
 def _validation_batches(validation: Any) -> Iterable[Any] | None:
