@@ -27,7 +27,12 @@ def byte_limit(max_bytes: int | None, device: torch.device) -> int:
     """The bytes that temporaries may take beside rows and K: max_bytes, or a default for the device."""
     if max_bytes is not None:
         return max_bytes
-    return 2**28 if device.type == "cpu" else 2**30  # small pieces leave a GPU idle
+    if device.type == "cuda":
+        return max(_ON_DEVICE, torch.cuda.get_device_properties(device).total_memory // 16)
+    return 2**28 if device.type == "cpu" else _ON_DEVICE
+
+
+_ON_DEVICE = 2**30  # small pieces leave a GPU idle
 
 
 def windows(size: int, length: int) -> Iterator[slice]:
@@ -401,27 +406,34 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     return F.linear(a, b)
 
 
-_WORTH_HALVING = 192  # rows and columns from which it pays to leave out half of a symmetric product
-_STRIPS = 4
+# from so many rows and columns on it pays to leave out half of a symmetric product, in so many strips
+_HALVED_ON_CPU, _HALVED_ELSEWHERE = (192, 4), (8192, 16)
 
 
 def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """a a^T, accumulated in `dtype` if that is not None.
 
-    Large ones in strips of rows, each up to the diagonal: 5/8 of the work.
+    Large ones in strips of rows, each up to the diagonal: 5/8 of the work in four of them.
     """
     if dtype is not None and dtype != a.dtype:
         a = a.to(dtype)
-    if a.device.type != "cpu" or min(a.shape) < _WORTH_HALVING:
+    if _strips(a) == 1:
         return F.linear(a, a)
     return add_own_product(a.new_empty(a.shape[0], a.shape[0]), a, beta=0)
 
 
+def _strips(a: Tensor) -> int:
+    """In how many strips to form a a^T."""
+    least, strips = _HALVED_ON_CPU if a.device.type == "cpu" else _HALVED_ELSEWHERE
+    return strips if min(a.shape) >= least else 1
+
+
 def add_own_product(product: Tensor, a: Tensor, beta: int = 1) -> Tensor:
     """beta product + a a^T, in place, for a product that is symmetric; in strips as in `own_product`."""
-    if a.device.type != "cpu" or min(a.shape) < _WORTH_HALVING:
+    strips = _strips(a)
+    if strips == 1:
         return product.addmm_(a, a.t(), beta=beta)
-    for rows in windows(a.shape[0], -(-a.shape[0] // _STRIPS)):
+    for rows in windows(a.shape[0], -(-a.shape[0] // strips)):
         strip = product[rows, : rows.stop]
         strip.addmm_(a[rows], a[: rows.stop].t(), beta=beta)
         product[: rows.start, rows] = strip[:, : rows.start].t()

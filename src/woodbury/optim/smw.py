@@ -523,8 +523,8 @@ class GaussNewton(_SampleSpace):
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd where
             the model does not allow that. Exact too, and slower.
-        max_bytes: memory for temporaries of the rows and of the Gram matrix (default 256 MiB, on a GPU 1 GiB):
-            less is slower, not fatal.
+        max_bytes: memory for temporaries of the rows and of the Gram matrix (default 256 MiB, on a GPU a
+            sixteenth of its memory, at least 1 GiB): less is slower, not fatal.
         capture: on a CUDA device a step whose shapes repeat is recorded into a CUDA graph after two ordinary
             steps and replayed: the same numbers in a fraction of the time where steps are small. Ordinary steps
             are taken with `subset=`, `full=`, "cg" and "products", by models that draw random numbers or wait for
