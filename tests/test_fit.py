@@ -14,7 +14,11 @@ import woodbury
 def smooth_fit(seed=0):
     torch.manual_seed(seed)
     inputs = torch.rand(40, 2, dtype=torch.float64)
-    return problems.mlp(2, 30, 1).double(), (inputs, torch.sin(3 * inputs[:, :1]) * inputs[:, 1:])
+    return problems.mlp(2, 30, 1).double(), (inputs, surface(inputs))
+
+
+def surface(inputs):
+    return torch.sin(3 * inputs[:, :1]) * inputs[:, 1:]
 
 
 def draw(count):
@@ -134,15 +138,16 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
 
     def counting(count):
         counts.append(count)
-        return draw(count)
+        inputs = torch.rand(count, 2, dtype=torch.float64)
+        return inputs, surface(inputs)
 
-    model = line_fit()
+    torch.manual_seed(0)
+    model = problems.mlp(2, 12, 1).double()  # 49 parameters: 8 samples do not determine them
     fit = woodbury.fit(model, nn.MSELoss(), counting, steps=60, samples=8, progress=False)
     assert counts[:2] == [8, 8] and max(counts) == fit.samples > 8
     assert fit.samples <= 8 * sum(own.numel() for own in model.parameters())
-    inputs = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
-    assert loss_of(model, (inputs, torch.sin(3 * inputs))) < 1e-6
-    assert fit.loss < 1e-6
+    inputs = torch.rand(50, 2, dtype=torch.float64)
+    assert max(loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
 
 
 def test_the_number_of_samples_follows_the_model():
