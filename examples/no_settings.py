@@ -70,6 +70,7 @@ SEARCHES = {
     "without the bend": {"search": woodbury.CurvedSearch(bend=None)},
     "dampings down to 1e-12 only": {"search": woodbury.CurvedSearch(rungs=(1e-3, 1e-6, 1e-9, 1e-12))},
     "dampings down to 1e-9 only": {"search": woodbury.CurvedSearch(rungs=(1e-3, 1e-6, 1e-9), bend=1e-9)},
+    "all parts, deep=1e-16": {"search": woodbury.CurvedSearch(deep=1e-16)},
     'all parts, metric="diagonal"': {"search": woodbury.CurvedSearch(), "metric": "diagonal"},
 }
 

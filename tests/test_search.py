@@ -19,10 +19,12 @@ from woodbury.linalg import minimize_nonnegative
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
-from woodbury.search import find_length
+from woodbury.optim.searched import Choice, Memory
+from woodbury.search import Length, find_length
 
+NOT_IN_THE_ROWS = ("counts-by-rate",)  # part of the gradient
 # so mild that p keeps ten digits
-MILD = woodbury.CurvedSearch(rungs=(1e-1, 1e-2, 1e-3), bend=1e-2, first=None)
+MILD = woodbury.CurvedSearch(rungs=(1e-1, 1e-2, 1e-3), bend=1e-2, first=None, deep=1e-4)
 
 
 # -- the parts -------------------------------------------------------------------------------------------
@@ -168,12 +170,24 @@ def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_fr
 # -- the step, dense --------------------------------------------------------------------------------------
 
 
+class LayerNormByHand(nn.LayerNorm):
+    """In plain arithmetic: torch's own third derivatives of a layer norm by reverse mode are wrong."""
+
+    def forward(self, x):
+        apart = x - x.mean(-1, keepdim=True)
+        return apart * (apart.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight + self.bias
+
+
 def second_derivatives(model, inputs, p, forward=None):
     """y_i'' along p for every sample, (n, C), by reverse mode in one number t.
 
     d(u.y)/dt is linear in u, and its gradient in u is dy/dt: two passes back for each derivative of all outputs.
     """
     run = forward or (lambda m, x: m(x))
+    model = copy.deepcopy(model)
+    for own in model.modules():
+        if type(own) is nn.LayerNorm:
+            own.__class__ = LayerNormByHand
     names, start, moved = list(reference.parameters(model)), 0, {}
     for name in names:
         own = reference.parameters(model)[name]
@@ -202,7 +216,19 @@ def second_derivatives(model, inputs, p, forward=None):
     return value.detach().flatten(1)
 
 
-def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None, metric=None):
+def dense_deepened(B, damped, g, p, iterations):
+    """argmin g x + x B x / 2 over p + span of (M^-1 B)^k M^-1 r: what conjugate gradients find, M the damped B."""
+    own, basis = torch.linalg.solve(damped, -g - B @ p), []
+    for _ in range(iterations):
+        basis.append(own / own.norm())
+        own = torch.linalg.solve(damped, B @ own)
+    V = torch.linalg.qr(torch.stack(basis, 1)).Q
+    return p + V @ torch.linalg.lstsq(V.T @ B @ V, V.T @ (-g - B @ p)).solution
+
+
+def dense_path(
+    problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None, metric=None, depth=0
+):
     """p, bend and c by dense matrices; the metric D is I, or the diagonal of B where that is no rounding error."""
     model, loss, inputs, targets = problem.model, problem.loss, problem.inputs, problem.targets
     subset = list(range(len(targets))) if subset is None else subset
@@ -219,6 +245,11 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
     D = eye if metric is None else torch.where(diagonal > least, diagonal, diagonal.max()).diag()
     trace = (diagonal / D.diagonal()).sum()
     ladder = [torch.linalg.solve(B + decay * eye + r * trace * D, -(g + decay * theta)) for r in search.rungs]
+    if depth:
+        damped = B + search.deep * trace * D
+        ladder.append(torch.linalg.solve(damped, -g))
+    if depth > 1:
+        ladder.append(dense_deepened(B, damped, g, ladder[-1], 2 ** (depth - 2)))
     P = torch.stack(ladder)
     if held_out is not None:
         others = reference.per_sample(model, loss, *held_out, forward)
@@ -234,12 +265,14 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
     return p, bend, c
 
 
-def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=None, **settings):
+def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=None, depth=0, **settings):
     blocks, metric = settings.get("blocks", "full"), settings.get("metric")
-    p, bend, c = dense_path(problem, MILD, held_out, decay, subset, blocks, forward=forward, metric=metric)
+    p, bend, c = dense_path(problem, MILD, held_out, decay, subset, blocks, forward, metric, depth)
     optimizer = woodbury.GaussNewton(
         problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
     )
+    if depth:
+        optimizer.state["search"] = Memory(depth=depth).as_state()
     arguments = {"held_out": held_out, "subset": None if subset is None else torch.tensor(subset)}
     direction = optimizer.direction(problem.inputs, problem.targets, **arguments)
     before = reference.flat([own.detach().clone() for own in reference.parameters(problem.model).values()])
@@ -281,13 +314,59 @@ def test_weight_decay_subsets_and_blocks_enter_as_in_the_dense_formula(name, dec
     check_against_dense(problems.make(name), decay=decay, subset=subset, blocks=blocks)
 
 
-def test_more_rows_than_parameters_take_the_same_step():
+def narrow_fit():
     torch.manual_seed(0)
     model = problems.mlp(1, 3, 2).double()  # 14 parameters, 60 rows
     inputs = torch.randn(30, 1, dtype=torch.float64)
-    problem = problems.Problem(model, nn.MSELoss(), inputs, torch.cat([inputs.sin(), inputs.square()], 1))
+    return problems.Problem(model, nn.MSELoss(), inputs, torch.cat([inputs.sin(), inputs.square()], 1))
+
+
+def test_more_rows_than_parameters_take_the_same_step():
+    problem = narrow_fit()
     check_against_dense(problem, decay=0.01)
-    check_against_dense(problem, held_out=(inputs[:9], problem.targets[:9]))
+    check_against_dense(problem, held_out=(problem.inputs[:9], problem.targets[:9]))
+
+
+@pytest.mark.parametrize("name", [name for name in problems.PROBLEMS if name not in NOT_IN_THE_ROWS])
+def test_the_deep_rung_goes_on_by_conjugate_gradients(name):
+    for depth, metric in ((1, None), (2, None), (3, "diagonal")):
+        check_against_dense(problems.make(name), depth=depth, metric=metric)
+    problem, some = problems.make(name), [0, 2, 3, 5]
+    check_against_dense(problem, held_out=(reference.chosen(problem.inputs, some), problem.targets[some]), depth=3)
+
+
+def test_more_rows_than_parameters_go_on_by_conjugate_gradients_too():
+    for metric in (None, "diagonal"):
+        problem = narrow_fit()
+        check_against_dense(problem, depth=3, metric=metric)
+        check_against_dense(problem, held_out=(problem.inputs[:9], problem.targets[:9]), depth=4, metric=metric)
+
+
+def test_what_conjugate_gradients_do_not_cover_keeps_its_rungs():
+    others = [{"name": name} for name in NOT_IN_THE_ROWS]
+    for changes in ({"decay": 0.05}, {"subset": [1, 4, 5]}, {"blocks": "layer"}, *others):
+        plain, deeper = (direction_at(depth, **changes) for depth in (0, 3))
+        assert torch.equal(plain, deeper)
+
+
+def direction_at(depth, name="squared", decay=0.0, subset=None, **settings):
+    """The direction of a search at this depth."""
+    problem = problems.make(name)
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, weight_decay=decay, **settings)
+    optimizer.state["search"] = Memory(depth=depth).as_state()
+    subset = None if subset is None else torch.tensor(subset)
+    return reference.flat(optimizer.direction(problem.inputs, problem.targets, subset=subset).values())
+
+
+def test_long_steps_go_deeper_and_short_ones_less_deep():
+    search, memory, depths = woodbury.CurvedSearch(deep=1e-16), Memory(), []
+    for length in (1.0, 0.5, 0.25, 2.0, 1.0, 1.0, 1.0, 0.125, 2.0**-8, 2.0**-20, 1.0):
+        choice = Choice({}, Length(length, True, 1.0), torch.ones(1))
+        memory = memory.after(search, choice, 2.0)
+        depths.append(memory.depth)
+    assert depths == [1, 2, 2, 3, 4, 5, 5, 4, 3, 0, 1]  # with a rung left out nothing is deep
+    long = Choice({}, Length(1.0, True, 1.0), torch.ones(1))
+    assert Memory().after(woodbury.CurvedSearch(deep=None), long, 2.0).depth == 0
 
 
 @problems.every_problem
@@ -636,6 +715,7 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
         (lambda m, s: woodbury.CurvedSearch(shortest=4.0), ValueError, "shortest <= longest"),
         (lambda m, s: woodbury.CurvedSearch(patience=0), ValueError, "patience"),
         (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be below 1"),
+        (lambda m, s: woodbury.CurvedSearch(deep=0.0), ValueError, "deep must be positive"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(build, error, message):

@@ -93,8 +93,7 @@ class Units:
         """q / s in place of q."""
         if problem.previous is None:
             return problem
-        previous = {name: q / self.entries[name] for name, q in problem.previous.items()}
-        return replace(problem, previous=previous)
+        return replace(problem, previous=self.divided(problem.previous))
 
     def back(self, answer: Answer) -> Answer:
         """p = s p' of the answer p'."""
@@ -106,6 +105,10 @@ class Units:
     def times(self, vector: Mapping[str, Tensor]) -> Vector:
         """s times a vector."""
         return {name: value * self.entries[name] for name, value in vector.items()}
+
+    def divided(self, vector: Mapping[str, Tensor]) -> Vector:
+        """A vector over s."""
+        return {name: value / self.entries[name] for name, value in vector.items()}
 
 
 class Metric(ABC):

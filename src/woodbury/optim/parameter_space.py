@@ -124,6 +124,7 @@ def pull_back_in_parameter_space(
     weights: Tensor,
     damping: Scalar,
     factors: Sequence[Tensor] | None = None,
+    refine: bool = True,
 ) -> Vector:
     """(B + W + lambda I)^{-1} U^T w for w = weights / sqrt(D), with one weight per factor row."""
     names = blocks.parameter_names(problem.plan)
@@ -136,7 +137,7 @@ def pull_back_in_parameter_space(
         flat = _vector.flatten(own).to(matrix.dtype)
         if factors:
             p = solve_factored(factors[index], flat)
-            if len(names) == 1:
+            if refine and len(names) == 1:
                 p = _refined(line, rows, own, _shift(problem, block, matrix, damping), p, factors[index])[0]
         else:
             p = solve_cholesky(plus_diagonal(matrix, _shift(problem, block, matrix, damping)), flat).x

@@ -131,15 +131,24 @@ class Cholesky(Solver):
         return super().trace(problem, line, system)
 
     def pull_back(
-        self, problem: Problem, line: Linearization, system: System, weights: Tensor, damping: Scalar
+        self,
+        problem: Problem,
+        line: Linearization,
+        system: System,
+        weights: Tensor,
+        damping: Scalar,
+        refine: bool = True,
     ) -> Vector:
-        """(B + W + lambda I)^{-1} U^T w for w = weights / sqrt(D), with one weight per factor row, (m,)."""
+        """(B + W + lambda I)^{-1} U^T w for w = weights / sqrt(D), with one weight per factor row, (m,).
+
+        refine: by one step where Cholesky factors were kept. Without it the matrix is symmetric to rounding.
+        """
         rows = line.rows
         assert isinstance(rows, Rows)
         factors = system.factors_at(damping)
         if is_smaller(problem.plan, system.blocks, line.curvature_rows):
             return pull_back_in_parameter_space(
-                *(problem, line, rows, system.blocks, system.gram_dtype, weights, damping), factors
+                *(problem, line, rows, system.blocks, system.gram_dtype, weights, damping), factors, refine
             )
         # s U^T (U s U^T + lambda I)^{-1} w with s = lambda / (lambda + W)
         m, scales = line.curvature_rows, metric_scales(problem, damping)
@@ -147,7 +156,7 @@ class Cholesky(Solver):
         rhs = weights.to(gram.dtype).expand(*gram.shape[:-2], m)
         if factors:
             solution = solve_factored(factors[0], rhs)
-            if scales is None and gram.dim() == 2 and rows.row_count == m:
+            if refine and scales is None and gram.dim() == 2 and rows.row_count == m:
                 residual = weights - _with_gram(line, rows, solution.to(weights.dtype), damping)
                 solution = solution + solve_factored(factors[0], residual.to(gram.dtype))
         else:

@@ -29,6 +29,7 @@ from woodbury.row_matrix import Rows
 from woodbury.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
 
 OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
+DEEPER_FROM, SHALLOWER_FROM, DEEPEST = 1 / 2, 1 / 8, 5  # lengths, and the depth that they lead to at most
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
 
 
@@ -91,6 +92,44 @@ class Systems:
         """(B + lambda D)^{-1} U^T w."""
         return self._back(self.solver.pull_back(self.problem, self.line, self.system, weights, damping))
 
+    def can_deepen(self) -> bool:
+        """Whether all of g is U^T e, of one block and without weight decay, in float64."""
+        line, problem = self.line, self.problem
+        assert isinstance(line.rows, Rows)
+        is_whole = line.gradient is None and line.rows.row_count == line.curvature_rows
+        is_plain = self.system.blocks.name == "full" and not problem.hyper.any_decay
+        return is_whole and is_plain and problem.plan.dtype == torch.float64
+
+    def deepened(self, rung: Rung, iterations: int) -> Rung:
+        """A rung of less damping than can be factored: conjugate gradients on B p = -g, from a rung's p on.
+
+        They are preconditioned by (B + lambda D)^{-1}, whose factor is there. With Z = sqrt(D) U all but p is
+        known by its image: the residual -g - B p = Z^T w / D, and Z q of the direction q.
+        """
+        line, rows = self.line, self.line.rows
+        assert isinstance(rows, Rows)
+        image = rung.image if rung.image is not None else rows.matvec(self._into(rung.vector))
+        e = line.factor_weights(image) * (float(line.divisor) / float(line.term_count))
+        w, q_image, before = -e - image, torch.zeros_like(image), math.inf
+        q = change = _vector.zeros_like(rung.vector)
+        for _ in range(iterations):
+            z = self.solver.pull_back(self.problem, line, self.system, w, rung.damping, refine=False)
+            z_image = rows.matvec(z)
+            slope = float(torch.dot(w, z_image))
+            q, q_image = _vector.combine(z, q, slope / before), z_image + slope / before * q_image
+            before = slope
+            curved = float(torch.dot(q_image, q_image))
+            if not (slope > 0 and 0 < curved < math.inf):
+                break
+            step = slope / curved
+            change, image, w = _vector.combine(change, q, step), image + step * q_image, w - step * q_image
+        vector = _vector.combine(rung.vector, self._back(change))
+        predicted = -torch.dot(e + 0.5 * image, image) / line.divisor
+        return Rung(rung.damping, vector, float(predicted), image)
+
+    def _into(self, vector: Vector) -> Vector:
+        return vector if self.units is None else self.units.divided(vector)
+
     def _back(self, vector: Vector) -> Vector:
         return vector if self.units is None else self.units.times(vector)
 
@@ -115,6 +154,7 @@ class Memory:
     dull: int = 0  # steps in a row that gained next to nothing
     dropped: int = 0  # rungs left out
     agreement: float = 1.0  # see `_agreement`
+    depth: int = 0  # 1: with the deep rung; above: continued by 2^(depth - 2) iterations
     is_new: bool = field(default=True, repr=False)  # before the first step
 
     @classmethod
@@ -122,7 +162,7 @@ class Memory:
         return cls(**state, is_new=False) if state else cls()
 
     def as_state(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("length", "dull", "dropped", "agreement")}
+        return {name: getattr(self, name) for name in ("length", "dull", "dropped", "agreement", "depth")}
 
     def after(self, search: CurvedSearch, choice: Choice, loss: float) -> Memory:
         """After a step along the combination."""
@@ -132,7 +172,9 @@ class Memory:
             dropped = min(dropped + 1, len(search.rungs) - 1)
         elif length >= 0.25:
             dropped = max(dropped - 1, 0)
-        return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped)
+        depth = self.depth + 1 if length >= DEEPER_FROM else self.depth - (length <= SHALLOWER_FROM)
+        depth = 0 if search.deep is None or dropped else min(max(depth, 0), DEEPEST)
+        return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped, depth=depth)
 
 
 def searched_proposal(
@@ -149,7 +191,7 @@ def searched_proposal(
     """The step that a search finds; state is what it left behind at the step before, units those of a metric."""
     systems = Systems(problem, solver, system, line if units is None else units.of_line(line), units)
     trace, memory = systems.trace(), Memory.read(state)
-    ladder = _ladder(systems, search, trace, memory.dropped)
+    ladder = _ladder(systems, search, trace, memory)
     if not ladder:
         nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
         choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1))
@@ -234,13 +276,20 @@ def _proposal(
     )
 
 
-def _ladder(systems: Systems, search: CurvedSearch, trace: float, dropped: int) -> list[Rung]:
-    """Every rung but the last ones, as far as its system could be solved."""
+def _ladder(systems: Systems, search: CurvedSearch, trace: float, memory: Memory) -> list[Rung]:
+    """Every rung but the last ones, as far as its system could be solved, and the deep ones."""
     if not 0 < trace < math.inf:
         return []
-    wanted = search.rungs[: len(search.rungs) - dropped]
-    rungs = [systems.rung(relative * trace, trace) for relative in wanted]
-    return [rung for rung in rungs if rung is not None]
+    wanted = search.rungs[: len(search.rungs) - memory.dropped]
+    solved = [systems.rung(relative * trace, trace) for relative in wanted]
+    ladder = [rung for rung in solved if rung is not None]
+    if not memory.depth or search.deep is None or not systems.can_deepen():
+        return ladder
+    deep = systems.rung(search.deep * trace, trace)
+    ladder += [] if deep is None else [deep]
+    if ladder and memory.depth > 1:
+        ladder.append(systems.deepened(ladder[-1], 2 ** (memory.depth - 2)))
+    return ladder
 
 
 def _agreement(line: Linearization, ladder: Sequence[Rung], judge: Judge, combined: Tensor) -> float:
