@@ -358,15 +358,32 @@ def direction_at(depth, name="squared", decay=0.0, subset=None, **settings):
     return reference.flat(optimizer.direction(problem.inputs, problem.targets, subset=subset).values())
 
 
-def test_long_steps_go_deeper_and_short_ones_less_deep():
-    search, memory, depths = woodbury.CurvedSearch(deep=1e-16), Memory(), []
-    for length in (1.0, 0.5, 0.25, 2.0, 1.0, 1.0, 1.0, 0.125, 2.0**-8, 2.0**-20, 1.0):
-        choice = Choice({}, Length(length, True, 1.0), torch.ones(1))
-        memory = memory.after(search, choice, 2.0)
+def test_steps_that_keep_what_was_promised_go_deeper_and_others_less_deep():
+    search, memory, depths = woodbury.CurvedSearch(), Memory(), []
+    for decrease in (1.0, 0.75, 0.6, 0.8, 1.0, 1.2, 1.0, 1.0, 0.0, -1.0):
+        memory = memory.after(search, chosen(1.0, decrease), loss=2.0, promised=1.0)
         depths.append(memory.depth)
-    assert depths == [1, 2, 2, 3, 4, 5, 5, 4, 3, 0, 1]  # with a rung left out nothing is deep
-    long = Choice({}, Length(1.0, True, 1.0), torch.ones(1))
-    assert Memory().after(woodbury.CurvedSearch(deep=None), long, 2.0).depth == 0
+    assert depths == [1, 2, 1, 2, 3, 4, 5, 5, 4, 3]
+    assert memory.after(search, chosen(2.0**-20, 1.0), loss=2.0, promised=1.0).depth == 0  # a rung is left out
+    assert memory.after(search, chosen(1.0, 0.0), loss=2.0, promised=0.0).depth == 2
+    plain = woodbury.CurvedSearch(deep=None)
+    assert Memory().after(plain, chosen(1.0, 1.0), loss=2.0, promised=1.0).depth == 0
+
+
+def chosen(length, decrease):
+    return Choice({}, Length(length, True, decrease), torch.ones(1))
+
+
+def test_the_depth_follows_the_steps_of_an_optimizer():
+    problem, depths = narrow_fit(), [0]
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
+    for _ in range(12):
+        info = optimizer.step(problem.inputs, problem.targets)
+        length, gained = info.length.item(), (info.ratio * info.predicted).item()
+        promised = info.predicted.item() / (2 * length - length**2)  # along p the model is a parabola, least at 1
+        depths.append(depths[-1] + 1 if gained >= 0.7 * promised else max(depths[-1] - 1, 0))
+        assert optimizer.state["search"]["depth"] == depths[-1]
+    assert depths == [0, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 3]  # as it happens here: up and down
 
 
 @problems.every_problem

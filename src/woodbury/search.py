@@ -21,10 +21,10 @@ class CurvedSearch:
     1. p_j = -(B + lambda_j I)^{-1} g for lambda_j = rungs_j trace(K), from one Gram matrix. On the samples that
        judge the step (`held_out=`, else the batch) p = sum_j c_j p_j minimises the quadratic model over c >= 0:
        where these are other samples, c leaves out what the batch has only memorised.
-       With `deep`, while steps are long, there are two more: one for lambda = deep trace(K), 1e-16 is the least
-       that float64 can factor, and one that continues it by 1, 2, 4 or 8 conjugate-gradient iterations on
-       B p = -g, preconditioned by (B + lambda I)^{-1}. Each step of 1/2 or more goes one further, each of 1/8 or
-       less one back.
+       After steps that kept what the model promised there are up to two more: one for lambda = deep trace(K),
+       where 1e-16 is the least that float64 can factor, and one that continues it by 1, 2, 4 or 8 iterations of
+       conjugate gradients on B p = -g, preconditioned by (B + lambda I)^{-1}. Each step that gains 0.7 of the
+       promised decrease goes one further, each other one back.
     2. theta(alpha) = theta + alpha p + alpha^2 b with b = -(B + lambda_b I)^{-1} J^T H y'' / 2, y'' the second
        derivative of the outputs along p (geodesic acceleration, Transtrum and Sethna 2012, for any loss).
     3. alpha by the true loss of the judging samples, along the bent and the straight path, from the last alpha on
@@ -47,8 +47,8 @@ class CurvedSearch:
         first: damping lambda / trace(K) of a first step in one layer; None for none. Not with `held_out=`.
         longest, shortest: bounds of alpha.
         hopeless, patience, least_gain: see above.
-        deep: see 1.; None for none, 1e-16 for more digits in more time. There is none with weight decay, blocks,
-            curvature from part of the batch, or in float32.
+        deep: see 1.; None for none. There is none with weight decay, blocks, curvature from part of the batch, or
+            in float32.
     """
 
     rungs: tuple[float, ...] = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
@@ -59,7 +59,7 @@ class CurvedSearch:
     hopeless: float = 2.0**-12
     patience: int = 3
     least_gain: float = 0.01
-    deep: float | None = None
+    deep: float | None = 1e-16
 
     def __post_init__(self) -> None:
         if not isinstance(self.rungs, tuple | list):

@@ -29,7 +29,8 @@ from woodbury.row_matrix import Rows
 from woodbury.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
 
 OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
-DEEPER_FROM, SHALLOWER_FROM, DEEPEST = 1 / 2, 1 / 8, 5  # lengths, and the depth that they lead to at most
+KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4)
+DEEPEST = 5
 RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
 
 
@@ -164,15 +165,16 @@ class Memory:
     def as_state(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("length", "dull", "dropped", "agreement", "depth")}
 
-    def after(self, search: CurvedSearch, choice: Choice, loss: float) -> Memory:
-        """After a step along the combination."""
-        length, gained = choice.length.length, choice.length.decrease >= search.least_gain * abs(loss)
+    def after(self, search: CurvedSearch, choice: Choice, loss: float, promised: float) -> Memory:
+        """After a step along the combination, whose quadratic model promised some decrease."""
+        length, decrease = choice.length.length, choice.length.decrease
+        gained = decrease >= search.least_gain * abs(loss)
         dropped = self.dropped
         if length <= search.hopeless and bool(choice.coefficients.any()):
             dropped = min(dropped + 1, len(search.rungs) - 1)
         elif length >= 0.25:
             dropped = max(dropped - 1, 0)
-        depth = self.depth + 1 if length >= DEEPER_FROM else self.depth - (length <= SHALLOWER_FROM)
+        depth = self.depth + (1 if 0 < KEPT * promised <= decrease else -1)
         depth = 0 if search.deep is None or dropped else min(max(depth, 0), DEEPEST)
         return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped, depth=depth)
 
@@ -210,7 +212,7 @@ def searched_proposal(
         choice, memory = Choice(vector, length, coefficients), replace(memory, dull=0)
     else:
         choice = _along_path(problem, search, curvature, systems, pieces, judge, ladder, combined, memory)
-        memory = memory.after(search, choice, judge.loss)
+        memory = memory.after(search, choice, judge.loss, judge.predicted(combined))
     memory.agreement = _agreement(line, ladder, judge, combined)
     predicted = judge.predicted(choice.length.length * choice.coefficients)
     damping = ladder[int(choice.coefficients.argmax())].damping
