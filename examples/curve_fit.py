@@ -17,6 +17,7 @@ those at which the residuals were computed (nfev).
 Columns, all relative to the parameter (one that is 0 at the solution: to the largest):
 
     agree       the largest difference between the parameters of woodbury and scipy
+    lm, trf     that between two methods of scipy, "lm" and "trf", with the same settings
     minimum     how far each of the two is from the minimum: scipy's end, taken to where the gradient J^T f is zero
                 by scipy.optimize.root
     certified   how far woodbury is from the certified parameters, which have eleven digits
@@ -258,8 +259,9 @@ def fit(problem: Problem, start: tuple[float, ...]) -> Fit:
     return Fit(result.x, moved, result.njev, result.nfev)
 
 
-def reference(problem: Problem, start: tuple[float, ...]) -> Fit:
-    """By scipy's interface to MINPACK, with the same residuals and exact Jacobians."""
+def reference(problem: Problem, start: tuple[float, ...], method: str = "lm") -> Fit:
+    """By scipy, with the same residuals and exact Jacobians; "lm" is MINPACK."""
+    import numpy
     from scipy.optimize import least_squares
 
     path = []
@@ -268,17 +270,18 @@ def reference(problem: Problem, start: tuple[float, ...]) -> Fit:
         path.append(torch.tensor(b))
         return torch.func.jacrev(problem.residuals)(path[-1]).numpy()
 
-    result = least_squares(
-        lambda b: problem.residuals(torch.tensor(b)).numpy(),
-        torch.tensor(start, dtype=torch.float64).numpy(),
-        jac=jacobian,
-        method="lm",
-        x_scale="jac",  # MINPACK's own scaling
-        ftol=TOLERANCE,
-        xtol=TOLERANCE,
-        gtol=TOLERANCE,
-        max_nfev=2000,
-    )
+    with numpy.errstate(over="ignore"):  # of trials far out, which are rejected
+        result = least_squares(
+            lambda b: problem.residuals(torch.tensor(b)).numpy(),
+            torch.tensor(start, dtype=torch.float64).numpy(),
+            jac=jacobian,
+            method=method,
+            x_scale="jac",  # MINPACK's own scaling
+            ftol=TOLERANCE,
+            xtol=TOLERANCE,
+            gtol=TOLERANCE,
+            max_nfev=2000,
+        )
     # the last Jacobian is that of the result
     return Fit(torch.tensor(result.x), path, result.njev, result.nfev)
 
@@ -313,10 +316,15 @@ class Row:
     ours: Fit
     scipys: Fit
     minimum: Tensor  # from scipy's end on
+    trf: Fit  # by scipy's other method
 
     @property
     def agreement(self) -> float:
         return distance(self.ours.parameters, self.scipys.parameters)
+
+    @property
+    def among_scipy(self) -> float:
+        return distance(self.trf.parameters, self.scipys.parameters)
 
     @property
     def from_minimum(self) -> float:
@@ -350,11 +358,11 @@ class Row:
         sizes = f"{len(ours.parameters):3}{self.problem.residuals(ours.parameters).numel():5}"
         counts = f"{ours.jacobians:7}{scipys.jacobians:6}{ours.points:8}{scipys.points:6}"
         distances = f"{self.from_minimum:10.0e}{distance(scipys.parameters, self.minimum):8.0e}{certified:>8}"
-        return f"{name:18}{sizes}{counts}{self.agreement:10.1e}{distances}  {verdict}"
+        return f"{name:18}{sizes}{counts}{self.agreement:10.1e}{self.among_scipy:9.0e}{distances}  {verdict}"
 
 
-HEADER = f"""{"":26}{"Jacobians":>13}{"points":>14}{"":10}{"from minimum":>18}{"from":>8}
-{"problem (start)":18}  p    m   ours scipy    ours scipy     agree      ours   scipy    cert  1e-8 in 2 njev"""
+HEADER = f"""{"":26}{"Jacobians":>13}{"points":>14}{"":19}{"from minimum":>18}{"from":>8}
+{"problem (start)":18}  p    m   ours scipy    ours scipy     agree  lm, trf      ours   scipy    cert  1e-8 in 2 njev"""
 
 
 def compare(name: str, start: int) -> Row:
@@ -362,7 +370,7 @@ def compare(name: str, start: int) -> Row:
     point = problem.starts[start - 1]
     scipys = reference(problem, point)
     minimum = stationary_point(problem, scipys.parameters)
-    return Row(name, start, problem, fit(problem, point), scipys, minimum)
+    return Row(name, start, problem, fit(problem, point), scipys, minimum, reference(problem, point, "trf"))
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -411,11 +419,12 @@ def main(argv: list[str] | None = None) -> list[Row]:
             rows.append(compare(name, start))
             print(rows[-1].line(), flush=True)
     for what, good in (
-        ("scipy", [row for row in rows if row.is_good]),
-        ("scipy's minimum", [row for row in rows if row.is_good_at_the_minimum]),
+        ("woodbury and scipy", [row for row in rows if row.is_good]),
+        ("woodbury and scipy's minimum", [row for row in rows if row.is_good_at_the_minimum]),
+        ("scipy's lm and its trf", [row for row in rows if row.among_scipy <= AGREEMENT]),
     ):
         problems = len({row.name for row in good})
-        print(f"within 1e-8 of {what}: {len(good)} of {len(rows)} rows, {problems} of {len(names)} problems")
+        print(f"{what} agree to 1e-8: {len(good)} of {len(rows)} rows, {problems} of {len(names)} problems")
     first = {row.name: row for row in reversed(rows)}
     shown = [first[name] for name in IN_THE_FIGURE if name in first]
     if shown:

@@ -147,7 +147,7 @@ def test_script_writes_a_figure_and_a_table(tmp_path, capsys):
     assert [row.name for row in rows] == ["DanWood", "Chwirut2", "Rosenbrock"]
     assert path.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "Rosenbrock" in printed and "within 1e-8 of scipy's minimum: 3 of 3 rows, 3 of 3 problems" in printed
+    assert "Rosenbrock" in printed and "scipy's minimum agree to 1e-8: 3 of 3 rows, 3 of 3 problems" in printed
 
 
 def test_script_refuses_an_unknown_problem(capsys):
