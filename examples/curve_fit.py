@@ -361,8 +361,11 @@ class Row:
         return f"{name:18}{sizes}{counts}{self.agreement:10.1e}{self.among_scipy:9.0e}{distances}  {verdict}"
 
 
-HEADER = f"""{"":26}{"Jacobians":>13}{"points":>14}{"":19}{"from minimum":>18}{"from":>8}
-{"problem (start)":18}  p    m   ours scipy    ours scipy     agree  lm, trf      ours   scipy    cert  1e-8 in 2 njev"""
+HEADER = (
+    f"{'':26}{'Jacobians':>13}{'points':>14}{'':19}{'from minimum':>18}{'from':>8}\n"
+    f"{'problem (start)':18}  p    m   ours scipy    ours scipy     agree  lm, trf"
+    "      ours   scipy    cert  1e-8 in 2 njev"
+)
 
 
 def compare(name: str, start: int) -> Row:
