@@ -150,6 +150,14 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
     assert max(loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
 
 
+def test_a_fit_of_drawn_samples_holds_on_others():
+    model = line_fit()
+    fit = woodbury.fit(model, nn.MSELoss(), draw, steps=60, samples=8, progress=False)
+    inputs = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
+    assert loss_of(model, (inputs, torch.sin(3 * inputs))) < 1e-6
+    assert fit.loss < 1e-6
+
+
 def test_the_number_of_samples_follows_the_model():
     counts = []
 

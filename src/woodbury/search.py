@@ -22,9 +22,9 @@ class CurvedSearch:
        judge the step (`held_out=`, else the batch) p = sum_j c_j p_j minimises the quadratic model over c >= 0:
        where these are other samples, c leaves out what the batch has only memorised.
        After steps that kept what the model promised there are up to two more: one for lambda = deep trace(K),
-       where 1e-16 is the least that float64 can factor, and one that continues it by 1, 2, 4 or 8 iterations of
-       conjugate gradients on B p = -g, preconditioned by (B + lambda I)^{-1}. Each step that gains 0.7 of the
-       promised decrease goes one further, each other one back.
+       where 1e-16 is about the least that float64 can factor, and one that continues it by 1, 2, 4 or 8
+       iterations of conjugate gradients on B p = -g, preconditioned by (B + lambda I)^{-1}. Each step that gains
+       0.7 of the promised decrease goes one further, each other one back.
     2. theta(alpha) = theta + alpha p + alpha^2 b with b = -(B + lambda_b I)^{-1} J^T H y'' / 2, y'' the second
        derivative of the outputs along p (geodesic acceleration, Transtrum and Sethna 2012, for any loss).
     3. alpha by the true loss of the judging samples, along the bent and the straight path, from the last alpha on

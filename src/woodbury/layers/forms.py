@@ -23,16 +23,16 @@ Scales = Mapping[str, Scale] | None  # one number per parameter; None for ones
 Dtype = torch.dtype | None  # to accumulate in; None for the type of the rows
 
 
+_LEAST_ELSEWHERE = 2**30  # small pieces leave a GPU idle
+
+
 def byte_limit(max_bytes: int | None, device: torch.device) -> int:
     """The bytes that temporaries may take beside rows and K: max_bytes, or a default for the device."""
     if max_bytes is not None:
         return max_bytes
     if device.type == "cuda":
-        return max(_ON_DEVICE, torch.cuda.get_device_properties(device).total_memory // 16)
-    return 2**28 if device.type == "cpu" else _ON_DEVICE
-
-
-_ON_DEVICE = 2**30  # small pieces leave a GPU idle
+        return max(_LEAST_ELSEWHERE, torch.cuda.get_device_properties(device).total_memory // 16)
+    return 2**28 if device.type == "cpu" else _LEAST_ELSEWHERE
 
 
 def windows(size: int, length: int) -> Iterator[slice]:
