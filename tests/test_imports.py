@@ -67,7 +67,9 @@ FLOORS = {
         ["base", "first_order", "linearize"],
         ["parameter_space", "metric"],
         ["sample_space", "memory"],
-        ["by_products", "searched"],
+        ["by_products", "ladder"],
+        ["path"],
+        ["searched"],
         ["smw", "hessian_free", "kfac"],
     ],
     "experiments": [

@@ -149,8 +149,14 @@ def _numpy_state() -> tuple[Any, ...] | None:
 
 
 @contextmanager
-def replayed(state: Snapshot) -> Iterator[None]:
-    """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before."""
+def replayed(state: Snapshot | None) -> Iterator[None]:
+    """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before.
+
+    With None nothing repeats.
+    """
+    if state is None:
+        yield
+        return
     now = snapshot(state.device)
     if state.cuda is None and _same(now, state):  # nothing was drawn: nothing to repeat
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,22 @@ def norm(a: Mapping[str, Tensor]) -> Tensor:
 def combine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> Vector:
     """a + scale b, name by name."""
     return {name: value + scale * b[name] for name, value in a.items()}
+
+
+def scaled(a: Mapping[str, Tensor], scale: float) -> Vector:
+    """scale a, name by name."""
+    return {name: scale * value for name, value in a.items()}
+
+
+def weighted_sum(vectors: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Vector:
+    """sum_j w_j a_j; a vector of weight zero is not read."""
+    used = [(weight, vector) for weight, vector in zip(weights, vectors, strict=True) if weight]
+    if not used:
+        return zeros_like(vectors[0])
+    total = scaled(used[0][1], used[0][0])
+    for weight, vector in used[1:]:
+        total = combine(total, vector, weight)
+    return total
 
 
 def zeros_like(a: Mapping[str, Tensor]) -> Vector:

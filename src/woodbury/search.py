@@ -24,11 +24,15 @@ class CurvedSearch:
        After steps that kept what the model promised there are up to two more: one for lambda = deep trace(K),
        where 1e-16 is about the least that float64 can factor, and one that continues it by 1, 2, 4 or 8
        iterations of conjugate gradients on B p = -g, preconditioned by (B + lambda I)^{-1}. Each step that gains
-       0.7 of the promised decrease goes one further, each other one back.
+       0.7 of the promised decrease goes one further, each that gains less than 0.4 of it one back.
     2. theta(alpha) = theta + alpha p + alpha^2 b with b = -(B + lambda_b I)^{-1} J^T H y'' / 2, y'' the second
        derivative of the outputs along p (geodesic acceleration, Transtrum and Sethna 2012, for any loss).
     3. alpha by the true loss of the judging samples, along the bent and the straight path, from the last alpha on
        by factors of 2; none better than alpha = 0: the step is rejected.
+    4. With `held_out=` the point theta + d found is corrected up to twice, as long as the true loss falls:
+       d <- d - (B + lambda_b I)^{-1} J^T H (y(theta + d) - y - alpha J p), a chord iteration towards the outputs
+       y + alpha J p that p is for. If that gained, the bent path is corrected at 2 alpha, and so on. (Where the
+       batch judges itself there are none: they take more time than they save.)
 
     Dampings are relative to the trace of K, so that the scale of the loss or of the outputs does not matter. After
     `patience` steps in a row that each gain less than `least_gain` of the loss, one step goes along the best
@@ -49,6 +53,7 @@ class CurvedSearch:
         hopeless, patience, least_gain: see above.
         deep: see 1.; None for none. There is none with weight decay, blocks, curvature from part of the batch, or
             in float32.
+        corrections: at most so many of each point, see 4.; 0 for none. There are none without a bend.
     """
 
     rungs: tuple[float, ...] = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
@@ -60,6 +65,7 @@ class CurvedSearch:
     patience: int = 3
     least_gain: float = 0.01
     deep: float | None = 1e-16
+    corrections: int = 2
 
     def __post_init__(self) -> None:
         if not isinstance(self.rungs, tuple | list):
@@ -80,8 +86,10 @@ class CurvedSearch:
             raise ValueError(f"CurvedSearch: rungs must fall, from large to small, got {self.rungs}")
         if self.shortest > self.longest:
             raise ValueError(f"CurvedSearch: needs shortest <= longest, got {self.shortest} > {self.longest}")
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise ValueError(f"CurvedSearch: patience must be a whole number from 1 on, got {self.patience!r}")
+        for name, least in (("patience", 1), ("corrections", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"CurvedSearch: {name} must be a whole number from {least} on, got {value!r}")
         if self.least_gain >= 1:
             raise ValueError(f"CurvedSearch: least_gain must be below 1, got {self.least_gain}")
 
