@@ -20,6 +20,7 @@ from woodbury.linalg import minimize_nonnegative
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
+from woodbury.optim.path import Path
 from woodbury.optim.searched import Choice, Memory
 from woodbury.search import Length, find_length
 
@@ -363,6 +364,33 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower():
             assert corrected <= straight * (1 + 1e-12)
             assert (corrections[-1] > 0) == (corrected < straight * (1 - 1e-9)), (name, changes)
     assert set(corrections) == {0, 1, 2}
+
+
+class Cliff(nn.Module):
+    def forward(self, x):
+        return torch.log(1 - x)  # nan above 1
+
+
+def test_corrections_that_leave_the_domain_of_a_model_are_left_out(monkeypatch):
+    plain, finite = Path.corrected, []
+
+    def corrected(self, length, vector):
+        point = plain(self, length, vector)
+        finite.append(all(bool(value.isfinite().all()) for value in point.values()))
+        return point
+
+    monkeypatch.setattr(Path, "corrected", corrected)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1, bias=False), Cliff()).double()
+        with torch.no_grad():
+            model[2].weight.mul_(0.3)
+        inputs = torch.rand(40, 2, dtype=torch.float64)
+        batch = inputs, -2 - inputs.sum(1, keepdim=True)
+        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
+        losses = [optimizer.step(*batch, held_out=batch).loss.item() for _ in range(8)]
+        assert all(after <= before for before, after in pairwise(losses))
+    assert set(finite) == {True, False}
 
 
 def objective(problem, data, decay):
@@ -793,6 +821,12 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
         (lambda m, s: woodbury.CurvedSearch(bend="some"), TypeError, "bend must be a number"),
         (lambda m, s: woodbury.CurvedSearch(shortest=4.0), ValueError, "shortest <= longest"),
         (lambda m, s: woodbury.CurvedSearch(patience=0), ValueError, "patience"),
+        (
+            lambda m, s: woodbury.CurvedSearch(corrections=-1),
+            ValueError,
+            "corrections must be a whole number from 0 on",
+        ),
+        (lambda m, s: woodbury.CurvedSearch(corrections=1.5), ValueError, "corrections"),
         (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be below 1"),
         (lambda m, s: woodbury.CurvedSearch(deep=0.0), ValueError, "deep must be positive"),
     ],

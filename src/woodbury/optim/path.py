@@ -59,7 +59,6 @@ class Choice(NamedTuple):
 class Path:
     """theta + alpha p + alpha^2 b with b = -(B + lambda_b D)^{-1} J^T H y'' / 2, on the curvature samples."""
 
-    problem: Problem
     systems: Systems
     piece: Piece  # whose first samples are those of the curvature
     factor: Factor  # S of H = S S^T there
@@ -78,10 +77,11 @@ class Path:
 
     def corrected(self, length: float, vector: Vector) -> Vector:
         """d - (B + lambda_b D)^{-1} J^T H (y(theta + d) - y - alpha J p): closer to outputs y + alpha J p."""
-        with _random.replayed(self.problem.random):
-            moved = Displacement(self.problem.plan.parameters, base=vector).outputs_on(self.piece.capture)
+        problem = self.systems.problem
+        with _random.replayed(problem.random):
+            moved = Displacement(problem.plan.parameters, base=vector).outputs_on(self.piece.capture)
         before = self.piece.capture.outputs.detach()
-        change = (moved.reshape(before.shape) - before)[: self.problem.batch.curvature]
+        change = (moved.reshape(before.shape) - before)[: problem.batch.curvature]
         missed = self.factor.rmatvec(change).flatten() - length * self.image
         return _vector.combine(vector, self.systems.pull_back(missed, self.damping), -1.0)
 
@@ -140,4 +140,4 @@ def _path(curvature: Curvature, systems: Systems, piece: Piece, p: Vector, dampi
     bend = _vector.scaled(systems.pull_back(factor.rmatvec(curve).flatten(), damping), -0.5)
     if not math.isfinite(float(_vector.dot(bend, bend))):
         return None
-    return Path(problem, systems, piece, factor, damping, p, bend)
+    return Path(systems, piece, factor, damping, p, bend)
