@@ -53,7 +53,7 @@ def fit(
 
     >>> fit = woodbury.fit(model, torch.nn.MSELoss(), (inputs, targets), tolerance=1e-12)
     >>> print(fit)
-    loss 1.51e-14 after 28 steps, 0.7 s, 200 samples per step: the tolerance is reached
+    loss 1.14e-13 after 27 steps, 0.8 s, 200 samples per step: the tolerance is reached
     >>> woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
 
     With data that is used whole, or samples that are drawn, it goes for as many digits as there are: every step is
