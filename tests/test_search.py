@@ -287,6 +287,15 @@ def dense_path(
     return p, bend, c, corrected
 
 
+def points_of(info, p, bend, corrected):
+    """Where the dense path is at the length of a step, and its corrections there."""
+    length = info.length.item()
+    points = [length * p + length**2 * bend * info.bent]
+    while corrected is not None and info.bent and len(points) <= MILD.corrections:
+        points.append(corrected(length, points[-1]))
+    return points
+
+
 def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=None, depth=0, **settings):
     """Take a step, which must be a point of the dense path, or with held-out samples a corrected one.
 
@@ -303,11 +312,8 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     direction = optimizer.direction(problem.inputs, problem.targets, **arguments)
     before = reference.flat([own.detach().clone() for own in reference.parameters(problem.model).values()])
     info = optimizer.step(problem.inputs, problem.targets, **arguments)
-    length = info.length.item()
-    assert info.accepted and 0 < length <= 2
-    points = [length * p + length**2 * bend * info.bent]
-    while held_out is not None and info.bent and len(points) <= MILD.corrections:
-        points.append(corrected(length, points[-1]))
+    assert info.accepted and 0 < info.length.item() <= 2
+    points = points_of(info, p, bend, corrected if held_out is not None else None)
     found = reference.flat(direction.values())
     corrections, expected = min(enumerate(points), key=lambda own: reference.relative_error(found, own[1]))
     # the smallest damping is 1e-3 of the trace: p keeps all but 3 digits and those of the reference. Where y'' is
@@ -559,12 +565,9 @@ def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=MILD, forward=slope_of, fallback="autograd")
     direction = reference.flat(optimizer.direction(inputs, problem.targets, held_out=other).values())
     info = optimizer.step(inputs, problem.targets, held_out=other)
-    length = info.length.item()
     assert info.accepted and optimizer._plan().findings.forward_order < 2
     # y'' is known to sqrt(eps) |p|^2 / |theta|^2 of the outputs, or to the next term of the series
-    points = [length * p + length**2 * bend * info.bent]
-    while info.bent and len(points) <= MILD.corrections:
-        points.append(corrected(length, points[-1]))
+    points = points_of(info, p, bend, corrected)
     assert min(reference.relative_error(direction, point) for point in points) < 1e-5
 
 

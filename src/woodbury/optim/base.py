@@ -405,7 +405,7 @@ class SecondOrder(torch.optim.Optimizer):
         try:
             with (
                 nullcontext() if watcher is None else watcher.paused(),
-                nullcontext() if seen.random is None else _random.replayed(seen.random),
+                _random.replayed(seen.random),
             ):
                 holders = self._plan().buffers
                 buffers = Buffers(holders, {}) if holders else None
@@ -427,7 +427,7 @@ class SecondOrder(torch.optim.Optimizer):
         random = transaction.random
         with torch.inference_mode() if by_hand else self._derivatives(problem):
             proposal = self._proposal(problem, to_take=True)
-            with nullcontext() if random is None else _random.replayed(random):
+            with _random.replayed(random):
                 actual = proposal.evaluate(proposal.displacement)
             proposal, actual = agree(self._group, proposal, actual)
         with torch.no_grad():
@@ -509,7 +509,7 @@ class SecondOrder(torch.optim.Optimizer):
         versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
         if buffers is not None:
             random = transaction.random
-            with nullcontext() if random is None else _random.replayed(random):
+            with _random.replayed(random):
                 buffers.prepare(lambda: problem.passes.forward(self.model, problem.batch.inputs))
 
         def finish() -> None:

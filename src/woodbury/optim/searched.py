@@ -85,7 +85,7 @@ def searched_proposal(
     trace, memory = systems.trace(), Memory.read(state)
     ladder = ladder_of(systems, search, trace, memory.dropped, memory.depth)
     if not ladder:
-        nothing = {name: torch.zeros_like(own) for name, own in problem.plan.parameters.items()}
+        nothing = _vector.zeros_like(problem.plan.parameters)
         choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1))
         return _proposal(problem, line, pieces, choice, math.nan, 0.0, memory)
     judge = _judge_of(problem, curvature, line, pieces, ladder, trace)
@@ -229,4 +229,4 @@ def _best_of(judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]) 
             decrease = judge.decrease(trial)
             if decrease > best.decrease:
                 best, step, which = Length(length, False, decrease), trial, index
-    return step or {name: torch.zeros_like(own) for name, own in vectors[0].items()}, best, which
+    return step or _vector.zeros_like(vectors[0]), best, which
