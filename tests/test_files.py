@@ -792,7 +792,7 @@ def test_a_field_of_a_policy_can_be_set(
     [
         ("damping.bost=2", "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost"),
         ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18, got -1"),
-        ("damping.initial=NaN", "--set damping.initial=NaN: not a finite number"),
+        ("damping.initial=NaN", "smw-gn: LevenbergMarquardt: initial must be finite"),
         ("momentum.initial=2", "smw-gn: momentum has no field 'initial': it is 0.9"),
         ("dampin.initial=2", "smw-gn: there is no setting 'dampin', only "),
         ("damping.=2", "--set takes NAME=VALUE, got 'damping.=2'"),
