@@ -29,7 +29,7 @@ ROOMS = [
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
     *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
-    *("tensorboard", "wandb", "lightning", "skorch", "sklearn", "cli", "__main__"),
+    *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
@@ -77,7 +77,7 @@ FLOORS = {
         ["config", "files", "checkpoint", "records"],
         ["data", "presets", "folders"],
         ["readings"],
-        ["log", "recorder", "runs", "train"],
+        ["recorder", "runs", "train"],
         ["medians"],
         ["figure", "verdict"],
         ["report"],

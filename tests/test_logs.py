@@ -2,6 +2,7 @@
 
 import math
 import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import woodbury
 from woodbury.experiments import readings
-from woodbury.experiments.log import Log
+from woodbury.logs import Log, TensorBoard, WandB
 
 FIELDS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted", "length", "share", "bent")
 Written = list[tuple[int, dict[str, float]]]
@@ -115,8 +116,6 @@ def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    from woodbury.tensorboard import TensorBoard
-
     with TensorBoard(tmp_path / "own") as log:
         expected = train(log)
     writer = SummaryWriter(tmp_path / "given")
@@ -159,8 +158,6 @@ def histories(path: Path) -> list[dict[str, Any]]:
 
 def test_wandb_gets_the_numbers_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
-    from woodbury.wandb import WandB
-
     monkeypatch.setenv("WANDB_SILENT", "true")
     with WandB(mode="offline", project="tests", dir=tmp_path) as log:
         expected = train(log)
@@ -181,13 +178,11 @@ def test_wandb_gets_the_numbers_of_the_steps(tmp_path: Path, monkeypatch: pytest
         WandB(run, project="tests")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_without_the_library_the_door_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-    import sys
-
+@pytest.mark.parametrize(("name", "log"), [("tensorboard", TensorBoard), ("wandb", WandB)])
+def test_without_the_library_a_log_says_what_to_install(
+    name: str, log: type[Log], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.delitem(sys.modules, f"woodbury.{name}", raising=False)
     with pytest.raises(ImportError, match=f"pip install {name}"):
-        importlib.import_module(f"woodbury.{name}")
+        log()

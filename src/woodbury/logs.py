@@ -1,4 +1,10 @@
-"""Numbers of a loop handed on as they come: what the logs for TensorBoard and W&B share."""
+"""Logs for TensorBoard and Weights & Biases, whose packages are imported when a log is made.
+
+import woodbury.logs
+
+with woodbury.logs.TensorBoard("runs/board") as log:
+    woodbury.fit(model, loss, loader, epochs=10, record=log)     # tensorboard --logdir runs/board
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -80,3 +86,61 @@ class Log(ABC):
 
     def _hand_on(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
         self.write(step, {f"{kind}/{name}": float(value) for name, value in numbers.items() if value is not None})
+
+
+class TensorBoard(Log):
+    """A `Log` that writes scalars for TensorBoard. Needs the package tensorboard.
+
+    Args:
+        folder: for the event files, by default one that torch names; or a `SummaryWriter`, which stays open.
+    """
+
+    def __init__(self, folder: Any = None) -> None:
+        super().__init__()
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(f"TensorBoard needs its package: pip install tensorboard ({error})") from None
+        self._own = not isinstance(folder, SummaryWriter)
+        self.writer: Any = SummaryWriter(folder) if self._own else folder
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        super().close()
+        if self._own:
+            self.writer.close()
+        else:
+            self.writer.flush()
+
+
+class WandB(Log):
+    """A `Log` that writes to a run of Weights & Biases. Needs the package wandb.
+
+    Args:
+        run: a run that `wandb.init` gave, which stays open; by default a new one.
+        settings: of the new run, as `wandb.init` takes them: project=, config=, mode="offline", ...
+    """
+
+    def __init__(self, run: Any = None, **settings: Any) -> None:
+        super().__init__()
+        if run is not None and settings:
+            raise TypeError(f"WandB: {', '.join(settings)} are for a new run, and one was given")
+        self._own = run is None
+        if run is None:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ImportError(f"WandB needs its package: pip install wandb ({error})") from None
+            run = wandb.init(**settings)
+        self.run: Any = run
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        super().close()
+        if self._own:
+            self.run.finish()
