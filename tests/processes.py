@@ -5,6 +5,7 @@ one would, without the seconds that the imports take.
 """
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -104,3 +105,10 @@ def command(*arguments):
 
     sys.argv = ["woodbury", *map(str, arguments)]
     main()
+
+
+def free_port():
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]

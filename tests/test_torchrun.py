@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -172,22 +171,17 @@ def command_until_killed(*arguments: object) -> None:
     processes.command(*arguments)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+def run_ranks(function: Any, *arguments: object) -> list[Any]:
+    """Two processes with the variables that torchrun sets; torchrun itself would end one with the other."""
+    launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
+    ranks = [processes.Started(function, *arguments, RANK=rank, LOCAL_RANK=rank, **launched) for rank in range(2)]
+    return [rank.wait() for rank in ranks]
 
 
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path: Path) -> None:
-    """The second of two is killed in step 5; each process starts without torchrun, which would end the other."""
+    """The second of two is killed in step 5."""
     arguments = [*COMMAND, "--checkpoint-seconds", "0", "--out", str(tmp_path / "cut")]
-    launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [
-        processes.Started(command_until_killed, *arguments, RANK=rank, LOCAL_RANK=rank, **launched)
-        for rank in range(2)
-    ]
-    first, second = (rank.wait() for rank in ranks)
+    first, second = run_ranks(command_until_killed, *arguments)
     survivor = first.stdout + first.stderr
     assert second.returncode == -signal.SIGKILL
     assert first.returncode == 1, survivor
@@ -196,15 +190,23 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     assert "Start again from the last checkpoint" in survivor.replace("\n", " ")
     cut = tmp_path / "cut" / "digits-1" / "smw-gn-seed0"
     assert len(read_records(cut, complete=False)["step"]) == 4
-    for more in ([*arguments, "--resume"], [*COMMAND, "--out", str(tmp_path / "whole")]):
-        done = processes.run_alone(processes.command, *more)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert_close(tmp_path / "whole" / "digits-1" / "smw-gn-seed0", cut)
+    done = processes.run_alone(processes.command, *arguments, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    train(RunConfig.load(cut), tmp_path / "whole")
+    assert_close(tmp_path / "whole", cut)
 
 
 @pytest.mark.slow
 def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        processes.free_port(),
+    ]
     command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", "1", "--epochs", "1"]
     done = subprocess.run(
         [*map(str, run), "-m", "woodbury", *command, "--out", str(tmp_path)],
@@ -242,9 +244,10 @@ assert not any("gloo" in name for name in threads()), threads()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
 def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process() -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
     done = subprocess.run(
         [sys.executable, "-c", ENDS],
         capture_output=True,
@@ -255,12 +258,7 @@ def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process(
 
 
 def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
-    launched = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = ["train", "digits", "--set", "process_group=self", "--out", tmp_path]
-    ranks = [
-        processes.Started(processes.command, *command, RANK=rank, LOCAL_RANK=rank, **launched) for rank in range(2)
-    ]
-    for rank in ranks:
-        done = rank.wait()
+    for done in run_ranks(processes.command, *command):
         assert done.returncode == 2 and "process_group is for one process" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ try:
     from rich.table import Table
 
     from woodbury.experiments import report
-    from woodbury.experiments.config import RunConfig, is_setting
+    from woodbury.experiments.config import RunConfig
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.errors import DataError, RunFolderError, one_line, printable
     from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
@@ -378,8 +378,10 @@ def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
 def _try_step(config: RunConfig) -> None:
     """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
     for name, value in config.settings.items():
-        if not is_setting(value):
-            raise ValueError(f"{name} must be a finite number or a short text, got {printable(str(value), 100)}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{name} must be a finite number, got {value}") from None
     settings = config.optimizer_settings()
     if settings["process_group"] is not None and all_processes().size > 1:
         raise ValueError("process_group is for one process: torchrun starts several that train one model")

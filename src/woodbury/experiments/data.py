@@ -38,11 +38,6 @@ class Dataset:
         """Number of inputs of a network."""
         return self.train_inputs.shape[1]
 
-    @property
-    def outputs(self) -> int:
-        """Number of outputs of a network."""
-        return 1 if self.classes == 2 else self.classes
-
     def loss(self) -> nn.Module:
         """The cross entropy of a network's outputs before the softmax or logistic function."""
         return nn.BCEWithLogitsLoss() if self.classes == 2 else nn.CrossEntropyLoss()

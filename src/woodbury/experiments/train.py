@@ -62,7 +62,7 @@ class InterruptedRunError(Exception):
 def train(
     config: RunConfig,
     folder: Path,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] = lambda now: None,
     *,
     data: Dataset | None = None,
     resume: bool = False,
@@ -82,7 +82,7 @@ def train(
             `InterruptedRunError` raised.
         checkpoint_seconds: how much time passes between two checkpoints; 0 saves one after every step.
     """
-    group = ALONE if config.settings.get("process_group") == "self" else all_processes()
+    group = all_processes()
     writes = group.rank == 0
     with group.together():
         complete = writes and _is_done(config, folder, resume)
@@ -156,17 +156,16 @@ class _Run:
         self,
         folder: Path,
         records: Records | None,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[Progress], None],
         stop: Callable[[], bool],
         checkpoint_seconds: float,
     ) -> None:
         """Train from the current state to the end; the first of the processes has the records."""
-        config, (inputs, targets) = self.config, self.train_set
-        per_epoch, group = self.per_epoch, self.group
-        steps = config.epochs * per_epoch
-        marks = {round(part * per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
+        config, group, (inputs, targets) = self.config, self.group, self.train_set
+        steps = config.epochs * self.per_epoch
+        marks = {round(part * self.per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
         if self.epoch == 0:
-            self._evaluate(records, per_epoch)
+            self._evaluate(records)
             self.epoch = 1
         saved = time.monotonic()
         while self.epoch <= config.epochs:
@@ -177,22 +176,19 @@ class _Run:
                 try:
                     values = self._step(inputs[index], targets[index])
                 except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
-                    self._evaluate(records, per_epoch)
+                    self._evaluate(records)
                     return
+                stopping = group.sums(stop())[0] > 0 and self.step < steps  # told to one, all of them stop
                 with group.together():
-                    self._note(values, records)
-                    if records is not None and progress is not None:
+                    if records is not None:
+                        records.write({"kind": "step", **self._place(self.epoch), **values})
                         progress(Progress(self.step, steps, values["loss"], values["damping"]))
                     if self.batches_done in marks:
-                        self._evaluate(records, per_epoch)
-                    asked = stop()
-                    if asked or time.monotonic() - saved >= checkpoint_seconds:
+                        self._evaluate(records)
+                    if stopping or time.monotonic() - saved >= checkpoint_seconds:
                         self.save(folder / _CHECKPOINT, records)
                         saved = time.monotonic()
-                if group.sums(asked)[0] and self.step < steps:
-                    with group.together():
-                        if not asked:  # but another process was
-                            self.save(folder / _CHECKPOINT, records)
+                if stopping:
                     raise InterruptedRunError
             self.epoch, self.batches_done, self.order_of_epoch = self.epoch + 1, 0, self.order.get_state()
 
@@ -211,19 +207,16 @@ class _Run:
             values["iterations"] = self.optimizer.iterations
         return values
 
-    def _note(self, values: dict[str, Any], records: Records | None) -> None:
-        """Record a step."""
-        if records is not None:
-            record = {"kind": "step", "epoch": self.epoch, "step": self.step, "seconds": self.seconds}
-            records.write({**record, **values})
+    def _place(self, epoch: float) -> dict[str, Any]:
+        """The fields that every record begins with."""
+        return {"epoch": epoch, "step": self.step, "seconds": self.seconds}
 
-    def _evaluate(self, records: Records | None, per_epoch: int) -> None:
-        """Record the loss and the error on both sets."""
+    def _evaluate(self, records: Records | None) -> None:
+        """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
         if records is None:
             return
-        epoch = self.step / per_epoch
-        record: dict[str, Any] = {"kind": "epoch", "epoch": int(epoch) if epoch.is_integer() else epoch}
-        record |= {"step": self.step, "seconds": self.seconds}
+        epoch = self.step / self.per_epoch
+        record = {"kind": "epoch", **self._place(int(epoch) if epoch.is_integer() else epoch)}
         for name, (inputs, targets) in (("train", self.train_set), ("test", self.test_set)):
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
         records.write(record)
@@ -295,8 +288,6 @@ class _Run:
 @torch.no_grad()
 def evaluate(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
     """Mean loss, and fraction of samples that are classified wrongly."""
-    was_training = model.training
-    model.eval()
     total, wrong = 0.0, 0
     for x, y in zip(inputs.split(_EVALUATION_SAMPLES), targets.split(_EVALUATION_SAMPLES), strict=True):
         outputs = model(x)
@@ -304,7 +295,6 @@ def evaluate(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor)
         # one output is the logit of class 1
         predicted = outputs > 0 if outputs.shape[1] == 1 else outputs.argmax(dim=1)
         wrong += int((predicted != y).sum())
-    model.train(was_training)
     return total / len(inputs), wrong / len(inputs)
 
 
@@ -312,12 +302,9 @@ def evaluate(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor)
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that is true after a first Ctrl-C or SIGTERM; a second one acts at once.
 
-    So a signal never cuts a step in two. Outside the main thread signals act as before.
+    So a signal never cuts a step in two.
     """
     stopping = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopping.is_set
-        return
     before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(number: int, frame: FrameType | None) -> None:
