@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import woodbury
-from harness import Curve, figure, options, plot, smallest
+from harness import Curve, descend, draw_curves, lbfgs, options, smallest, tanh_network
 
 STEP_POINTS = 500  # of Adam, new ones in every step
 RATES = (1e-1, 3e-2, 1e-2)  # of Adam, falling to zero by the end
@@ -33,13 +31,6 @@ class Equation(NamedTuple):
     solution: Callable[[Tensor], Tensor]  # points (n, d) -> (n, 1), to measure the error alone
     low: Sequence[float]  # corners of the box of all points
     high: Sequence[float]
-
-
-def network(widths: Sequence[int]) -> nn.Module:
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
-        layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).double()
 
 
 def points_in(count: int, low: Sequence[float], high: Sequence[float]) -> Tensor:
@@ -97,18 +88,10 @@ def by_lbfgs(count: int) -> Method:
     """The same points all the time."""
 
     def train(equation: Equation, model: nn.Module, seconds: float, note: Callable[[], float]) -> None:
-        settings: dict[str, Any] = {"tolerance_grad": 0, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, history_size=100, **settings)
+        optimizer = lbfgs(history=100, iterations=10)(model)
         batch, _ = equation.draw(count)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = equation.residuals(model, batch).square().mean()
-            loss.backward()
-            return loss
-
         while note() < seconds:
-            optimizer.step(closure)
+            descend(optimizer, lambda: equation.residuals(model, batch).square().mean())
 
     return train
 
@@ -139,7 +122,7 @@ class Stopwatch:
 def run(method: Method, equation: Equation, seconds: float, seed: int) -> Curve:
     """(CPU seconds, relative L2 error |u_network - u| / |u|) along a run."""
     torch.manual_seed(seed)
-    model = network(equation.widths)
+    model = tanh_network(equation.widths)
     test = points_in(TEST_POINTS, equation.low, equation.high)
     truth = equation.solution(test)
 
@@ -151,16 +134,6 @@ def run(method: Method, equation: Equation, seconds: float, seed: int) -> Curve:
     method(equation, model, seconds, watch.note)
     watch.note(last=True)
     return watch.curve
-
-
-def draw_figure(title: str, curves: dict[str, list[Curve]], path: Path) -> None:
-    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
-        plot(panel, curves, ("#0072b2", "#d55e00", "#555555"))
-        panel.set(yscale="log", xlabel="CPU seconds, one thread", ylabel="relative L2 error", xlim=(0, None))
-        panel.set_title(title, loc="left", fontweight="bold")
-        seeds = len(next(iter(curves.values())))
-        title = f"{seeds} seed{'s' * (seeds > 1)} each"
-        panel.legend(frameon=False, title=title, alignment="left", loc="upper right")
 
 
 def compare(
@@ -181,5 +154,5 @@ def compare(
             print(f"{method:13} {setting:12} relative error {errors[setting]:.1e}   ({each})", flush=True)
         setting = smallest(errors)
         best[", ".join(filter(None, (method, setting)))] = runs[setting]
-    draw_figure(equation.title, best, args.out)
+    draw_curves(args.out, equation.title, best, "CPU seconds, one thread", "relative L2 error")
     return best

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import woodbury
+from harness import tanh_network
 
 PRIOR, NOISE = 1.0, 0.01
 MOST = 20_000  # parameters up to which a matrix of all of them is formed
@@ -31,8 +32,7 @@ def problem(width: int, samples: int = 200) -> tuple[nn.Module, Tensor, Tensor, 
     torch.manual_seed(0)
     inputs = 2 * torch.rand(samples, 3, dtype=torch.float64) - 1
     targets = torch.sin(3 * inputs.sum(1, keepdim=True)) + NOISE**0.5 * torch.randn(samples, 1).double()
-    layers = (nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
-    model = nn.Sequential(*layers).double()
+    model = tanh_network((3, width, width, 1))
     decay = 2 * NOISE * PRIOR / samples  # of the mean squared error, for this prior and this noise
     woodbury.fit(model, nn.MSELoss(), (inputs, targets), weight_decay=decay, steps=60, progress=False)
     return model, inputs, targets, 3 * torch.rand(samples, 3, dtype=torch.float64) - 1.5

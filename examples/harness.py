@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,23 +41,42 @@ def options(description: str | None, out: str, **more: tuple[Any, str]) -> argpa
     return parser
 
 
+def tanh_network(widths: Sequence[int]) -> nn.Sequential:
+    """Linear layers of these widths with tanh between them, in float64."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
 def from_torch(kind: type[torch.optim.Optimizer], **settings: Any) -> Build:
     """A function that builds an optimizer of torch with these settings."""
     return lambda model: kind(model.parameters(), **settings)
+
+
+def lbfgs(history: int, iterations: int) -> Build:
+    """A function that builds torch's L-BFGS, with so many iterations per step and no tolerance at which to end."""
+    settings: dict[str, Any] = {"tolerance_grad": 0, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
+    return from_torch(torch.optim.LBFGS, history_size=history, max_iter=iterations, **settings)
+
+
+def descend(optimizer: torch.optim.Optimizer, compute: Callable[[], Tensor]) -> Tensor:
+    """Take a step of an optimizer of torch on the loss that `compute` returns; returns that before the step."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = compute()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
 
 
 def take_step(optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module, *batch: Tensor) -> Tensor:
     """Take one step on (inputs, targets) and return the loss before it."""
     if isinstance(optimizer, woodbury.NaturalGradient | woodbury.GaussNewton):
         return optimizer.step(*batch).loss
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(model(batch[0]), batch[1])
-        value.backward()
-        return value
-
-    return optimizer.step(closure)
+    return descend(optimizer, lambda: loss(model(batch[0]), batch[1]))
 
 
 def train(
@@ -143,6 +163,21 @@ def plot(panel: Any, curves: dict[str, list[Curve]], colours: Sequence[str], col
             panel.plot(across, losses, color=colour, alpha=0.85, label=label if index == 0 else None)
 
 
+def draw_curves(path: Path, title: str, curves: dict[str, list[Curve]], xlabel: str, ylabel: str) -> None:
+    """Write a figure of losses or errors, on a logarithmic scale, of `woodbury.fit` and one or two others."""
+    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
+        plot(panel, curves, ("#0072b2", "#d55e00", "#555555")[: len(curves)])
+        panel.set(yscale="log", xlabel=xlabel, ylabel=ylabel, xlim=(0, None))
+        panel.set_title(title, loc="left", fontweight="bold")
+        panel.legend(frameon=False, title=seeds_each(curves), alignment="left", loc="upper right")
+
+
+def seeds_each(runs: dict[str, list[Any]]) -> str | None:
+    """How many runs each method has, for a legend; None if not all have the same number."""
+    first, *others = {len(own) for own in runs.values()}
+    return None if others else f"{first} seed{'s' * (first > 1)} each"
+
+
 def plot_runs(panels: Any, best: dict[str, list[Run]], colours: Sequence[str], whole: float, unit: str) -> None:
     """Draw train loss against steps (`whole` of them in all, in this unit) and against seconds, in two panels."""
     curves = {
@@ -152,5 +187,4 @@ def plot_runs(panels: Any, best: dict[str, list[Run]], colours: Sequence[str], w
     for column, name in enumerate((unit, "CPU seconds, one thread")):
         plot(panels[column], curves, colours, column)
         panels[column].set(xlabel=name)
-    seeds = len(next(iter(best.values())))
-    panels[0].legend(frameon=False, title=f"{seeds} seed{'s' * (seeds > 1)} each", alignment="left")
+    panels[0].legend(frameon=False, title=seeds_each(best), alignment="left")

@@ -27,7 +27,7 @@ import curve_fit
 import poisson
 import precision
 import woodbury
-from harness import Curve, options
+from harness import Curve, options, tanh_network
 
 BAR = "agree with scipy to 1e-8 in at most twice its Jacobians"
 GOALS = {"precision": (1e-6, 1e-10, 1e-12), "sinc": (1e-4, 3.3e-7, 1e-10)}
@@ -37,7 +37,7 @@ def sinc(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(seed)
     inputs = torch.linspace(-1, 1, 1000, dtype=torch.float64).unsqueeze(1)
     targets = torch.sinc(10 * inputs / torch.pi)
-    return nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1)).double(), inputs, targets
+    return tanh_network((1, 20, 1)), inputs, targets
 
 
 PROBLEMS = {"precision": precision.problem, "sinc": sinc}

@@ -23,7 +23,6 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
-from harness import Curve, figure, options, plot, smallest
+from harness import Curve, descend, draw_curves, lbfgs, options, smallest, tanh_network
 
 WEIGHT = 10.0  # of a residual on the boundary
 GOALS = (1e-3, 1e-4, 1e-5, 1e-6)  # relative errors
@@ -46,12 +45,6 @@ class Equation(NamedTuple):
     boundary: int
     solution: Callable[[Tensor], Tensor]  # u (n, d) -> (n, 1)
     force: Callable[[Tensor], Tensor]  # f = -Lap u
-
-    def network(self, device: str) -> nn.Module:
-        layers: list[nn.Module] = []
-        for fan_in, fan_out in pairwise(self.widths):
-            layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
-        return nn.Sequential(*layers[:-1]).to(device, torch.float64)
 
     def draw(self, count: int, device: str) -> tuple[Batch, None]:
         """Random points inside, then random points on random faces; the targets of residuals are zeros."""
@@ -130,18 +123,10 @@ def by_adam(task: Task, rate: float) -> None:
 
 def by_lbfgs(task: Task, times: int) -> None:
     """The same points at every step, so many times as many."""
-    settings: dict[str, Any] = {"tolerance_grad": 0, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
-    optimizer = torch.optim.LBFGS(task.model.parameters(), max_iter=10, history_size=100, **settings)
+    optimizer = lbfgs(history=100, iterations=10)(task.model)
     batch, _ = task.draw(times * task.points)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = task.loss(batch)
-        loss.backward()
-        return loss
-
     while task.note() < task.seconds:
-        optimizer.step(closure)
+        descend(optimizer, lambda: task.loss(batch))
 
 
 RIVALS: dict[str, dict[str, Method]] = {
@@ -153,7 +138,7 @@ RIVALS: dict[str, dict[str, Method]] = {
 def solve(method: Method, equation: Equation, device: str, seconds: float, seed: int) -> Curve:
     """(seconds in steps, relative error) after every step."""
     torch.manual_seed(seed)
-    model = equation.network(device)
+    model = tanh_network(equation.widths).to(device)
     test = torch.rand(10_000, equation.widths[0], device=device, dtype=torch.float64)
     truth = equation.solution(test)
     curve: Curve = []
@@ -202,11 +187,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         if own:
             name = smallest({name: curves[0][-1][1] for name, curves in own.items()})
             best[name] = own[name]
-    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
-        plot(panel, best, ("#0072b2", "#d55e00", "#555555")[: len(best)])
-        panel.set(yscale="log", xlabel=f"seconds ({record['device']})", ylabel="relative L2 error", xlim=(0, None))
-        panel.set_title(f"Poisson equation in {record['dimensions']} dimensions", loc="left", fontweight="bold")
-        panel.legend(frameon=False)
+    title, across = f"Poisson equation in {record['dimensions']} dimensions", f"seconds ({record['device']})"
+    draw_curves(path, title, best, across, "relative L2 error")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,7 +18,18 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
-from harness import Build, Curve, Methods, figure, from_torch, options, plot, smallest, take_step
+from harness import (
+    Build,
+    Curve,
+    Methods,
+    draw_curves,
+    from_torch,
+    lbfgs,
+    options,
+    smallest,
+    take_step,
+    tanh_network,
+)
 
 LOSS = nn.MSELoss()
 
@@ -28,17 +39,11 @@ def problem(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(seed)
     inputs = 2 * torch.rand(200, 2, dtype=torch.float64) - 1
     targets = torch.sin(torch.pi * inputs[:, :1]) * torch.cos(torch.pi * inputs[:, 1:])
-    widths = (nn.Linear(2, 50), nn.Tanh(), nn.Linear(50, 50), nn.Tanh(), nn.Linear(50, 1))
-    return nn.Sequential(*widths).double(), inputs, targets
-
-
-def lbfgs(history: int) -> Build:
-    settings = {"max_iter": 20, "tolerance_grad": 0, "tolerance_change": 0, "line_search_fn": "strong_wolfe"}
-    return from_torch(torch.optim.LBFGS, history_size=history, **settings)
+    return tanh_network((2, 50, 50, 1)), inputs, targets
 
 
 RIVALS: Methods = {
-    "torch L-BFGS": {f"history {history}": lbfgs(history) for history in (20, 50, 100)},
+    "torch L-BFGS": {f"history {history}": lbfgs(history, iterations=20) for history in (20, 50, 100)},
     "torch Adam": {f"lr {rate}": from_torch(torch.optim.Adam, lr=rate) for rate in (1e-3, 3e-3, 1e-2)},
 }
 
@@ -79,12 +84,8 @@ def first_below(curve: Curve, goal: float) -> str:
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
-        plot(panel, curves, ("#0072b2", "#d55e00", "#555555"))
-        panel.set(yscale="log", xlabel="seconds (one CPU thread)", ylabel="mean squared error")
-        panel.set_title("Fitting a smooth function in float64", loc="left", fontweight="bold")
-        seeds = len(next(iter(curves.values())))
-        panel.legend(frameon=False, title=f"{seeds} seed(s) each", loc="center right")
+    title = "Fitting a smooth function in float64"
+    draw_curves(path, title, curves, "seconds (one CPU thread)", "mean squared error")
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[Curve]]:
