@@ -196,34 +196,23 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     assert_close(tmp_path / "whole", cut)
 
 
+def run_python(*arguments: object, **environment: object) -> Any:
+    """A new interpreter that imports what this one does."""
+    more = {"OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}
+    whole = {**os.environ, **{name: str(value) for name, value in more.items()}}
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=whole)
+
+
 @pytest.mark.slow
 def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
-    run = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        processes.free_port(),
-    ]
-    command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", "1", "--epochs", "1"]
-    done = subprocess.run(
-        [*map(str, run), "-m", "woodbury", *command, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-    )
+    torchrun = ["torch.distributed.run", "--nproc-per-node", 2, "--master-port", processes.free_port()]
+    command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", 1, "--epochs", 1, "--out", tmp_path]
+    done = run_python("-m", *torchrun, "-m", "woodbury", *command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("Medians over seeds") == 1
-    folder = tmp_path / "digits-1"
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
     for name in ("smw-ng", "sgd"):
-        assert (folder / f"{name}-seed0" / "model.pt").exists()
+        assert (tmp_path / "digits-1" / f"{name}-seed0" / "model.pt").exists()
 
 
 ENDS = """
@@ -247,13 +236,8 @@ assert not any("gloo" in name for name in threads()), threads()
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
 def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process() -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port())}
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
+    done = run_python("-c", ENDS, **alone)
     assert done.returncode == 0, done.stderr
 
 

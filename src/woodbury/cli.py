@@ -320,7 +320,7 @@ def _progress_bars(configs: Sequence[RunConfig], visible: bool) -> Iterator[Call
             if current.get(name) != config.seed:
                 current[name] = config.seed
                 label = f"{name} {config.seed + 1}/{runs[name]}" if runs[name] > 1 else name
-                shown.reset(task, total=now.steps, description=label)
+                shown.reset(task, total=now.steps, completed=now.step, description=label)
             shown.update(task, completed=now.step, loss=_short(now.loss), damping=_short(now.damping))
 
         yield show
