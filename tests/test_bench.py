@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-
-import woodbury
 from woodbury.bench import draw, laplacian, models, peer_steps, peers, scale, step, tables
 from woodbury.bench.__main__ import main
 from woodbury.bench.timing import Network
+
+import woodbury
 from woodbury.experiments.models import parameter_count
 
 RUN = [sys.executable, "-m", "woodbury.bench"]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-
 from woodbury.bench import draw, problems, rivals, standings, tables
 from woodbury.bench.__main__ import main
 from woodbury.bench.problems import CLASSIFICATION, PROBLEMS, REGRESSION, Problem
 from woodbury.bench.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, METHODS, SGD, WOODBURY
+
 from woodbury.experiments.data import Dataset
 
 FROM_FOLDER = ("mnist", "mnist-full", "covtype")

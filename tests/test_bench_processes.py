@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from woodbury.bench import draw, tables
 from woodbury.bench.processes import (
     COUNTS,

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from woodbury.bench.peers import RETURNS_MEMORY
 
 

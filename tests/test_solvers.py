@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from woodbury.bench.peers import RETURNS_MEMORY
 
 import problems
 import reference
@@ -16,7 +17,6 @@ import woodbury
 from cases import every_pair
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
-from woodbury.bench.peers import RETURNS_MEMORY
 from woodbury.model.capture import Capture
 from woodbury.optim import smw
 from woodbury.row_matrix import Rows

@@ -29,7 +29,6 @@ try:
     from rich.progress import Progress as ProgressBar
     from rich.table import Table
 
-    from woodbury.bench.__main__ import main as measure
     from woodbury.experiments import report
     from woodbury.experiments.config import RunConfig
     from woodbury.experiments.data import DATASETS, Dataset, load_dataset
@@ -279,16 +278,6 @@ def report_runs(
         if live:
             _watch(runs, folder, every)
         _report(runs, folder)
-
-
-@app.command(
-    "bench",
-    add_help_option=False,  # all arguments, --help too, go to the program of the measurements
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
-)
-def bench(context: typer.Context) -> None:
-    """Measure the cost of a step; see `woodbury bench --help`."""
-    raise typer.Exit(measure(context.args, program="woodbury bench"))
 
 
 # -- parts of the commands ------------------------------------------------------------------------------------
