@@ -100,10 +100,14 @@ def _sweep(sweep: str, points: Sweep, quick: bool) -> dict[str, Any]:
         result[name] = {
             "seconds": seconds,
             "sgd": reference,
-            "exponent": exponent(values, beyond_sgd(seconds, reference)),
-            "predicted": exponent(values, [predicted_cost(name, network) for _, network in points]),
+            "exponent": _rounded(exponent(values, beyond_sgd(seconds, reference))),
+            "predicted": _rounded(exponent(values, [predicted_cost(name, network) for _, network in points])),
         }
     return result
+
+
+def _rounded(slope: float) -> float:
+    return round(slope, 2) + 0.0  # no -0.0
 
 
 def scale_table(sweeps: dict[str, dict[str, Any]]) -> str:

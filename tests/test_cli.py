@@ -320,37 +320,7 @@ def test_list_names_every_data_set_optimizer_and_preset_with_a_description() -> 
     assert {*DATASETS, *OPTIMIZERS, *PAPER} <= described
 
 
-def test_bench_hands_its_arguments_to_the_one_program_of_the_measurements(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("woodbury.bench.__main__.bench_step", lambda repeats, module: {"mnist": {"smw-ng": 1.5}})
-    assert json.loads(invoke("bench", "step", "--json").output) == {"mnist": {"smw-ng": 1.5}}
-    shown = invoke("bench", "step", "--repeats", 3, "--module")
-    assert shown.exit_code == 0 and shown.output.splitlines()[-1] == "smw-ng      1.50"
-    wrong = invoke("bench", "step", "--repeats", 0)
-    assert wrong.exit_code == 2 and "--repeats: must be a whole number from 1 on" in wrong.output
-    assert_one_line(invoke("bench", "draw", tmp_path / "absent.json"), "absent.json: No such file")
-
-
-def test_bench_starts_a_process_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def fake_run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        calls.append((command, options["env"]))
-        return subprocess.CompletedProcess(command, 3)
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("subprocess.run", fake_run)
-    assert invoke("bench", "step", "--json").exit_code == 3
-    ((command, environment),) = calls
-    assert command == [sys.executable, "-m", "woodbury.bench", "step", "--json"]
-    assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "1"
-
-
-@pytest.mark.parametrize(
-    "command", [[], ["list"], ["train"], ["compare"], ["reproduce"], ["report"], ["bench"], ["bench", "step"]]
-)
+@pytest.mark.parametrize("command", [[], ["list"], ["train"], ["compare"], ["reproduce"], ["report"]])
 def test_every_command_has_help(command: list[str]) -> None:
     result = invoke(*command, "--help")
     assert result.exit_code == 0

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from woodbury.bench.peers import RETURNS_MEMORY
+
+from benchmarks.peers import RETURNS_MEMORY
 
 
 def takes_gigabytes(test):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from woodbury.bench.peers import RETURNS_MEMORY
 
 import problems
 import reference
 import woodbury
+from benchmarks.peers import RETURNS_MEMORY
 from cases import every_pair
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
