@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 import woodbury
 from benchmarks import __main__ as program
-from benchmarks import common, laplacian, models, peer_steps, peers, scale, step
+from benchmarks import common, gpu, laplacian, models, peer_steps, peers, scale, step
 from benchmarks.common import Network
 
 ROOT = Path(__file__).parent.parent
@@ -296,6 +298,34 @@ def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, capsys)
     with pytest.raises(SystemExit) as caught:
         program.main(arguments)
     assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_parts_of_gpu_run_on_the_cpu_with_a_tiny_network(part, printed, monkeypatch):
+    """What they do on a device but for its clock and its memory."""
+    for name in ("SMALL", "PRECISE", "MIXED"):
+        monkeypatch.setattr(gpu, name, Network((4, 3, 2), 6, 3))
+    large = partial(gpu._one_step, Network((4, 3, 2), 6, 3), torch.float64)
+    parts = {"large": large, "largest": large, "long": partial(gpu.long, steps=1000)}
+    monkeypatch.setattr(gpu, "PARTS", gpu.PARTS | parts)
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "_clock", time.perf_counter)
+    monkeypatch.setattr(gpu, "_medians", lambda steps, rounds, block: common.median_seconds(steps, 1, warmup=1))
+    answers = {"is_available": True, "get_device_name": "none", "memory_allocated": 0, "max_memory_allocated": 0}
+    answers |= {"reset_peak_memory_stats": None, "empty_cache": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
+    numbers = printed("gpu", part)[part]
+    if part == "small":
+        assert numbers["sgd"]["over_sgd"] == 1.0 and {"smw-gn", "smw-gn recorded"} < set(numbers)
+    elif part in ("large", "largest"):
+        assert numbers["parameters"] == 23 and numbers["residual"] < 1e-4 and numbers["ratio"] > 0
+    elif part == "precision":
+        assert 0 <= numbers["gram float64"]["error"] < 1
+    elif part == "mixed":
+        assert 0 < numbers["error_of_p"] < 1 and numbers["smw-ng bfloat16"]["ms"] > 0
+    else:
+        assert numbers["recorded"]["bytes_gained"] == 0 and numbers["eager"]["us_last_1000"] > 0
 
 
 def test_gpu_says_that_there_is_no_device():
