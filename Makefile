@@ -60,7 +60,7 @@ format: $(STAMP)  ## Rewrite the source in the project's format and fix what lin
 
 clean:  ## Delete the environment, the caches and the build outputs (runs/ is kept)
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt requirements-peers.txt
 	@echo "Installing into .venv (once; a few minutes) ..."

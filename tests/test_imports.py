@@ -28,7 +28,7 @@ ROOMS = [
     ),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "experiments", "bench"),
+    *("damping", "search", "policies", "optim", "fit", "experiments"),
     *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
@@ -83,16 +83,8 @@ FLOORS = {
         ["report"],
         ["watch"],
     ],
-    "bench": [
-        ["timing", "tables"],
-        ["step", "scale", "gpu", "peer_steps", "laplacian", "models", "problems", "processes"],
-        ["peers", "rivals"],
-        ["standings"],
-        ["draw"],
-        ["__main__"],
-    ],
 }
-CORE_MODULES = [*ROOMS[: ROOMS.index("fit") + 1], "bench.__main__"]
+CORE_MODULES = [*(f"woodbury.{room}" for room in ROOMS[: ROOMS.index("fit") + 1]), "benchmarks.__main__"]
 
 
 def modules():
@@ -127,6 +119,7 @@ def imported(path):
         else:
             continue
         for name in names:
+            assert name.split(".")[0] != "benchmarks", f"{path}: the package imports what lies outside of it"
             if name.split(".")[0] != "woodbury":
                 continue
             local = name.removeprefix("woodbury").lstrip(".")
@@ -154,7 +147,7 @@ def test_every_place_on_the_map_is_a_module():
 
 
 def test_the_core_needs_torch_alone():
-    """With everything but torch (and what torch brings) hidden, the core and the benchmark still import."""
+    """With everything but torch (and what torch brings) hidden, the core and the benchmarks still import."""
     extras = ["numpy", "scipy", "sklearn", "matplotlib", "typer", "rich", "pandas"]
     program = (
         "import sys, torch\n"
@@ -162,13 +155,14 @@ def test_the_core_needs_torch_alone():
         "    for loaded in [m for m in sys.modules if m == name or m.startswith(name + '.')]:\n"
         "        del sys.modules[loaded]\n"
         "    sys.modules[name] = None\n"
-        f"import importlib\nfor name in {CORE_MODULES!r}: importlib.import_module('woodbury.' + name)\n"
+        f"import importlib\nfor name in {CORE_MODULES!r}: importlib.import_module(name)\n"
         "import woodbury\n"
         "model = torch.nn.Linear(3, 2)\n"
         "optimizer = woodbury.GaussNewton(model, torch.nn.MSELoss(), curvature_samples=2)\n"
         "assert optimizer.step(torch.randn(4, 3), torch.randn(4, 2)).accepted\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    command, checkout = [sys.executable, "-W", "ignore", "-c", program], ROOT.parent.parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=checkout)
     assert done.returncode == 0, done.stderr
 
 

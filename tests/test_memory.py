@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from woodbury.bench.peers import RETURNS_MEMORY
+from benchmarks.peers import RETURNS_MEMORY
 
 
 def takes_gigabytes(test):

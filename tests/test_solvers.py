@@ -13,10 +13,10 @@ from torch.nn import functional as F
 import problems
 import reference
 import woodbury
+from benchmarks.peers import RETURNS_MEMORY
 from cases import every_pair
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
-from woodbury.bench.peers import RETURNS_MEMORY
 from woodbury.model.capture import Capture
 from woodbury.optim import smw
 from woodbury.row_matrix import Rows

@@ -10,9 +10,9 @@ What counts is what the budget is made of. With epochs or steps the rate is 0.3 
 loader. With seconds alone the rate is 0.5, after a rise over the first tenth; a step has as many batches as
 `woodbury.fit.growth` finds, and B is that of the step: larger steps make more of a second, and less of a sample.
 
-The same for all problems: `woodbury bench problems` measures them beside tuned Adam and SGD. On a GPU, where such
-steps could not be recorded, and with several processes B is that of the batch, D = I, and seconds are a budget
-like the others; with weight decay D = I.
+The same for all problems: `python -m benchmarks problems` measures them beside tuned Adam and SGD. On a GPU, where
+such steps could not be recorded, and with several processes B is that of the batch, D = I, and seconds are a
+budget like the others; with weight decay D = I.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury.bench.timing import Step
+from benchmarks.common import Step
 
 GN, NG, OTHER = "exact GN", "exact NG", "something else"
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from woodbury.bench.timing import Step, medians_within
+from benchmarks.common import Command, Step, add_quick, chain, medians_within, ratio_table
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.optim import GaussNewton
 
-PROBLEMS = {"2-32-32-1, 1020 points": 1020, "5-64-64-48-48-1, 875 points": 875}
-QUICK = {"2-4-1, 8 points": 8}
+PROBLEMS = {(2, 32, 32, 1): 1020, (5, 64, 64, 48, 48, 1): 875}  # widths and number of points
 Derive = Callable[[nn.Module, Tensor], Laplacian]
 
 
@@ -39,30 +37,17 @@ def nested(model: nn.Module, points: Tensor) -> Laplacian:
 METHODS: dict[str, Derive] = {"woodbury.laplacian": laplacian, "nested forward mode": nested}
 
 
-def bench_laplacian(quick: bool = False, seconds: float = 10.0) -> dict[str, dict[str, dict[str, float]]]:
-    """{problem: {method: {what: median CPU seconds}}}, in float64."""
-    problems, seconds = (QUICK, 0.0) if quick else (PROBLEMS, seconds)
-    return {name: _measure(name, count, seconds) for name, count in problems.items()}
-
-
-def _measure(name: str, count: int, seconds: float) -> dict[str, dict[str, float]]:
-    widths = [int(width) for width in name.partition(",")[0].split("-")]
-    torch.manual_seed(0)
-    points = torch.rand(count, widths[0], dtype=torch.float64)
-    result: dict[str, dict[str, float]] = {method: {} for method in METHODS}
-    for what, make in TASKS.items():
-        steps = {method: make(_network(widths), derive, points) for method, derive in METHODS.items()}
-        for method, value in medians_within(steps, seconds, 200).items():
-            result[method][what] = value
+def bench_laplacian(quick: bool = False) -> dict[str, dict[str, float]]:
+    """{problem and task: {method: median CPU seconds}}, in float64; the methods take turns."""
+    result = {}
+    for widths, count in PROBLEMS.items():
+        torch.manual_seed(0)
+        points, model = torch.rand(count, widths[0], dtype=torch.float64), chain(nn.Tanh, *widths).double()
+        for task, make in TASKS.items():
+            steps = {method: make(model, derive, points) for method, derive in METHODS.items()}
+            problem = f"{'-'.join(map(str, widths))}, {count} points: {task}"
+            result[problem] = medians_within(steps, 0.0 if quick else 10.0)
     return result
-
-
-def _network(widths: list[int]) -> nn.Module:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in pairwise(widths):
-        layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).double()
 
 
 def _residuals(derive: Derive, model: nn.Module, points: Tensor) -> Tensor:
@@ -72,11 +57,7 @@ def _residuals(derive: Derive, model: nn.Module, points: Tensor) -> Tensor:
 
 
 def _forward(model: nn.Module, derive: Derive, points: Tensor) -> Step:
-    @torch.no_grad()
-    def step() -> object:
-        return derive(model, points)
-
-    return step
+    return torch.no_grad()(partial(derive, model, points))
 
 
 def _gradient(model: nn.Module, derive: Derive, points: Tensor) -> Step:
@@ -96,3 +77,11 @@ TASKS: dict[str, Callable[[nn.Module, Derive, Tensor], Step]] = {
     "and the gradient of a loss": _gradient,
     "GaussNewton step": _step,
 }
+
+
+COMMAND = Command(
+    "woodbury.laplacian beside nested forward mode: passes and steps in 2 and 5 dimensions (1 minute)",
+    lambda options: bench_laplacian(options.quick),
+    partial(ratio_table, "CPU milliseconds"),
+    add_quick,
+)

@@ -1,0 +1,205 @@
+"""Steps on a CUDA device, in float32 without TF32, against an eager `torch.optim.SGD` step on the same batch.
+
+small      784-500-10, N1/N2 = 60/30: eager (capture=False), and recorded into a CUDA graph (the default)
+large      604 million parameters, N1/N2 = 4096/1024
+largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
+long       10000 steps of the small network: does a step get slower, does memory grow?
+precision  time and error of p with the Gram matrix and its solve in float32 and in float64
+mixed      67 million parameters, N1/N2 = 1024/256: passes in bfloat16 (autocast), Gram matrix and solve in float32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Batch, Command, Network, Step, loop_step, median_seconds, own_step, sgd_step
+from woodbury import _vector
+from woodbury.optim import OPTIMIZERS
+
+SMALL = Network((784, 500, 10), 60, 30)
+LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)
+LARGEST = Network((16384, 16384, 16384, 16384, 12288, 10), 1000, 1000)
+PRECISE = Network((784, 500, 10), 512, 256)
+MIXED = Network((8192, 4096, 8192, 10), 1024, 256)
+DEVICE = "cuda"
+
+
+def small() -> dict[str, Any]:
+    """Microseconds of each kind of step, and the ratio to eager SGD."""
+    batch = _batch(SMALL)
+    steps = {"sgd": sgd_step(SMALL, batch)}
+    for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
+        steps[name] = own_step(name, SMALL, batch, capture=False)
+        steps[f"{name} recorded"] = own_step(name, SMALL, batch)
+    seconds = _medians(steps, rounds=30, block=50)
+    return {name: {"us": 1e6 * value, "over_sgd": value / seconds["sgd"]} for name, value in seconds.items()}
+
+
+def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Seconds of a step of SGD and of NG, peak memory of the latter, and the relative residual of its p."""
+    batch, model, loss = _batch(network), network.build().to(DEVICE), network.loss()
+    settings = {"lr": 1e-3, "curvature_samples": network.curvature_samples, "gram_dtype": gram_dtype}
+    optimizer = OPTIMIZERS["smw-ng"](model, loss, **settings)
+    steps: dict[str, Step] = {
+        "sgd": loop_step(torch.optim.SGD(model.parameters(), lr=1e-3), model, loss, batch),
+        "smw-ng": partial(optimizer.step, *batch),
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(6):
+        for name, step in steps.items():
+            model.zero_grad()  # gradients that SGD left are not part of the next step's memory
+            torch.cuda.reset_peak_memory_stats()
+            rounds[name].append(_seconds(step))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    seconds = {name: median(times[1:]) for name, times in rounds.items()}
+    return {
+        "parameters": network.parameters,
+        "samples": network.samples,
+        "curvature_samples": network.curvature_samples,
+        "gram_dtype": str(gram_dtype or torch.float32),
+        "seconds": seconds,
+        "ratio": seconds["smw-ng"] / seconds["sgd"],
+        "peak_gib": peak,
+        "residual": float(optimizer.verify(*batch)),
+    }
+
+
+def long(steps: int = 10_000) -> dict[str, Any]:
+    """Microseconds per step in the first and the last thousand steps, and the growth of memory in bytes."""
+    result: dict[str, Any] = {}
+    for kind, capture in (("eager", False), ("recorded", True)):
+        step = own_step("smw-ng", SMALL, _batch(SMALL), capture=capture)
+        for _ in range(100):
+            step()
+        before = torch.cuda.memory_allocated()
+        thousands = [_seconds(step, 1000) for _ in range(steps // 1000)]
+        result[kind] = {
+            "us_first_1000": 1e6 * thousands[0],
+            "us_last_1000": 1e6 * thousands[-1],
+            "bytes_gained": torch.cuda.memory_allocated() - before,
+        }
+    return result
+
+
+def precision() -> dict[str, Any]:
+    """For smw-gn with a small damping: time of a step, and relative error of p against all in float64."""
+    inputs, targets = batch = _batch(PRECISE)
+    exact = _direction("smw-gn", PRECISE, (inputs.double(), targets), damping=1e-4)
+    kinds: dict[str, dict[str, Any]] = {"float32": {}, "gram float64": {"gram_dtype": torch.float64}}
+    steps, errors = {"sgd": sgd_step(PRECISE, batch)}, {}
+    for name, settings in kinds.items():
+        errors[name] = _error(_direction("smw-gn", PRECISE, batch, damping=1e-4, **settings), exact)
+        steps[name] = own_step("smw-gn", PRECISE, batch, **settings)
+    seconds = _medians(steps, rounds=5, block=5)
+    return {
+        name: {"us": 1e6 * seconds[name], "error": errors[name], "over_sgd": seconds[name] / seconds["sgd"]}
+        for name in kinds
+    }
+
+
+def mixed() -> dict[str, Any]:
+    """Milliseconds of steps in float32 and with passes in bfloat16, and the relative error of p in the latter."""
+    inputs, targets = batch = _batch(MIXED)
+    model, loss = MIXED.build().to(DEVICE), MIXED.loss()
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def cast_sgd() -> None:
+        plain.zero_grad()
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            value = loss(model(inputs), targets)
+        value.backward()
+        plain.step()
+
+    steps = {
+        "sgd": loop_step(plain, model, loss, batch),
+        "sgd bfloat16": cast_sgd,
+        "smw-ng": own_step("smw-ng", MIXED, batch, lr=1e-3),
+        "smw-ng bfloat16": own_step("smw-ng", MIXED, batch, lr=1e-3, autocast=torch.bfloat16),
+    }
+    exact, rounded = (_direction("smw-ng", MIXED, batch, autocast=dtype) for dtype in (None, torch.bfloat16))
+    result: dict[str, Any] = {"error_of_p": _error(rounded, exact)}
+    return result | {name: {"ms": 1e3 * value} for name, value in _medians(steps, rounds=7, block=5).items()}
+
+
+def _direction(name: str, network: Network, batch: Batch, **settings: Any) -> Tensor:
+    """p at the initial parameters, in the precision of the inputs."""
+    model = network.build().to(batch[0])
+    optimizer = OPTIMIZERS[name](model, network.loss(), **settings)
+    return _vector.flatten(optimizer.direction(*batch, subset=torch.arange(network.curvature_samples)))
+
+
+def _error(p: Tensor, exact: Tensor) -> float:
+    return float((p.double() - exact.double()).norm() / exact.double().norm())
+
+
+def _batch(network: Network) -> Batch:
+    inputs, targets = network.batch()
+    return inputs.to(DEVICE), targets.to(DEVICE)
+
+
+def _medians(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
+    """Median seconds of each step, timed in blocks that take turns."""
+    return median_seconds(steps, rounds, warmup=block, block=block, clock=_clock)
+
+
+def _seconds(step: Step, times: int = 1) -> float:
+    """Seconds per step, of several steps in a row."""
+    return median_seconds({"": step}, repeats=1, warmup=0, block=times, clock=_clock)[""]
+
+
+def _clock() -> float:
+    """The time, once the device has finished its work."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "small": small,
+    "large": partial(_one_step, LARGE, None),
+    # A row has 10^9 numbers, and products of rows need more digits.
+    "largest": partial(_one_step, LARGEST, torch.float64),
+    "long": long,
+    "precision": precision,
+    "mixed": mixed,
+}
+
+
+def bench_gpu(parts: Sequence[str]) -> dict[str, Any]:
+    """{"device", "torch", part: numbers}."""
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu needs a CUDA device, and torch finds none here")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for part in parts:
+        result[part] = PARTS[part]()
+        torch.cuda.empty_cache()
+    return result
+
+
+def _part(text: str) -> str:
+    if text not in PARTS:  # `choices` would not let a list be empty
+        raise argparse.ArgumentTypeError(f"no part {text!r}: one of {', '.join(PARTS)}")
+    return text
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    text = f"one or more of {', '.join(PARTS)} (default: all)"
+    parser.add_argument("parts", nargs="*", type=_part, metavar="PART", help=text)
+
+
+COMMAND = Command(
+    "steps on a CUDA device, with and without a recording, up to 10^9 parameters (3 minutes)",
+    lambda options: bench_gpu(options.parts or list(PARTS)),
+    partial(json.dumps, indent=2),
+    _add_options,
+    one_thread=False,
+)

@@ -1,0 +1,320 @@
+"""Steps of other libraries beside woodbury's: seconds, memory, and the difference between the two p.
+
+In one process per peer, its step and woodbury's are timed in turns, from the same parameters on the same batch; p
+is the change of the parameters in the first step. A second process measures memory: by how much the peak of the
+resident set in a first step exceeds what was resident just before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import Command, Network, Step, add_quick, figure, positive, say, table
+from benchmarks.peer_steps import GN, NG, PEERS, Peer, Task
+from woodbury._memory import available_bytes
+from woodbury.experiments.config import installed_versions, this_machine
+from woodbury.optim import OPTIMIZERS
+
+_START_SECONDS = 45.0  # for a process to import libraries and build its model
+_BUSY_FACTOR = 3.0  # wall time over CPU time that a process may take on a busy machine
+_ROUNDS = 30  # of timing, at most
+_OWN_STEPS = 3  # of woodbury per round
+
+# An allocator that holds on to freed memory hides a part of the next peak. With these settings mimalloc (torch's
+# own on ARM) and glibc return it at once; that takes time, so memory is not measured in the timed process.
+RETURNS_MEMORY = {"MIMALLOC_PURGE_DELAY": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+# The whole batch enters the curvature.
+PROBLEMS = {
+    "classes": Network((784, 500, 10), 60, 60),
+    "million": Network((500, 1000, 500, 1), 1000, 1000, nn.MSELoss),
+}
+SMALL = {"classes": Network((8, 6, 3), 5, 5), "million": Network((7, 6, 4, 1), 9, 9, nn.MSELoss)}
+
+
+def make_task(network: Network, damping: float = 1.0) -> Task:
+    model = network.build()
+    assert isinstance(model, nn.Sequential)
+    return Task(model, network.loss(), *network.batch(), damping)
+
+
+def _own_step(name: str) -> Callable[[Task], Step]:
+    def make(task: Task) -> Step:
+        optimizer = OPTIMIZERS[name](task.model, task.loss, lr=1.0, damping=task.damping)
+        return lambda: optimizer.step(task.inputs, task.targets)
+
+    return make
+
+
+# Our own steps as peers of themselves: for their memory, and to see how far the clock finds equals apart.
+OWN = {
+    "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn", GN),
+    "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng", NG),
+}
+
+
+def bench_peers(
+    limit: float = 60.0, names: Sequence[str] = (), problems: Sequence[str] = (), small: bool = False
+) -> dict[str, Any]:
+    """{"machine", "versions", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}.
+
+    An entry is what `describe` and `measure` return together. limit: CPU seconds of timing per peer. names and
+    problems choose some of `PEERS` and `PROBLEMS`.
+    """
+    known = OWN | PEERS
+    result: dict[str, Any] = {"machine": this_machine(), "versions": installed_versions(), "limit": limit}
+    result["problems"] = {}
+    for key in problems or PROBLEMS:
+        network = (SMALL if small else PROBLEMS)[key]
+        entries = []
+        for name in names or known:
+            entry = describe(known[name], network)
+            if entry["status"] == "ok":
+                entry |= _run_process(key, name, limit, small)
+            if entry["status"] == "ok":
+                entry["memory"] = _run_process(key, name, limit, small, memory=True).get("memory")
+            entries.append(entry)
+            outcome = f"{1e3 * entry['seconds']:.1f} ms" if entry["status"] == "ok" else entry["status"]
+            say(f"{key}: {name}: {outcome}")
+        result["problems"][key] = {
+            "network": network.name,
+            "loss": network.loss_type.__name__,
+            "samples": network.samples,
+            "parameters": network.parameters,
+            "peers": entries,
+        }
+    return result
+
+
+def describe(peer: Peer, network: Network) -> dict[str, Any]:
+    """What is known of a peer before it runs; "status" is "ok" if it is installed."""
+    entry: dict[str, Any] = {"peer": peer.name, "computes": peer.computes_for(network.loss()), "status": "ok"}
+    try:
+        if peer.package is not None:
+            entry["version"] = importlib.metadata.version(peer.package)
+        for module in peer.modules:
+            if importlib.util.find_spec(module.split(".")[0]) is None:
+                raise ModuleNotFoundError(module)
+    except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
+        entry["status"] = f"not installed: pip install {peer.package}"
+    return entry
+
+
+# -- one peer, in a process of its own ------------------------------------------------------------------------
+
+
+def measure(peer: Peer, network: Network, limit: float, warmup: Network, damping: float = 1.0) -> dict[str, Any]:
+    """Time the step of a peer in turns with woodbury's, in this process.
+
+    Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None if
+    the peer computes another p) and "rounds" (0 if the limit allowed only the first step, which is slower).
+    """
+    _warm_up(peer, warmup)
+    theirs, ours = make_task(network, damping), make_task(network, damping)
+    step, own_step = peer.make(theirs), _own_step(peer.versus)(ours)
+    start = _flat(theirs.model)
+    started = time.process_time()
+    first = _step_seconds(step, theirs.model, start)
+    if first > limit:
+        return {"status": f"over {limit:g} s"}
+    own_step()
+    p, own_p = _flat(theirs.model) - start, _flat(ours.model) - start
+    seconds: list[float] = []
+    own_seconds = [_step_seconds(own_step, ours.model, start) for _ in range(_OWN_STEPS)]
+    while len(seconds) < _ROUNDS:
+        elapsed = time.process_time() - started
+        if elapsed + first > limit or (len(seconds) >= 5 and elapsed > limit / 4):
+            break
+        seconds.append(_step_seconds(step, theirs.model, start))
+        own_seconds += [_step_seconds(own_step, ours.model, start) for _ in range(_OWN_STEPS)]
+    same = peer.computes_for(ours.loss) in (GN, NG)
+    middle, own_middle = median(seconds or [first]), median(own_seconds)
+    return {
+        "seconds": middle,
+        "woodbury": own_middle,
+        "ratio": middle / own_middle,
+        "difference": float((p - own_p).norm() / own_p.norm()) if same else None,
+        "rounds": len(seconds),
+    }
+
+
+def measure_memory(peer: Peer, network: Network, warmup: Network) -> int | None:
+    """Bytes that a first step of a peer takes at its peak, in a process started with `RETURNS_MEMORY`.
+
+    None if the system does not report memory or the allocator holds on to what is freed.
+    """
+    _warm_up(peer, warmup)
+    step = peer.make(make_task(network))
+    gc.collect()
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)  # free memory that is held would hide a part of the peak
+    if not _sees_memory():
+        return None
+    before = _reset_peak()
+    step()
+    return max(0, _status("VmHWM") - before)
+
+
+def _warm_up(peer: Peer, network: Network) -> None:
+    """Take a first step, in which libraries load much of themselves."""
+    for make in (_own_step(peer.versus), peer.make):
+        make(make_task(network))()
+
+
+def _step_seconds(step: Step, model: nn.Module, start: Tensor) -> float:
+    """CPU seconds of a step from the parameters `start`."""
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(start.float(), model.parameters())
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def _flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().double()
+
+
+def _sees_memory() -> bool:
+    """Whether the resident set grows by a new tensor and shrinks when it is freed."""
+    size = 2**24
+    try:
+        before = _reset_peak()
+        torch.ones(size // 4)
+        return _status("VmHWM") - before > 0.9 * size and _status("VmRSS") - before < 0.1 * size
+    except OSError:  # a system without such files
+        return False
+
+
+def _reset_peak() -> int:
+    """Bytes resident now; the peak starts again from there."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+def _run_process(key: str, name: str, limit: float, small: bool, memory: bool = False) -> dict[str, Any]:
+    """What `main` prints in a new process, or {"status": why there is nothing}."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", key, name, str(limit)]
+    command += [str(int(flag)) for flag in (small, memory)]
+    environment = os.environ | (RETURNS_MEMORY if memory else {})
+    timeout, root = _BUSY_FACTOR * limit + _START_SECONDS, Path(__file__).parent.parent
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=root)
+    except subprocess.TimeoutExpired:
+        return {"status": f"over {limit:g} s"}
+    if done.returncode == 0:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    killed = done.returncode == -9  # by the kernel
+    if killed or any(word in done.stderr for word in ("MemoryError", "allocate", "bad_alloc")):
+        return {"status": "out of memory"}
+    return {"status": f"failed: {last[:200]}"}
+
+
+def main(key: str, name: str, limit: str, small: str, memory: str) -> None:
+    """The process of one peer: prints one JSON object."""
+    available = available_bytes(torch.device("cpu"))
+    with suppress(ImportError):  # not on Windows
+        import resource
+
+        if available is not None:  # allocations beyond this fail, before the kernel kills the process
+            resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available), resource.RLIM_INFINITY))
+    peer, network = (OWN | PEERS)[name], (SMALL if small == "1" else PROBLEMS)[key]
+    if memory == "1":
+        print(json.dumps({"memory": measure_memory(peer, network, SMALL[key])}))
+    else:
+        print(json.dumps(measure(peer, network, float(limit), SMALL[key])))
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+
+def peer_tables(result: dict[str, Any]) -> str:
+    """One table per problem, and below it one line per peer that was not timed."""
+    tables = []
+    for problem in result["problems"].values():
+        rows = [
+            {
+                "step": entry["peer"],
+                "computes": entry["computes"],
+                "seconds": entry["seconds"],
+                "x woodbury": entry["ratio"],
+                "MiB": None if entry["memory"] is None else entry["memory"] / 2**20,
+                "p differs": entry["difference"],
+            }
+            for entry in problem["peers"]
+            if entry["status"] == "ok"
+        ]
+        others = [f"{entry['peer']}: {entry['status']}" for entry in problem["peers"] if entry["status"] != "ok"]
+        title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
+        tables.append("\n".join([table(title, rows, left=2), *others]))
+    return "\n\n".join(tables)
+
+
+_COLOURS = {GN: "#0072B2", NG: "#D55E00"}  # by what a peer computes; grey for something else
+
+
+def draw_peers(runs: Sequence[dict[str, Any]]) -> Any:
+    """A panel per problem: seconds of each peer's step, woodbury's on top."""
+    problems = runs[-1]["problems"].values()
+    most = max(len(problem["peers"]) for problem in problems)
+    whole, panels = figure(6.6 * len(problems), 0.34 * most + 1.5, len(problems))
+    for panel, problem in zip(panels, problems, strict=True):
+        entries = problem["peers"][::-1]
+        for place, entry in enumerate(entries):
+            text, seconds = entry["status"].split(":")[0], entry.get("seconds")
+            if seconds is not None:
+                panel.barh(place, seconds, color=_COLOURS.get(entry["computes"], "#999999"), height=0.7)
+                text = f"{seconds:.3g} s, {entry['ratio']:.3g}x"
+            panel.annotate(f" {text}", (seconds or 0, place), va="center", fontsize=8)
+        panel.set_xscale("symlog", linthresh=1e-3)
+        panel.set_yticks(range(len(entries)), [entry["peer"] for entry in entries], fontsize=8.5)
+        panel.grid(visible=False, axis="y")
+        panel.set_xlabel("CPU seconds of a step")
+        title = "{network}, {loss},\n{samples} samples, {parameters:,} parameters".format(**problem)
+        panel.set_title(title, loc="left", fontsize=11)
+    whole.suptitle("blue: exact Gauss-Newton, red: exact natural gradient, grey: something else", fontsize=9)
+    return whole
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    text = "CPU seconds per peer (default 60)"
+    parser.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help=text)
+    for option, names in (("--peer", [*OWN, *PEERS]), ("--problem", list(PROBLEMS))):
+        text = f"measure only this one; may be repeated. One of: {'; '.join(names)}"
+        parser.add_argument(option, action="append", choices=names, default=[], metavar="NAME", help=text)
+    add_quick(parser)
+
+
+COMMAND = Command(
+    "steps of other libraries beside woodbury's, where they are installed (15 minutes with all of them)",
+    lambda options: bench_peers(options.limit, options.peer, options.problem, options.quick),
+    peer_tables,
+    _add_options,
+    draw_peers,
+)
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

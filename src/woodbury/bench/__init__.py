@@ -1,1 +1,0 @@
-"""Measurements that need torch alone."""
