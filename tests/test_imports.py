@@ -79,9 +79,9 @@ FLOORS = {
         ["readings"],
         ["log", "recorder", "runs", "train"],
         ["medians"],
-        ["figure", "verdict"],
+        ["panels", "verdict"],
+        ["figure"],
         ["report"],
-        ["watch"],
     ],
     "bench": [
         ["timing", "tables"],

@@ -4,10 +4,9 @@ import difflib
 import math
 import os
 import platform
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -45,7 +44,6 @@ try:
         stop_on_signal,
         train,
     )
-    from woodbury.experiments.watch import EVERY, watch
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -263,21 +261,10 @@ def report_runs(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report.", show_default="the folder of the first run")
     ] = None,
-    live: Annotated[
-        bool,
-        typer.Option(
-            "--watch", help="Write the page again while the records grow; it reloads itself. Ctrl-C ends."
-        ),
-    ] = False,
-    every: Annotated[
-        float, typer.Option(min=0.1, help="With --watch: seconds between two looks at the records.")
-    ] = EVERY,
 ) -> None:
     """Write figures and a page for finished or unfinished runs."""
     folder = out if out is not None else runs[0].parent if runs[0].is_file() else runs[0]
     with _one_line_errors(folder):
-        if live:
-            _watch(runs, folder, every)
         _report(runs, folder)
 
 
@@ -377,18 +364,6 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
     written = report.write(runs, folder)
     page = next(path for path in written if path.suffix == ".html")
     console.print(f"wrote [bold]{escape(str(page))}[/], with figures and records beside it", soft_wrap=True)
-
-
-def _watch(paths: Sequence[Path], folder: Path, seconds: float) -> None:
-    """Keep the page up to date until Ctrl-C."""
-    is_open = False
-    with suppress(KeyboardInterrupt):
-        for result in watch(paths, folder, seconds, time.sleep):
-            if isinstance(result, RunFolderError):
-                _say(f"waiting: {result}")
-            elif not is_open:
-                is_open = True
-                _say(f"watching: open {result} in a browser; Ctrl-C ends")
 
 
 @contextmanager
