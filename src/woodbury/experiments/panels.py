@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Affine2D
@@ -128,8 +129,8 @@ def _outline(marker: str) -> str:
     """The outline of matplotlib's marker as an SVG path, where y points down."""
     style = MarkerStyle(MARKERS[marker])
     path = style.get_path().transformed(style.get_transform() + Affine2D().scale(100))  # fine steps along a curve
-    ((*corners,),) = path.to_polygons()
-    return "M" + "L".join(f"{x / 50:.2f} {-y / 50:.2f}" for x, y in corners) + "z"
+    (corners,) = np.array(path.to_polygons()) / 50
+    return "M" + "L".join(f"{x:.2f} {-y:.2f}" for x, y in corners) + "z"
 
 
 # -- horizontal axes
