@@ -510,9 +510,14 @@ def test_an_error_of_zero_has_a_place_on_the_logarithmic_axis(tmp_path: Path) ->
     assert np.asarray(panel.lines[0].get_ydata()).tolist() == pytest.approx([90, 2, axis.least])
 
 
-def test_nothing_but_zeros_can_be_drawn(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "sgd", losses=[0.0, 0.0], errors=[0.0, 0.0])
-    assert len(report.write(report.load([tmp_path / "a"]), tmp_path / "out")) == 4
+@pytest.mark.parametrize(
+    "losses, seconds",
+    [([0.0, 0.0], 0.5), ([2.0, 1e300, 1e308, None], 1e300), ([-1e308, 1e308], 1e-300), ([5e-324, 0.0], 0.5)],
+)
+def test_zeros_and_extremes_can_be_drawn(tmp_path: Path, losses: list[float | None], seconds: float) -> None:
+    write_run(tmp_path / "a", "sgd", losses=losses, errors=[0.0] * 4, seconds_per_epoch=1.0)
+    write_run(tmp_path / "b", losses=losses, seconds_per_epoch=seconds, dampings=[5e-324, 1e308] * 6)
+    assert len(report.write(report.load([tmp_path]), tmp_path / "out")) == 4
 
 
 def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path: Path) -> None:

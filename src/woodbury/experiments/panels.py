@@ -25,6 +25,7 @@ LOG_TIME_ABOVE = 8.0  # time of the slowest run over that of the fastest: a line
 
 _NEGLIGIBLE = 1e-30  # relative to the largest value: what is smaller is drawn as zero on a logarithmic axis
 _TICKS = 7  # of an axis, at most
+_HUGE = 1e300  # what is larger counts as infinite
 _MARGIN = 0.02  # of a horizontal axis, before the first and behind the last point
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -170,7 +171,7 @@ def _vertical_axes(curves: Sequence[Curve], whole: bool) -> dict[str, Axis]:
     Unless the `whole` of the curves is wanted, an axis ends where `_highest` says.
     """
     values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
-    finite = [value for value in values if value < math.inf]
+    finite = [value for value in values if abs(value) < _HUGE]
     largest, smallest = max(finite, default=0), min(finite, default=0)
     if smallest < 0:
         room = 0.05 * (largest - smallest) or 1
@@ -203,8 +204,8 @@ def _highest(curves: Sequence[Curve], largest: float) -> float:
 
     Left out are a run on its way to infinity, and the common start where it lies far above all that follows.
     """
-    starts = [curve.middle[0] for curve in curves if 0 < curve.middle[0] < math.inf]
-    later = [value for curve in curves for value in curve.middle[1:] if 0 < value < math.inf]
+    starts = [curve.middle[0] for curve in curves if 0 < curve.middle[0] < _HUGE]
+    later = [value for curve in curves for value in curve.middle[1:] if 0 < value < _HUGE]
     if not starts or max(len(curve.middle) for curve in curves) < 4:
         return largest
     start = max(starts)
