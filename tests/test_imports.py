@@ -79,9 +79,9 @@ FLOORS = {
         ["readings"],
         ["recorder", "runs", "train"],
         ["medians"],
-        ["figure", "verdict"],
+        ["panels", "verdict"],
+        ["figure"],
         ["report"],
-        ["watch"],
     ],
 }
 CORE_MODULES = [*(f"woodbury.{room}" for room in ROOMS[: ROOMS.index("fit") + 1]), "benchmarks.__main__"]

@@ -559,7 +559,7 @@ def test_to_import_woodbury_is_to_import_nothing_but_torch() -> None:
 def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path) -> None:
     typer_testing = pytest.importorskip("typer.testing")
     pytest.importorskip("matplotlib")
-    from test_report import page_data, write_run
+    from test_report import curves_by_quantity, page_data, write_run
     from woodbury import cli
     from woodbury.experiments import report
 
@@ -580,15 +580,15 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path) ->
         assert summaries[method].train_loss == median(ends)
         assert (summaries[method].seeds, summaries[method].epochs) == (2, EPOCHS)
     (section,) = page_data(runs)
-    labels = [entry["label"] for entry in section["entries"]]
-    assert sorted(label.split()[0] for label in labels) == ["adam", "newton", "sgd"]
-    assert len({tuple(entry["look"].values()) for entry in section["entries"]}) == 3
-    own = next(entry for entry in section["entries"] if entry["label"] == "newton")
+    legend = section["drawing"]["legend"]
+    assert sorted(entry["label"].split()[0] for entry in legend) == ["adam", "newton", "sgd"]
+    assert len({tuple(entry["look"].values()) for entry in legend}) == 3
+    own = curves_by_quantity(section, "newton")
     middles = [median(told["newton", seed][epoch]["train_loss"] for seed in range(2)) for epoch in range(EPOCHS)]
-    assert own["curves"]["train_loss"]["middle"] == pytest.approx(middles, rel=1e-4)  # five digits
-    assert own["curves"]["train_loss"]["epochs"] == [1, 2, 3] and "test_loss" not in own["figures"]
-    assert own["curves"]["damping"]["epochs"][-1] == EPOCHS
-    assert dict(section["facts"])["batch"] == "60 samples" and section["time_of"].count("; ") == 1
+    assert own["train_loss"]["middle"] == pytest.approx(middles, rel=1e-4)  # five digits
+    assert own["train_loss"]["epochs"] == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
+    assert own["damping"]["epochs"][-1] == EPOCHS
+    assert dict(section["facts"])["batch"] == "60 samples" and section["note"].count("; ") == 1
     figure = report.draw(runs)
     assert figure.get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import woodbury
 from test_report import write_run
 from woodbury.experiments.medians import groups_of
 from woodbury.experiments.runs import load
-from woodbury.experiments.verdict import ENOUGH_SEEDS, standing, standings, takeaway
+from woodbury.experiments.verdict import ENOUGH_SEEDS, race_of, standing, standings, takeaway
 
 LOW, HIGH = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
 
@@ -61,36 +62,34 @@ def test_the_takeaway_says_who_is_lowest_and_whether_it_may_be_chance(tmp_path: 
     write(tmp_path, "sgd", [0.1, 0.2, 0.3], [0.06, 0.08, 0.09])
     write(tmp_path, "adam", [0.4, 0.5, None], [0.065, 0.2, 0.3])
     groups = groups_of(load([tmp_path]))
-    assert takeaway(groups, "test_error") == (
-        "Lowest train loss: smw-gn, 0.02, every seed below every seed of the others. "
-        "Lowest test error: smw-gn, 6.00 %, within the spread of the seeds of sgd and adam."
-    )
+    assert takeaway(groups, "test_error")[:2] == [
+        "Lowest train loss: smw-gn, 0.02, every seed below every seed of the others.",
+        "Lowest test error: smw-gn, 6.00 %, within the spread of the seeds of sgd and adam.",
+    ]
     found = standings(groups)
     assert found["train_loss"].is_clear and not found["test_error"].is_clear
-    assert takeaway(groups[:1], "test_error") == ""
+    assert takeaway(groups[:1], "test_error") == []
 
 
 def test_the_takeaway_of_single_seeds_calls_nobody_ahead(tmp_path: Path) -> None:
     write(tmp_path, "smw-gn", [0.01], [0.05])
     write(tmp_path, "sgd", [None], [0.5])
-    line = takeaway(groups_of(load([tmp_path])), "test_error")
-    assert line == (
-        "Lowest train loss: smw-gn, 0.01; with fewer than 3 seeds each this may be chance. "
-        "Lowest test error: smw-gn, 5.00 %; with fewer than 3 seeds each this may be chance."
-    )
+    assert takeaway(groups_of(load([tmp_path])), "test_error") == [
+        "Lowest train loss: smw-gn, 0.01; with fewer than 3 seeds each this may be chance.",
+        "Lowest test error: smw-gn, 5.00 %; with fewer than 3 seeds each this may be chance.",
+    ]
 
 
 def test_the_takeaway_of_runs_that_go_on_says_how_far_they_are(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "smw-gn", 0, [2.0, 0.5, 0.25], errors=[0.9, 0.2, 0.1])
     write_run(tmp_path / "b", "sgd", 0, [2.0, 0.5], errors=[0.9, 0.2])
-    groups = groups_of(load([tmp_path]))
-    assert takeaway(groups, "test_error").endswith("may be chance. They have trained for 1 to 2 epochs.")
+    assert takeaway(groups_of(load([tmp_path])), "test_error")[-1] == "They have trained for 1 to 2 epochs."
 
 
 def test_the_takeaway_where_all_diverged(tmp_path: Path) -> None:
     write(tmp_path, "smw-gn", [None], [0.9])
     write(tmp_path, "sgd", [None], [0.9])
-    assert takeaway(groups_of(load([tmp_path])), "test_loss") == "Every run diverged."
+    assert takeaway(groups_of(load([tmp_path])), "test_loss") == ["Every run diverged."]
 
 
 def test_a_run_that_is_there_twice_is_one_seed(tmp_path: Path) -> None:
@@ -98,3 +97,48 @@ def test_a_run_that_is_there_twice_is_one_seed(tmp_path: Path) -> None:
     for copy in range(3):
         write_run(tmp_path / f"gn-{copy}", "smw-gn", 0, [2.0, 0.01 + 0.01 * copy])
     assert not standings(groups_of(load([tmp_path])))["train_loss"].is_clear
+
+
+# -- the race
+
+
+def race(folder: Path, name: str, losses: Sequence[Sequence[float | None]], seconds_per_epoch: float) -> None:
+    for seed, values in enumerate(losses):
+        write_run(folder / f"{name}-{seed}", name, seed, values, seconds_per_epoch=seconds_per_epoch)
+
+
+def test_the_fastest_is_first_at_the_lowest_loss_that_all_reach(tmp_path: Path) -> None:
+    race(tmp_path, "smw-gn", [[2.0, 0.3, 0.1], [2.0, 0.5, 0.1], [2.0, 0.45, 0.1]], seconds_per_epoch=4.0)
+    race(tmp_path, "sgd", [[2.0, 0.9, 0.4], [2.0, 0.8, 0.38], [2.0, 0.7, 0.35]], seconds_per_epoch=1.5)
+    groups = groups_of(load([tmp_path]))
+    found = race_of(groups)
+    assert found is not None and found.absent == ()
+    assert found.target == 0.4  # the best loss of the run of sgd that gets least far
+    assert found.seconds == {"smw-gn": [4.0, 8.0, 8.0], "sgd": [3.0] * 3}
+    assert takeaway(groups, "test_error")[2] == (
+        "Fastest to a train loss of 0.4, the lowest that all reach: sgd, 3 s; smw-gn takes 2.67 times as long, "
+        "every seed before every seed of the others."
+    )
+
+
+def test_who_never_gets_below_the_start_does_not_race(tmp_path: Path) -> None:
+    race(tmp_path, "smw-gn", [[2.0, 1.0, None]], seconds_per_epoch=1.0)  # it diverges after it has been there
+    race(tmp_path, "sgd", [[2.0, 1.5, 1.2]], seconds_per_epoch=1.0)
+    race(tmp_path, "adam", [[2.0, 3.0, 2.0]], seconds_per_epoch=0.1)
+    race(tmp_path, "hf", [[2.0, None, None]], seconds_per_epoch=0.1)
+    groups = groups_of(load([tmp_path]))
+    found = race_of(groups)
+    assert found is not None and (found.target, found.absent) == (1.2, ("hf", "adam"))
+    assert found.seconds == {"smw-gn": [1.0], "sgd": [2.0]}
+    assert "the lowest that all but hf and adam reach: smw-gn, 1 s" in takeaway(groups, "test_error")[2]
+    assert race_of(groups[:2]) is None  # of smw-gn and hf one is left
+
+
+def test_recorded_losses_may_be_below_zero_and_begin_after_the_start(tmp_path: Path) -> None:
+    for method, losses in (("a", [1.0, -1.0, -2.0]), ("b", [-1.0, 0.5, -1.5])):
+        with woodbury.Recorder(tmp_path / method, problem="waves", method=method) as record:
+            for epoch, loss in enumerate(losses):
+                record.epoch(train_loss=loss, seconds=1.0 + epoch)
+    found = race_of(groups_of(load([tmp_path])))
+    assert found is not None and found.target == -1.5
+    assert found.seconds == {"a": [3.0], "b": [3.0]}

@@ -1,30 +1,20 @@
-"""The figure of one data set, drawn by matplotlib; page.html draws the same by the same rules."""
+"""The drawing of one data set as a figure of matplotlib."""
 
 import io
-import math
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from woodbury.damping import LevenbergMarquardt
 from woodbury.experiments.looks import MARKERS, Look
-from woodbury.experiments.medians import RATIO_RANGE, Curve, Group, curves_of, groups_of
-from woodbury.experiments.models import network_name
+from woodbury.experiments.medians import groups_of
+from woodbury.experiments.panels import Axis, Drawing, Panel, describe
 from woodbury.experiments.runs import Run
-
-LOG_TIME_ABOVE = 8.0  # time of the slowest run over that of the fastest: a linear axis would hide the fast one
-THRESHOLDS = (LevenbergMarquardt.threshold, 1 - LevenbergMarquardt.threshold)  # of the ratio
-
-_NEGLIGIBLE = 1e-30  # relative to the largest value: what is smaller is drawn as zero on a logarithmic axis
 
 _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "font.family": "sans-serif",
@@ -45,34 +35,28 @@ _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
 
 
 def draw(runs: Sequence[Run]) -> Figure:
-    """The paper's panels for the runs of one data set, and panels for damping.
+    """The paper's panels for the runs of one data set, against epochs and seconds, and panels for damping.
 
-    Train loss and test error (test loss where there is no error) against epochs and seconds; damping and the ratio
-    rho against epochs for the optimizers that have them. Lines are medians over seeds, bands run from the smallest
-    to the largest value.
+    Lines are medians over seeds, bands run from the smallest to the largest value.
     """
-    groups = groups_of(runs)
-    curves = curves_of(groups)
-    errors = [curve and curve.map(lambda value: 100 * value) for curve in curves["test_error"]]
-    rows = {"Train loss": curves["train_loss"], "Test error, %": errors, "Test loss": curves["test_loss"]}
-    rows = {title: own for title, own in rows.items() if any(own)}
-    damped = any(curves["damping"]) or any(curves["ratio"])
-    columns = 2 if not damped else 3 if len(rows) > 1 else 4
+    drawing = describe(groups_of(runs))
+    rows = [panel for panel in drawing.panels if "seconds" in panel.x]
+    others = [panel for panel in drawing.panels if "seconds" not in panel.x]  # damping and ratio
+    columns = 2 if not others else 3 if len(rows) > 1 else 4
     with matplotlib.rc_context(_STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
         figure = Figure(figsize=(1 + 4 * columns, 3.6 * len(rows)), layout=layout)
-        panels = figure.subplots(len(rows), columns, squeeze=False)
-        for own, (title, values) in zip(panels, rows.items(), strict=True):
-            for panel, axis in zip(own, ("epochs", "seconds"), strict=False):
-                _draw_panel(panel, title, groups, values, axis, _log_axis)
-        if damped:
-            damping, ratio, *empty = panels[:, 2:].flat
-            _draw_panel(damping, "Damping", groups, curves["damping"], "epochs", partial(_log_axis, whole=True))
-            title = "Reduction ratio ρ, running median"
-            _draw_panel(ratio, title, groups, curves["ratio"], "epochs", _ratio_axis)
-            for panel in empty:
-                panel.remove()
-        _draw_heading(figure, groups)
+        places = figure.subplots(len(rows), columns, squeeze=False)
+        for panel, own in zip(rows, places, strict=True):
+            _draw_panel(own[0], drawing, panel, "epochs")
+            _draw_panel(own[1], drawing, panel, "seconds")
+        free = list(places[:, 2:].flat)
+        for panel, place in zip(others, free, strict=False):
+            _draw_panel(place, drawing, panel, "epochs")
+        for place in free[len(others) :]:
+            place.remove()
+        figure.suptitle(_literal(drawing.title), x=0.012, ha="left", fontsize=12)
+        _draw_legend(figure, drawing)
     return figure
 
 
@@ -89,41 +73,35 @@ def images(figure: Figure) -> dict[str, bytes]:
     return files
 
 
-def _draw_panel(
-    panel: Axes,
-    title: str,
-    groups: Sequence[Group],
-    curves: Sequence[Curve | None],
-    axis: str,  # epochs or seconds
-    # sets up the axis of the values; returns where it has zero and where it ends
-    value_axis: Callable[[Axes, list[Curve]], tuple[float, float]],
-) -> None:
-    """Draw one quantity of all the groups."""
-    present = [curve for curve in curves if curve is not None]
-    panel.set_title(title)
-    if axis == "seconds":
-        _time_axis(panel, present)
-    else:
-        panel.set_xlabel("epochs")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    bottom, top = value_axis(panel, present)
-
-    def inside(values: Sequence[float]) -> list[float]:
-        """The values within reach of the panel: zero at its lower edge, infinity far above it."""
-        return [min(max(value, bottom), 1e6 * max(top, 1)) for value in values]
-
-    for index, (group, curve) in enumerate(zip(groups, curves, strict=True)):
+def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) -> None:
+    """Draw one quantity of all the groups against epochs or seconds."""
+    x, y = panel.x[horizontal], panel.y.get("log", panel.y["linear"])
+    place.set_title(panel.title)
+    place.set_xlabel(x.title)
+    place.set_xscale(x.scale, **({"linear_width": x.linear_width} if x.scale == "asinh" else {}))
+    place.set_yscale(y.scale)
+    for axis, ticks in ((place.xaxis, x.ticks), (place.yaxis, y.ticks)):
+        axis.set_ticks([value for value, _ in ticks], labels=[label for _, label in ticks])
+    place.minorticks_off()
+    place.set(xlim=(x.low, x.high), ylim=(y.low, y.high))  # after the ticks: those outside widen an axis
+    for guide in panel.guides:
+        place.axhline(guide, color="#666666", linewidth=1, linestyle=(0, (3, 2)), zorder=1)
+    for index, (entry, curve) in enumerate(zip(drawing.legend, panel.curves, strict=True)):
         if curve is None:
             continue
-        x = getattr(curve, axis)
+        along = getattr(curve, horizontal)
         # Not at every point of a long curve, and not at the same points for two curves that may coincide.
-        every = max(1, len(x) // 10)
-        marks = (index * every // len(groups), every)
-        panel.plot(x, inside(curve.middle), markevery=marks, **_line_style(group.look))
+        every = max(1, len(along) // 10)
+        marks = (index * every // len(drawing.legend), every)
+        place.plot(along, _inside(y, curve.middle), markevery=marks, **_line_style(entry.look))
         if max(curve.seeds) > 1:
-            low, high = inside(curve.low), inside(curve.high)
-            panel.fill_between(x, low, high, color=group.look.colour, alpha=0.16, linewidth=0)
-    panel.margins(x=0.02)
+            low, high = _inside(y, curve.low), _inside(y, curve.high)
+            place.fill_between(along, low, high, color=entry.look.colour, alpha=0.16, linewidth=0)
+
+
+def _inside(axis: Axis, values: Sequence[float]) -> list[float]:
+    """The values within reach of the axis: infinity lies far above it."""
+    return [min(max(value, axis.least), 1e6 * max(axis.high, 1)) for value in values]
 
 
 def _line_style(look: Look) -> dict[str, Any]:
@@ -139,131 +117,14 @@ def _line_style(look: Look) -> dict[str, Any]:
     }
 
 
-def _log_axis(panel: Axes, curves: Sequence[Curve], whole: bool = False) -> tuple[float, float]:
-    """A logarithmic axis for values from zero on; a zero is drawn, and labelled, at its lower edge.
-
-    Unless the `whole` of the curves is wanted, the axis ends where `_highest` says. Where there are values below
-    zero, the axis is linear.
-    """
-    values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
-    if min(values, default=0) < 0:
-        low, high = min(values), max(value for value in values if value < math.inf)
-        room = 0.05 * (high - low) or 1
-        panel.set_ylim(low - room, high + room)
-        return low - room, high + room
-    positive = [value for value in values if 0 < value < math.inf]
-    if not positive:  # nothing but zeros
-        panel.set_ylim(-0.05, 1)
-        return 0, 1
-    top = max(positive) if whole else _highest(curves, max(positive))
-    bottom = min(value for value in positive if value > _NEGLIGIBLE * top)
-    room = max((top / bottom) ** 0.05, 1.05)
-    low, high = bottom / room, top * room
-    ticks = _log_ticks(low, high)
-    labels = [_short(tick) for tick in ticks]
-    zero = low
-    if min(values) < bottom:
-        gap = max((top / bottom) ** 0.12, 1.5)
-        zero, low = bottom / gap, bottom / gap**1.3
-        labels = ["0", *(label for tick, label in zip(ticks, labels, strict=True) if tick >= bottom)]
-        ticks = [zero, *(tick for tick in ticks if tick >= bottom)]
-    panel.set_yscale("log")
-    panel.set_ylim(low, high)
-    panel.yaxis.set_ticks(ticks, labels=labels)
-    panel.minorticks_off()
-    return zero, high
-
-
-def _highest(curves: Sequence[Curve], largest: float) -> float:
-    """The largest value that a panel should show, so that what matters in the curves is not squeezed.
-
-    Left out are a run on its way to infinity, and the common start where it lies far above all that follows.
-    The page has the same rule.
-    """
-    starts = [curve.middle[0] for curve in curves if 0 < curve.middle[0] < math.inf]
-    later = [value for curve in curves for value in curve.middle[1:] if 0 < value < math.inf]
-    if not starts or max(len(curve.middle) for curve in curves) < 4:
-        return largest
-    top = min(largest, 10 * max(starts))
-    if not later or max(later) >= max(starts):
-        return top
-    above, whole = math.log(max(starts) / max(later)), math.log(max(starts) / min(later))
-    return max(later) if above > 0.4 * whole else top
-
-
-def _ratio_axis(panel: Axes, curves: Sequence[Curve]) -> tuple[float, float]:
-    """A linear axis around [0, 1], with the ratios at which damping changes."""
-    low = min([0.0, *(value for curve in curves for value in curve.low)])
-    high = max([1.0, *(value for curve in curves for value in curve.high)])
-    lowest, highest = RATIO_RANGE
-    labels = {tick: _short(tick) for tick in (0.0, *THRESHOLDS, 1.0)}
-    labels |= {lowest: f"≤−{-lowest:g}", highest: f"≥{highest:g}"}  # the curves end there
-    panel.yaxis.set_ticks(list(labels), labels=list(labels.values()))
-    panel.set_ylim(low - 0.05, high + 0.05)  # after the ticks: those outside widen the axis
-    for threshold in THRESHOLDS:
-        panel.axhline(threshold, color="#666666", linewidth=1, linestyle=(0, (3, 2)), zorder=1)
-    return low - 0.05, high + 0.05
-
-
-def _log_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """At most `most` round numbers between two bounds, about evenly spaced on a logarithmic axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    narrow = high < 5 * low
-    for digits in ((tuple(range(1, 10)),) if narrow else ()) + ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
-        ticks = [digit * 10.0**power for power in powers for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) <= most:
-            break
-    if len(ticks) < 3 and narrow:
-        even = MaxNLocator(most, steps=[1, 2, 5, 10]).tick_values(low, high)
-        return [float(tick) for tick in even if low <= tick <= high]
-    return ticks[:: math.ceil(len(ticks) / most)]
-
-
-def _time_axis(panel: Axes, curves: Sequence[Curve]) -> None:
-    """Seconds of training; where the ends lie far apart as log(1 + t / first), which keeps the common start."""
-    panel.set_xlabel("seconds of training")
-    ends = [curve.seconds[-1] for curve in curves if curve.seconds[-1] > 0]
-    if not ends or max(ends) <= LOG_TIME_ABOVE * min(ends):
-        return
-    first = min(second for curve in curves for second in curve.seconds if second > 0)
-    panel.set_xscale(  # odd, which leaves room for a margin before the start
-        "function",
-        functions=(
-            lambda t: np.sign(t) * np.log1p(np.abs(t) / first),
-            lambda u: np.sign(u) * first * np.expm1(np.abs(u)),
-        ),
-    )
-    panel.set_xlabel("seconds of training, logarithmic")
-    labels = {0.0: "0"}
-    for tick in _log_ticks(first, max(ends), most=9):
-        (before, label), own = list(labels.items())[-1], _short(tick)
-        gap = (math.log1p(tick / first) - math.log1p(before / first)) / math.log1p(max(ends) / first)
-        if gap > 0.012 * (len(label) + len(own) + 2):  # a digit takes about 0.02 of the width
-            labels[tick] = own
-    panel.xaxis.set_ticks(list(labels), labels=list(labels.values()))
-
-
-def _short(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
+def _draw_legend(figure: Figure, drawing: Drawing) -> None:
+    """The legend below the panels, in as many columns as there is room for."""
+    lines = [Line2D([], [], **_line_style(entry.look)) for entry in drawing.legend]
+    labels = [_literal(entry.label) for entry in drawing.legend]
+    columns = max(1, int(9 * figure.get_figwidth() / (max(map(len, labels)) + 7)))
+    figure.legend(lines, labels, loc="outside lower center", ncols=min(len(lines), columns), frameon=False)
 
 
 def _literal(text: str) -> str:
     """A text that matplotlib draws as it is: a dollar begins a formula, an underscore in front hides a label."""
     return ("" if text[:1] != "_" else " ") + text.replace("$", r"\$")
-
-
-def _draw_heading(figure: Figure, groups: Sequence[Group]) -> None:
-    """The title above the panels and the legend below them."""
-    seeds = max(group.seeds for group in groups)
-    title = _literal(groups[0].runs[0].config.dataset)
-    known = (run.config for group in groups for run in group.runs if not run.config.recorded)
-    if (config := next(known, None)) is not None:
-        title += f": network {network_name(config.widths)}, batches of {config.batch_size}"
-    if seeds > 1:
-        title += f"; median over {seeds} seeds, bands from smallest to largest"
-    figure.suptitle(title, x=0.012, ha="left", fontsize=12)
-    lines = [Line2D([], [], **_line_style(group.look)) for group in groups]
-    labels = [_literal(group.label) for group in groups]
-    columns = max(1, int(9 * figure.get_figwidth() / (max(map(len, labels)) + 7)))
-    figure.legend(lines, labels, loc="outside lower center", ncols=min(len(groups), columns), frameon=False)

@@ -22,8 +22,6 @@ RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far t
 _LONGEST = 200  # characters of a label
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
 
-_Series = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]  # step numbers in ascending order, values
-
 
 @dataclass(frozen=True)
 class Group:
@@ -113,58 +111,51 @@ def summarise(runs: Iterable[Run]) -> list[Summary]:
     return [summary_of(group) for members in by_dataset(runs).values() for group in groups_of(members)]
 
 
-def _ended(group: Group) -> list[Run]:
-    """The runs of a group that reached the last epoch."""
+def ended(group: Group) -> list[Run]:
+    """The runs of a group that reached its last epoch, one per seed."""
     last = max(_place(run, run.epochs[-1]) for run in group.runs)
-    return [run for run in group.runs if _place(run, run.epochs[-1]) == last]
+    return list({run.config.seed: run for run in group.runs if _place(run, run.epochs[-1]) == last}.values())
 
 
 def ends_of(group: Group) -> dict[str, list[float]]:
     """Where each seed that reached the last epoch ended, by quantity: no values where it was not measured."""
-    runs = list({run.config.seed: run for run in _ended(group)}.values())
+    runs = ended(group)
     ends = [run.epochs[-1] for run in runs]
     losses, errors = ([_measured(run, key) for run in runs] for key in ("test_loss", "test_error"))
     return {
-        "train_loss": [_number(end["train_loss"]) for end in ends],
+        "train_loss": [number(end["train_loss"]) for end in ends],
         "test_loss": [values[-1] for values in losses if values],
         "test_error": [values[-1] for values in errors if values],
         "best_test_error": [min(values) for values in errors if values],
         "seconds": [end["seconds"] for end in ends],
         "seconds_per_step": [end["seconds"] / end["step"] for end in ends if end["step"] > 0],
+        "damping": [_damping(run) for run in runs if _has_quantity(run, "damping")],
     }
 
 
 def summary_of(group: Group) -> Summary:
     """Where the runs of a group ended."""
-    runs, ends = _ended(group), ends_of(group)
-    damped = any(_has_quantity(run, "damping") for run in runs)
+    runs = ended(group)
     return Summary(
         dataset=runs[0].config.dataset,
         label=group.label,
         optimizer=runs[0].config.optimizer,
-        seeds=dataclasses.replace(group, runs=runs).seeds,
+        seeds=len(runs),
         seeds_started=group.seeds,
         epochs=runs[0].epochs[-1]["epoch"],
-        **{name: _median(values) for name, values in ends.items()},
-        damping=median(_damping(run) for run in runs if run.steps) if damped else math.nan,
+        **{name: median(values) if values else math.nan for name, values in ends_of(group).items()},
     )
 
 
 def _measured(run: Run, key: str) -> list[float]:
     """The values of a quantity at the evaluations that measured it."""
-    return [_number(record[key]) for record in run.epochs if key in record]
-
-
-def _median(values: Iterable[float]) -> float:
-    """The median, NaN of nothing."""
-    values = list(values)
-    return median(values) if values else math.nan
+    return [number(record[key]) for record in run.epochs if key in record]
 
 
 def _damping(run: Run) -> float:
     """The damping at the last evaluation, or at the nearest step before it; an interrupted run has later ones."""
     before = [step for step in run.steps if step["step"] <= run.epochs[-1]["step"]] or run.steps
-    return _number(before[-1]["damping"])
+    return number(before[-1]["damping"])
 
 
 def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
@@ -187,8 +178,8 @@ def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
         steps = _epoch_length(runs) or per_epoch.get(runs[0].config.batch_size)
         for name in ("train_loss", "test_error", "test_loss"):
             curves[name].append(_epoch_curve(runs, name))
-        curves["damping"].append(_step_curve(runs, "damping", math.inf, _nearest_value, steps))
-        ratio = _step_curve(runs, "ratio", -math.inf, _running_median, steps)  # not finite: the step failed
+        curves["damping"].append(_step_curve(runs, "damping", math.inf, steps))
+        ratio = _step_curve(runs, "ratio", -math.inf, steps, _RATIO_WINDOW)  # not finite: the step failed
         curves["ratio"].append(ratio and ratio.map(lambda value: min(max(value, lowest), highest)))
     pairs = zip(curves["test_loss"], curves["test_error"], strict=True)
     if not any(loss is not None and error is None for loss, error in pairs):
@@ -222,15 +213,15 @@ def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
     points = [by_place[place] for place in sorted(by_place)]
     epochs = [records[0]["epoch"] for records in points]
     seconds = [median(record["seconds"] for record in records) for records in points]
-    return _curve(epochs, seconds, [[_number(record[key]) for record in records] for records in points])
+    return _curve(epochs, seconds, [[number(record[key]) for record in records] for records in points])
 
 
 def _step_curve(
     runs: Sequence[Run],
     key: str,
     worst: float,  # in place of what is not finite
-    read: Callable[[_Series, float, float], float],  # (series, step, span of steps) to the value at that step
     per_epoch: float | None,
+    window: float = 0.0,  # of the longest run: the span of a running median
 ) -> Curve | None:
     """A quantity recorded after each step, at evenly spaced steps."""
     runs = [run for run in runs if run.steps]
@@ -240,26 +231,23 @@ def _step_curve(
     for run in runs:
         records = sorted(run.steps, key=lambda record: record["step"])
         steps = np.array([record["step"] for record in records], dtype=float)
-        series.append((steps, np.array([_number(record.get(key), worst) for record in records])))
+        series.append((steps, np.array([number(record.get(key), worst) for record in records])))
     longest = max((steps for steps, _ in series), key=lambda steps: steps[-1])
-    span = _RATIO_WINDOW * longest[-1]
+    half = window / 2 * longest[-1]
     grid = [float(longest[index]) for index in even_indices(len(longest))]
-    points = [[read(one, step, span) for one in series if step <= one[0][-1]] for step in grid]
+    points = [[_around(step, half, *one) for one in series if step <= one[0][-1]] for step in grid]
     return _curve([step / per_epoch for step in grid], [], points)
 
 
-def _nearest_value(series: _Series, step: float, span: float) -> float:
-    """The value recorded nearest to a step."""
-    steps, values = series
+def _around(step: float, half: float, steps: "np.ndarray[Any, Any]", values: "np.ndarray[Any, Any]") -> float:
+    """The median of the values recorded no further than `half` from a step, or else the nearest value."""
+    first, last = (
+        np.searchsorted(steps, step - half, side="left"),
+        np.searchsorted(steps, step + half, side="right"),
+    )
+    if last > first:
+        return float(median(values[first:last].tolist()))
     return float(values[np.abs(steps - step).argmin()])
-
-
-def _running_median(series: _Series, step: float, span: float) -> float:
-    """The median of the values recorded within half a span of a step, or else the nearest value."""
-    steps, values = series
-    first = np.searchsorted(steps, step - span / 2, side="left")
-    last = np.searchsorted(steps, step + span / 2, side="right")
-    return float(median(values[first:last].tolist())) if last > first else _nearest_value(series, step, span)
 
 
 def _curve(epochs: list[float], seconds: list[float], points: list[list[float]]) -> Curve:
@@ -273,7 +261,7 @@ def _curve(epochs: list[float], seconds: list[float], points: list[list[float]])
     )
 
 
-def _number(value: float | None, default: float = math.inf) -> float:
+def number(value: float | None, default: float = math.inf) -> float:
     """A recorded value, or the default for one that was not finite, which records hold as null."""
     return float(value) if value is not None and math.isfinite(value) else default
 

@@ -1,38 +1,33 @@
 """Tables, figures and a page from run folders on disk. Nothing here runs a model.
 
-The page is one HTML file with its data, style and program inside: page.html draws the numbers that come from here
-and asks for nothing from a network.
+The page is one HTML file with its data, style and program inside: page.html shows the numbers and texts that come
+from here and asks for nothing from a network.
 """
 
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from woodbury.experiments.config import NOT_INSTALLED, RunConfig
-from woodbury.experiments.figure import LOG_TIME_ABOVE, THRESHOLDS, draw, images
-from woodbury.experiments.medians import (
-    RATIO_RANGE,
-    Summary,
-    by_dataset,
-    curves_of,
-    groups_of,
-    summarise,
-    summary_of,
-)
+from woodbury.experiments.figure import draw, images
+from woodbury.experiments.medians import Group, Summary, by_dataset, groups_of, summarise, summary_of
 from woodbury.experiments.models import network_name
+from woodbury.experiments.panels import THRESHOLDS, describe
 from woodbury.experiments.runs import COMPACT, Run, compact, load
 from woodbury.experiments.storage import round_numbers, write_whole
-from woodbury.experiments.verdict import ENOUGH_SEEDS, standings, takeaway
+from woodbury.experiments.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
-__all__ = ["Run", "Summary", "draw", "html", "load", "summarise", "write", "write_page"]
+__all__ = ["Run", "Summary", "draw", "html", "load", "summarise", "write"]
 
 PAGE = "report.html"
+_ABSENT = "–"  # what was not measured
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -57,13 +52,6 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def write_page(runs: Sequence[Run], folder: Path, refresh: float | None = None) -> Path:
-    """Write the page alone; with `refresh` one that looks for a newer one after so many seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / PAGE, html(runs, refresh).encode())
-    return folder / PAGE
-
-
 def _file_stem(name: str, taken: Iterable[str]) -> str:
     """A name as the first part of a file name, which no file before it has."""
     stem = re.sub(r"[^\w.-]", "_", name)
@@ -75,54 +63,121 @@ def _file_stem(name: str, taken: Iterable[str]) -> str:
     return unique
 
 
-def html(runs: Iterable[Run], refresh: float | None = None) -> str:
-    """The interactive page, with one section per data set; with `refresh` it reloads after so many seconds."""
+def html(runs: Iterable[Run]) -> str:
+    """The interactive page, with one section per data set."""
+    # With the digits of the compact file, so that it gives the same page.
+    runs = [dataclasses.replace(run, **round_numbers({"epochs": run.epochs, "steps": run.steps})) for run in runs]
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
     data = json.dumps(round_numbers(sections), allow_nan=False)
     template = resources.files("woodbury.experiments").joinpath("page.html").read_text(encoding="utf-8")
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
-    page = template.replace("{{title}}", escape(title)).replace("{{refresh}}", json.dumps(refresh))
-    return page.replace("{{data}}", data.replace("<", "\\u003c"))
+    return template.replace("{{title}}", escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     """What the page shows of one data set."""
     groups = groups_of(runs)
-    tables = [group.runs[0].settings() for group in groups]
-    curves = curves_of(groups)
-    hidden = () if any(curves["test_loss"]) else ("test_loss",)
-    ahead = {name: each.leader for name, each in standings(groups).items() if each.is_clear}
-    entries = []
-    for index, (group, table) in enumerate(zip(groups, tables, strict=True)):
-        summary = dataclasses.asdict(summary_of(group))
-        own = {name: curve for name, each in curves.items() if (curve := each[index]) is not None}
-        entries.append(
-            {
-                "label": group.label,
-                "look": dataclasses.asdict(group.look),
-                "curves": {name: dataclasses.asdict(curve) for name, curve in own.items()},
-                "figures": {
-                    name: value
-                    for name, value in summary.items()
-                    if isinstance(value, int | float) and not math.isnan(value) and name not in hidden
-                },
-                "ahead": [name for name, leader in ahead.items() if leader == group.label],
-                "settings": {name: str(value) for name, value in table.items()},
-            }
-        )
+    drawing = describe(groups)
+    drawn = {panel.quantity for panel in drawing.panels}
+    low, high = THRESHOLDS
+    bands = "Lines are medians over the seeds, bands reach from the smallest to the largest value. "
+    ratio = (
+        "ρ is the decrease of the loss over the decrease that the quadratic model predicted: damping grows where "
+        f"it is below {low:g} and shrinks where it is above {high:g}."
+    )
+    bold = (
+        f"Bold where every seed lies below every seed of the others, with {ENOUGH_SEEDS} seeds or more each; "
+        "smaller differences may be chance."
+    )
     return {
         "title": dataset,
-        "takeaway": takeaway(groups, "test_error" if any(curves["test_error"]) else "test_loss"),
+        "takeaway": takeaway(groups, "test_error" if "test_error" in drawn else "test_loss"),
         "facts": _facts(runs),
-        "entries": entries,
-        "differing": _differing_names(tables),
-        "log_time_above": LOG_TIME_ABOVE,
-        "thresholds": THRESHOLDS,
-        "ratio_range": RATIO_RANGE,
-        "enough_seeds": ENOUGH_SEEDS,
-        "time_of": _time_of(runs),
+        "drawing": dataclasses.asdict(drawing),
+        "note": (bands if any(group.seeds > 1 for group in groups) else "") + _time_of(runs),
+        "ratio_note": ratio if "ratio" in drawn else "",
+        "ends": _ends_table(groups, hidden={"test_loss"} - drawn),
+        "ends_note": bold if len(groups) > 1 else "",
+        "settings": _settings_tables(groups),
     }
+
+
+# -- tables
+
+
+def _ends_table(groups: Sequence[Group], hidden: Collection[str]) -> dict[str, Any]:
+    """Where training ended: headings, and for each group a text below each and whether the group is ahead there.
+
+    Left out are `hidden` columns, and those that no group has.
+    """
+    race = race_of(groups)
+    rows = []
+    for group in groups:
+        end = summary_of(group)
+        to_target = race.seconds.get(group.label) if race else None
+        rows.append(
+            {
+                "train_loss": _written(end.train_loss),
+                "test_loss": _written(end.test_loss),
+                "test_error": _percent(end.test_error),
+                "best_test_error": _percent(end.best_test_error),
+                "seconds": _written(end.seconds),
+                "seconds_to_target": _written(median(to_target) if to_target else math.nan),
+                "seconds_per_step": _written(1000 * end.seconds_per_step),
+                "damping": _written(end.damping),
+                "seeds": _out_of(end.seeds, end.seeds_started),
+                "epochs": _out_of(end.epochs, group.runs[0].config.epochs),
+            }
+        )
+    titles = {name: name.replace("_", " ") for name in rows[0]}
+    titles |= {"seconds_per_step": "ms / step", "damping": "final damping"}
+    if race is not None:
+        titles["seconds_to_target"] = f"seconds to {race.target:.3g}"
+    shown = [name for name in titles if name not in hidden and any(row[name] != _ABSENT for row in rows)]
+    ahead = {(name, each.leader) for name, each in standings(groups).items() if each.is_clear}
+    cells = [
+        [{"text": row[name], "best": (name, group.label) in ahead} for name in shown]
+        for group, row in zip(groups, rows, strict=True)
+    ]
+    return {"columns": [titles[name] for name in shown], "rows": cells}
+
+
+def _written(value: float) -> str:
+    """Three digits."""
+    size = abs(value)
+    if math.isnan(value):
+        return _ABSENT
+    if math.isinf(value):
+        return "diverged"
+    if value == 0 or 1000 <= size < 1e5:
+        return f"{value:.0f}"
+    if 1e-3 <= size < 1000:
+        return f"{value:#.3g}".rstrip(".")
+    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %" if math.isfinite(value) else _written(value)
+
+
+def _out_of(reached: float, planned: float) -> str:
+    return f"{reached:.3g} of {planned:g}" if reached < planned else f"{reached:.3g}"
+
+
+def _settings_tables(groups: Sequence[Group]) -> dict[str, list[list[str | None]]]:
+    """All settings, and those that differ: each a row of its name and its value in every group that has it."""
+    tables = [group.runs[0].settings() for group in groups]
+    names = dict.fromkeys(name for table in tables for name in table)
+    differing = [name for name in names if len({table[name] for table in tables if name in table}) > 1]
+
+    def rows(names: Iterable[str]) -> list[list[str | None]]:
+        return [[name, *(str(table[name]) if name in table else None for table in tables)] for name in names]
+
+    return {"differing": rows(differing), "all": rows(names)}
+
+
+# -- facts
 
 
 def _time_of(runs: Sequence[Run]) -> str:
@@ -132,45 +187,26 @@ def _time_of(runs: Sequence[Run]) -> str:
     return f"Time counts {steps if kinds == {False} else loops if kinds == {True} else f'{steps}; {loops}'}."
 
 
-def _differing_names(tables: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names that do not have the same value in all the tables that have them."""
-    names = dict.fromkeys(name for table in tables for name in table)
-    return [name for name in names if len({table[name] for table in tables if name in table}) > 1]
-
-
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """What a reader must know of all the runs: each fact with the values it takes."""
     facts: dict[str, dict[str, None]] = {}  # by name, the values in order
     for run in runs:
         config = run.config
         samples = config.settings.get("curvature_samples", "")
+        # woodbury itself may not have been installed
+        versions = [f"{name} {version}" for name, version in config.versions.items() if version != NOT_INSTALLED]
         values = {
             "network": network_name(config.widths),
             "batch": f"{config.batch_size} samples" if config.batch_size else "",
-            "curvature from": _part_of_batch(samples) if samples != "" else "",
+            "curvature samples": "the whole batch" if samples is None else str(samples),
             "date": run.day,
             "machine": _machine(config),
-            "software": _software(config),
+            "software": ", ".join(versions),
         }
         for name, value in values.items():
             if value:
                 facts.setdefault(name, {})[value] = None
     return [(name, "; ".join(values)) for name, values in facts.items()]
-
-
-def _part_of_batch(samples: int | float | str | None) -> str:
-    """Curvature samples in words: a number of samples, a fraction of the batch, or a rule by its name."""
-    if samples is None:
-        return "the whole batch"
-    if isinstance(samples, str):
-        return samples
-    return f"{samples:.3g} of the batch" if isinstance(samples, float) else f"{samples} samples"
-
-
-def _software(config: RunConfig) -> str:
-    """Versions of the packages that the run could import; woodbury itself may not have been installed."""
-    installed = {name: version for name, version in config.versions.items() if version != NOT_INSTALLED}
-    return ", ".join(f"{name} {version}" for name, version in installed.items())
 
 
 def _machine(config: RunConfig) -> str:

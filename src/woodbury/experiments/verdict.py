@@ -1,4 +1,4 @@
-"""Which group of runs is ahead of the others by more than their seeds differ, and one line that says so.
+"""Which group of runs is ahead of the others by more than their seeds differ, and a few sentences that say so.
 
 A group is clearly ahead in a quantity if every one of its seeds lies below every seed of every other group, with
 three seeds or more in each: if two groups did not differ, 3 + 3 seeds would part like this, in favour of a given
@@ -6,11 +6,12 @@ one, once in 20 times. With fewer seeds nothing is known of chance, and nothing 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from woodbury.experiments.medians import Group, ends_of
+from woodbury.experiments.medians import Group, ended, ends_of, number
+from woodbury.experiments.runs import Run
 
 ENOUGH_SEEDS = 3
 COMPARED = ("train_loss", "test_loss", "test_error", "best_test_error", "seconds_per_step")
@@ -22,6 +23,8 @@ class Standing:
 
     leader: str  # the label with the lowest median
     value: float  # that median
+    next: str  # the label with the second lowest
+    next_value: float
     level: tuple[str, ...]  # labels of groups that are not clearly behind
     enough_seeds: bool
 
@@ -30,55 +33,96 @@ class Standing:
         return self.enough_seeds and not self.level
 
 
+@dataclass(frozen=True)
+class Race:
+    """Who is first at the lowest train loss that all reach."""
+
+    target: float  # that loss: the best one of the run whose best one is the highest
+    seconds: dict[str, list[float]]  # by label, of each seed: training up to the first evaluation at the target
+    absent: tuple[str, ...]  # labels of groups with a seed that never got below its start: they do not race
+
+
 def standing(values: Mapping[str, Sequence[float]]) -> Standing | None:
     """The standing of groups by their values, one per seed; None where there are not two groups to compare."""
     values = {label: own for label, own in values.items() if own}
     if len(values) < 2:
         return None
-    leader = min(values, key=lambda label: median(values[label]))
+    leader, second, *_ = sorted(values, key=lambda label: median(values[label]))
     worst = max(values[leader])
     level = tuple(label for label, own in values.items() if label != leader and not worst < min(own))
-    return Standing(
-        leader, median(values[leader]), level, all(len(own) >= ENOUGH_SEEDS for own in values.values())
-    )
+    enough = all(len(own) >= ENOUGH_SEEDS for own in values.values())
+    return Standing(leader, median(values[leader]), second, median(values[second]), level, enough)
 
 
 def standings(groups: Sequence[Group]) -> dict[str, Standing]:
-    """The standing in every quantity that at least two groups have."""
+    """The standing in every quantity that at least two groups have, with the race as `seconds_to_target`."""
     ends = {group.label: ends_of(group) for group in groups}
     found = {name: standing({label: own[name] for label, own in ends.items()}) for name in COMPARED}
+    if (race := race_of(groups)) is not None:
+        found["seconds_to_target"] = standing(race.seconds)
     return {name: each for name, each in found.items() if each is not None}
 
 
-def takeaway(groups: Sequence[Group], tested: str) -> str:
-    """One line: who ends lowest in train loss and in the tested quantity, and whether that may be chance."""
+def race_of(groups: Sequence[Group]) -> Race | None:
+    """The seconds that each seed takes to the lowest train loss that all reach; None without two groups."""
+    losses = {group.label: [_below_start(run) for run in ended(group)] for group in groups}
+    racing = {label: seeds for label, seeds in losses.items() if all(seeds)}
+    if len(racing) < 2:
+        return None
+    target = max(min(loss for _, loss in seed) for seeds in racing.values() for seed in seeds)
+    seconds = {
+        label: [next(time for time, loss in seed if loss <= target) for seed in seeds]
+        for label, seeds in racing.items()
+    }
+    return Race(target, seconds, tuple(label for label in losses if label not in racing))
+
+
+def _below_start(run: Run) -> list[tuple[float, float]]:
+    """Seconds and train loss at the evaluations of a run that lie below the one before training."""
+    points = [(record["seconds"], number(record["train_loss"])) for record in run.epochs]
+    start = min((loss for seconds, loss in points if seconds == 0), default=math.inf)
+    return [(seconds, loss) for seconds, loss in points if seconds > 0 and loss < start]
+
+
+def takeaway(groups: Sequence[Group], tested: str) -> list[str]:
+    """Sentences: who ends lowest in train loss and in the tested quantity, who is fastest, what may be chance."""
     found = standings(groups)
     shown = [name for name in ("train_loss", tested) if name in found]
     finite = [name for name in shown if math.isfinite(found[name].value)]
     if shown and not finite:
-        return "Every run diverged."
+        return ["Every run diverged."]
+    sentences = []
+    for name in finite:
+        value = f"{100 * found[name].value:.2f} %" if name == "test_error" else f"{found[name].value:.3g}"
+        lowest = f"Lowest {name.replace('_', ' ')}: {found[name].leader}, {value}"
+        sentences.append(lowest + _chance(found[name], "below"))
+    if (race := race_of(groups)) is not None:
+        sentences.append(_fastest(race, found["seconds_to_target"]))
     epochs = [max(run.epochs[-1]["epoch"] for run in group.runs) for group in groups]
-    unequal = f"They have trained for {min(epochs):g} to {max(epochs):g} epochs." if len(set(epochs)) > 1 else ""
-    return " ".join([*(_sentence(name, found[name]) for name in finite), unequal]).strip()
+    if len(set(epochs)) > 1:
+        sentences.append(f"They have trained for {min(epochs):g} to {max(epochs):g} epochs.")
+    return sentences
 
 
-def _sentence(quantity: str, standing: Standing) -> str:
-    name = quantity.replace("_", " ")
-    lowest = f"Lowest {name}: {standing.leader}, {_WRITE.get(quantity, _short)(standing.value)}"
+def _fastest(race: Race, first: Standing) -> str:
+    """Who is first at the target, and how many times as long the next one takes."""
+    all_of_them = f"all but {_in_words(race.absent)}" if race.absent else "all"
+    return (
+        f"Fastest to a train loss of {race.target:.3g}, the lowest that {all_of_them} reach: {first.leader}, "
+        f"{first.value:.3g} s; {first.next} takes {first.next_value / first.value:.3g} times as long"
+        + _chance(first, "before")
+    )
+
+
+def _chance(standing: Standing, ahead: str) -> str:
+    """The end of a sentence about a leader: whether its lead may be chance."""
     if standing.is_clear:
-        return f"{lowest}, every seed below every seed of the others."
+        return f", every seed {ahead} every seed of the others."
     if not standing.enough_seeds:
-        return f"{lowest}; with fewer than {ENOUGH_SEEDS} seeds each this may be chance."
-    return f"{lowest}, within the spread of the seeds of {_in_words(standing.level)}."
+        return f"; with fewer than {ENOUGH_SEEDS} seeds each this may be chance."
+    return f", within the spread of the seeds of {_in_words(standing.level)}."
 
 
 def _in_words(labels: Sequence[str]) -> str:
     *first, last = labels
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
-_WRITE: dict[str, Callable[[float], str]] = {"test_error": lambda value: f"{100 * value:.2f} %"}
