@@ -91,8 +91,8 @@ def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(few_digits: 
         assert {path.name for path in run.iterdir()} == {
             "config.json",
             "records.jsonl",
-            "records.crc32",
             "model.pt",
+            "complete",
         }
     assert (folder / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in folder.iterdir() if path.is_file()} == REPORT | {"digits.png", "digits.svg"}

@@ -43,6 +43,7 @@ import torch
 import torch._dynamo
 
 from woodbury import cli
+from woodbury.experiments.checkpoint import as_bytes
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps
@@ -103,36 +104,13 @@ class Forked:
 Process = subprocess.Popen[bytes] | Forked
 
 
-def digest(value: Any) -> str:
-    """A checksum of tensors and plain values, by their bits."""
-    found = hashlib.sha256()
-
-    def add(part: Any) -> None:
-        if isinstance(part, torch.Tensor):
-            found.update(f"{part.dtype}{tuple(part.shape)}".encode() + part.contiguous().numpy().tobytes())
-        elif isinstance(part, dict):
-            for key in sorted(part, key=repr):
-                found.update(repr(key).encode())
-                add(part[key])
-        elif isinstance(part, list | tuple):
-            for item in part:
-                add(item)
-        else:
-            found.update(repr(part).encode() + b";")
-
-    add(value)
-    return found.hexdigest()
-
-
-def state_in(checkpoint: bytes) -> tuple[int, str]:
-    """The step of a checkpoint, and the checksum of what the clock does not change; raises if it is not whole."""
+def state_in(checkpoint: bytes) -> tuple[int, bytes]:
+    """The step of a checkpoint, and the bits of what the clock does not change; raises if it is not whole."""
     header, _, content = checkpoint.partition(b"\n")
-    name, kind, version, checksum, length = header.decode().split(" ")
-    whole = hashlib.sha256(f"{version} {length}\n".encode() + content).hexdigest()
-    if (name, kind, checksum, int(length)) != ("woodbury", "checkpoint", whole, len(content)):
+    if header.split(b" ")[-1] != hashlib.sha256(content).hexdigest().encode():
         raise ValueError(f"no whole checkpoint: {header!r}")
     values = torch.load(io.BytesIO(content), weights_only=True)
-    return values["step"], digest({key: value for key, value in values.items() if key not in _TIMED})
+    return values["step"], as_bytes({key: value for key, value in values.items() if key not in _TIMED})
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
@@ -145,9 +123,9 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 class Whole:
     """A run that was left alone."""
 
-    weights: str
+    weights: bytes
     records: list[dict[str, Any]]
-    states: dict[int, str]  # by step
+    states: dict[int, bytes]  # by step
 
 
 # Keeps a copy of each checkpoint as it is written, under the number of its file.
@@ -178,11 +156,7 @@ def run_alone(optimizer: str, folder: Path) -> Whole:
     )
     run = folder / "out" / "digits-1" / f"{optimizer}-seed3"
     states = dict(state_in(copy.read_bytes()) for copy in copies.iterdir())
-    return Whole(weights_of(run), timeless(run), states)
-
-
-def weights_of(run: Path) -> str:
-    return digest(torch.load(run / "model.pt", weights_only=True))
+    return Whole((run / "model.pt").read_bytes(), timeless(run), states)
 
 
 @dataclass
@@ -258,14 +232,14 @@ def check_after_kill(out: Path, whole: Whole, counts: Counts) -> None:
 
 def check_at_end(out: Path, optimizer: str, whole: Whole, counts: Counts) -> None:
     """Compare the run that was killed with the one that was left alone."""
-    (run,) = (path.parent for path in _files(out, "model.pt"))
+    (run,) = (path.parent for path in _files(out, "complete"))
     counts.runs[optimizer] += 1
-    if weights_of(run) != whole.weights:
+    if (run / "model.pt").read_bytes() != whole.weights:
         counts.faults.append(f"{run}: other weights")
     if timeless(run) != whole.records:
         counts.faults.append(f"{run}: other records")
     names = {path.name for path in run.iterdir()}
-    if names != {"config.json", "records.jsonl", "records.crc32", "model.pt"}:
+    if names != {"config.json", "records.jsonl", "model.pt", "complete"}:
         counts.faults.append(f"{run}: it holds {sorted(names)}")
 
 
