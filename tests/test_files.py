@@ -218,7 +218,7 @@ def test_a_second_process_does_not_train_in_the_same_folder(tmp_path: Path) -> N
     folder = unfinished(tmp_path / "run")
     before = contents(folder)
     with Records(folder):
-        refusal(lambda: resume(folder), f"another process is training in {folder}")
+        refusal(lambda: resume(folder), f"{folder} is in use, by another process")
     assert contents(folder) == before
     resume(folder)
 

@@ -221,11 +221,8 @@ def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> 
         record.epoch(train_loss=1.0)
     assert is_complete(tmp_path)
     (run,) = read(tmp_path)
-    assert [(step["step"], step["epoch"], step["loss"]) for step in run.steps] == [
-        (1, 1, 3),
-        (2, 2, 1.5),
-        (3, 2, 1),
-    ]
+    steps = [(step["step"], step["epoch"], step["loss"]) for step in run.steps]
+    assert steps == [(1, 1, 3), (2, 2, 1.5), (3, 2, 1)]
     assert [(epoch["epoch"], epoch["step"]) for epoch in run.epochs] == [(1, 1), (2, 3)]
     with woodbury.Recorder(tmp_path, resume=True) as record:  # a complete run can go on too
         assert not is_complete(tmp_path)
@@ -375,9 +372,7 @@ def test_records_without_a_configuration_are_not_resumed(tmp_path: Path) -> None
 def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0)
-        with pytest.raises(
-            RunFolderError, match="in use, by another process or by a recorder that was not closed"
-        ):
+        with pytest.raises(RunFolderError, match="in use, by another process or a recorder that was not closed"):
             woodbury.Recorder(tmp_path, resume=True)
         record.epoch(train_loss=0.5)
     for call in (lambda: record.step(loss=1.0), lambda: record.epoch(train_loss=1.0), record.__enter__):
@@ -413,55 +408,35 @@ def test_wrong_arguments_are_named_before_anything_is_written(
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(RunFolderError, match="is in the way of a run folder: give another folder"):
+        with pytest.raises(OSError, match=str(tmp_path / "file")):
             start(folder)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("method", "arguments", "error", "message"),
     [
-        (lambda record: record.step(0.5), TypeError, r"such as loss=0\.5, not float"),
-        (
-            lambda record: record.step(loss=torch.ones(2)),
-            TypeError,
-            r"loss must be one real number, got a tensor of",
-        ),
-        (
-            lambda record: record.step(loss="low"),
-            TypeError,
-            "loss must be a number or a tensor with one element, got s",
-        ),
-        (lambda record: record.step({"kind": 1}), ValueError, "'kind' cannot be the name of a number"),
-        (
-            lambda record: record.step(step=2),
-            ValueError,
-            "step must be a whole number above 2, the last one, got 2",
-        ),
-        (lambda record: record.step(step=3.5), ValueError, r"above 2, the last one, got 3\.5"),
-        (lambda record: record.step(seconds=-1), ValueError, "seconds must be a finite number from 0 on, got -1"),
-        (lambda record: record.epoch(train_loss=None), TypeError, "every epoch needs the train loss"),
-        (lambda record: record.epoch(train_loss=1, epoch=1), ValueError, "from 0 on above 1, the last one, got 1"),
-        (
-            lambda record: record.epoch(train_loss=1, epoch=math.nan),
-            ValueError,
-            "epoch must be a number from 0 on",
-        ),
-        (
-            lambda record: record.epoch(train_loss=1, seconds=math.inf),
-            ValueError,
-            "seconds must be a finite number",
-        ),
-        (lambda record: record.epoch(train_loss=[1]), TypeError, "train_loss must be a number or a tensor"),
+        ("step", {"info": 0.5}, TypeError, r"such as loss=0\.5, not float"),
+        ("step", {"loss": torch.ones(2)}, TypeError, "loss must be one real number, got a tensor of shape"),
+        ("step", {"loss": "low"}, TypeError, "loss must be a number or a tensor with one element, got str"),
+        ("step", {"kind": 1}, ValueError, "'kind' cannot be the name of a number"),
+        ("step", {"step": 2}, ValueError, "step must be a whole number above 2, the last one, got 2"),
+        ("step", {"step": 3.5}, ValueError, r"above 2, the last one, got 3\.5"),
+        ("step", {"seconds": -1}, ValueError, "seconds must be a finite number from 0 on, got -1"),
+        ("epoch", {"train_loss": None}, TypeError, "every epoch needs the train loss"),
+        ("epoch", {"train_loss": [1]}, TypeError, "train_loss must be a number or a tensor"),
+        ("epoch", {"train_loss": 1, "epoch": 1}, ValueError, "from 0 on above 1, the last one, got 1"),
+        ("epoch", {"train_loss": 1, "epoch": math.nan}, ValueError, "epoch must be a number from 0 on"),
+        ("epoch", {"train_loss": 1, "seconds": math.inf}, ValueError, "seconds must be a finite number"),
     ],
 )
 def test_a_wrong_number_is_named_and_leaves_no_record(
-    call: Callable[[woodbury.Recorder], None], error: type[Exception], message: str, tmp_path: Path
+    method: str, arguments: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with start(tmp_path) as record:
         record.step(loss=1.0, step=2)
         record.epoch(train_loss=1.0)
         with pytest.raises(error, match=message):
-            call(record)
+            getattr(record, method)(**arguments)
         record.step(loss=0.5)
     (run,) = read(tmp_path)
     assert [step["step"] for step in run.steps] == [2, 3] and len(run.epochs) == 1
@@ -573,16 +548,7 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path: Path) -> None:
     with start(tmp_path / "d", "d") as record:
         record.epoch(train_loss=1.0, test_loss=2.0, test_error=0.5)
     assert panels(read(tmp_path / "d")) == ["Train loss"] * 2 + ["Test error, %"] * 2
-    every = [
-        "Train loss",
-        "Train loss",
-        "Damping",
-        "Test error, %",
-        "Test error, %",
-        ratio,
-        "Test loss",
-        "Test loss",
-    ]
+    every = [*["Train loss"] * 2, "Damping", *["Test error, %"] * 2, ratio, *["Test loss"] * 2]
     assert panels(read(tmp_path)) == every
     from woodbury.experiments import report
 

@@ -79,17 +79,8 @@ class Recorder:
         self._clock = Clock()
         self._records: Records | None = None
         self._config(asked, resume, overwrite)  # before anything is touched
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise RunFolderError(f"{self.folder} is in the way of a run folder: give another folder") from None
-        try:
-            self._records = Records(self.folder)
-        except RunFolderError:
-            raise RunFolderError(
-                f"{self.folder} is in use, by another process or by a recorder that was not closed: close it, "
-                "or give another folder"
-            ) from None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._records = Records(self.folder)
         try:
             config = self._config(asked, resume, overwrite)  # another process may just have been here
             self._begin(self._records, config, resume)
@@ -128,20 +119,22 @@ class Recorder:
         """Get the files ready for the first new record, in steps that each leave a folder that can be read."""
         for name in (CONFIG_FILE, COMPLETE_FILE):
             remove_unfinished(self.folder / name)
-        length = self._restore() if resume else 0
+        length = 0
+        if resume:
+            self._restore()
+            length = (self.folder / RECORDS_FILE).read_bytes().rfind(b"\n") + 1  # of whole lines
         (self.folder / COMPLETE_FILE).unlink(missing_ok=True)
         records.go_back(length)
         config.save(self.folder)
 
-    def _restore(self) -> int:
-        """Take up the numbers of the last whole records; return their length in bytes."""
+    def _restore(self) -> None:
+        """Take up the numbers of the last whole records."""
         kinds = read_records(self.folder)
         last = [records[-1] for records in kinds.values() if records]
         self._step = max((record["step"] for record in last), default=0)
         self._clock.seconds = max((record.get("seconds") or 0.0 for record in last), default=0.0)
         if kinds["epoch"]:
             self._epoch = kinds["epoch"][-1]["epoch"]
-        return (self.folder / RECORDS_FILE).read_bytes().rfind(b"\n") + 1
 
     @property
     def steps(self) -> int:

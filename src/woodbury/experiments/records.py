@@ -36,7 +36,7 @@ class Records:
         self._file = self._path.open("r+b")
         if not _lock(self._file.fileno()):
             self._file.close()
-            raise RunFolderError(f"another process is training in {folder}: wait until it ends, or stop it")
+            raise RunFolderError(f"{folder} is in use, by another process or a recorder that was not closed")
         self._sha256, self.length = hashlib.sha256(), 0
 
     def __enter__(self) -> "Records":
