@@ -193,7 +193,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits: None, tmp
     hf = ["train", "digits", "--optimizer", "hf", "--epochs", 1, "--out", tmp_path]
     assert invoke(*hf).exit_code == 0
     first = tmp_path / "digits-1" / "hf-seed0"
-    (first / "model.pt").unlink()  # as if it had been killed before its end
+    (first / "complete").unlink()  # as if it had been killed before its end
     assert invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path).exit_code == 0
     result = invoke(*hf, "--resume")
     assert result.exit_code == 0, result.output

@@ -260,6 +260,8 @@ def test_a_damaged_model_of_a_complete_run_is_named(whole: Path, copied: Path) -
     for place in (0, len(good) // 2, len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
         refusal(lambda: resume(copied), path, "is damaged", "delete complete, and the run counts as unfinished")
+    path.unlink()
+    refusal(lambda: resume(copied), path, "delete complete, and the run counts as unfinished")
     (copied / "complete").unlink()  # the way out
     resume(copied)
     assert_same_end(copied, whole)

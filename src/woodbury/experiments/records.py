@@ -114,7 +114,7 @@ def is_complete(folder: Path) -> bool:
 
 def read_complete(folder: Path, name: str) -> bytes:
     """A file of a run that has ended; raises RunFolderError unless it is as it was then."""
-    mark, content = folder / COMPLETE_FILE, read_file(folder / name)
+    mark, content = folder / COMPLETE_FILE, _read_if_there(folder / name)
     line = f"{hashlib.sha256(content).hexdigest()}  {name}"
     if line.encode() not in read_file(mark).split(b"\n"):
         raise RunFolderError(
@@ -124,16 +124,17 @@ def read_complete(folder: Path, name: str) -> bytes:
     return content
 
 
+def _read_if_there(path: Path) -> bytes:
+    return read_file(path) if path.exists() else b""
+
+
 def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The records of a run folder by kind, without a last line that was cut off.
 
     Raises RunFolderError that names the first line which is no record.
     """
     path = folder / RECORDS_FILE
-    if is_complete(folder):
-        content = read_complete(folder, RECORDS_FILE)
-    else:
-        content = read_file(path) if path.exists() else b""
+    content = read_complete(folder, RECORDS_FILE) if is_complete(folder) else _read_if_there(path)
     *lines, _cut = content.split(b"\n")
     records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KEYS}
     for number, line in enumerate(lines, start=1):
