@@ -84,13 +84,20 @@ class Started:
         self._process = SERVER.Process(target=_run_alone, args=(self._folder.name, whole, function, args))
         self._process.start()
 
+    def is_running(self):
+        return self._process.is_alive()
+
+    def kill(self):
+        self._process.kill()
+
     def wait(self, timeout=300):
         """Its exit status, standard output and standard error, as of subprocess.run with text=True."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        stdout, stderr = ((Path(self._folder.name) / name).read_text() for name in ("stdout", "stderr"))
+        files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        stdout, stderr = (file.read_text() if file.exists() else "" for file in files)  # killed before it had them
         self._folder.cleanup()
         return subprocess.CompletedProcess(self._process.name, self._process.exitcode, stdout, stderr)
 

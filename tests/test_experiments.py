@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 import processes
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
-from woodbury.experiments.config import FORMAT, RECORDED, RunConfig, full_settings
+from woodbury.experiments.config import RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import mlp
@@ -25,7 +25,7 @@ from woodbury.experiments.presets import PAPER, PRESETS
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train
 from woodbury.optim import OPTIMIZERS
 
-FILES = {"config.json", "records.jsonl", "records.crc32", "model.pt"}  # of a complete run
+FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complete run
 
 
 def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **settings: Any) -> RunConfig:
@@ -142,17 +142,6 @@ def test_a_damping_policy_is_saved_and_reloaded_by_its_name_and_fields(tmp_path:
     assert RunConfig.load(tmp_path).optimizer_settings()["damping"] == Constant(0.25)
 
 
-def test_a_run_of_format_2_is_the_same_run(tmp_path: Path) -> None:
-    """There the fields of a damping policy, always Levenberg-Marquardt's, have no name before them."""
-    config = small_run("smw-gn")
-    config.save(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["settings"]["damping"] = values["settings"]["damping"]["LevenbergMarquardt"]
-    del values["sha256"]
-    (tmp_path / "config.json").write_text(json.dumps({**values, "format": 2}))
-    assert RunConfig.load(tmp_path) == config
-
-
 @pytest.mark.parametrize(
     ("damping", "message"),
     [
@@ -161,14 +150,9 @@ def test_a_run_of_format_2_is_the_same_run(tmp_path: Path) -> None:
         ({"Constant": {"initial": -1.0}}, "damping must be positive and finite, got -1.0"),
     ],
 )
-def test_an_unknown_or_improper_damping_is_named(damping: dict[str, Any], message: str, tmp_path: Path) -> None:
-    small_run("smw-gn").save(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["settings"]["damping"] = damping
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(RunFolderError, match=message) as caught:
-        RunConfig.load(tmp_path)
-    assert str(tmp_path) in str(caught.value)
+def test_an_unknown_or_improper_damping_is_named(damping: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        small_run("smw-gn", damping=damping)
 
 
 def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
@@ -176,52 +160,10 @@ def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
         small_run("smw-gn", rate=1.0)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "is not a run folder: it has no config.json"),
-        ("{", "config.json is damaged"),
-        (
-            '{"dataset": "digits"}',
-            rf"written by another version of woodbury \(format 1, this one reads 2, 3, {FORMAT} and {RECORDED}\)",
-        ),
-        ('{"format": 99}', "format 99"),
-        ("[]", "another version"),
-        (f'{{"format": {FORMAT}}}', "is damaged: its configuration lacks batch_size"),
-    ],
-)
-def test_a_folder_that_is_no_run_of_this_version_raises_an_error_that_names_it(
-    content: str | None, message: str, tmp_path: Path
-) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(RunFolderError, match=message) as caught:
+def test_a_folder_without_a_configuration_is_no_run_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config\.json") as caught:
         RunConfig.load(tmp_path)
-    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((field.name, None) for field in dataclasses.fields(RunConfig) if field.name != "format"),
-        ("settings", [["lr", 0.1]]),
-        ("widths", 3),
-        ("widths", []),
-        ("widths", [64, "eight", 10]),
-        ("widths", [64, True, 10]),
-        ("epochs", "ten"),
-        ("epochs", 1.5),
-        ("seed", True),
-        ("machine", "a fast one"),
-    ],
-)
-def test_a_field_of_the_wrong_type_is_named(name: str, value: Any, tmp_path: Path) -> None:
-    small_run("smw-ng").save(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**values, name: value}))
-    with pytest.raises(RunFolderError) as caught:
-        RunConfig.load(tmp_path)
-    assert str(caught.value) == f"{tmp_path} is damaged: its configuration has no proper '{name}'"
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_mlp_weights_depend_on_the_seed_alone() -> None:
@@ -398,18 +340,6 @@ def test_a_complete_run_is_left_alone_and_an_absent_one_started(
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()} == before
     train(small_run(), tmp_path / "new", data=digits, resume=True)
     assert is_complete(tmp_path / "new")
-
-
-@pytest.mark.parametrize("damage", ["cut", "records"])
-def test_a_damaged_run_folder_is_named_and_not_trained_over(damage: str, tmp_path: Path, digits: Dataset) -> None:
-    with pytest.raises(InterruptedRunError):
-        train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
-    path = tmp_path / "run" / ("checkpoint.pt" if damage == "cut" else "records.jsonl")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(RunFolderError, match=path.name) as caught:
-        train(small_run("smw-ng"), tmp_path / "run", data=digits, resume=True)
-    assert "\n" not in str(caught.value)
-    assert path.read_bytes()[:100] == path.read_bytes()
 
 
 def test_a_signal_does_not_cut_a_step_in_two() -> None:

@@ -73,7 +73,8 @@ FLOORS = {
         ["smw", "hessian_free", "kfac"],
     ],
     "experiments": [
-        ["storage", "models", "looks", "errors"],
+        ["models", "looks", "errors"],
+        ["storage"],
         ["config", "files", "checkpoint", "records"],
         ["data", "presets", "folders"],
         ["readings"],

@@ -20,6 +20,8 @@ from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.medians import groups_of
 from woodbury.experiments.panels import Panel, describe
+from woodbury.experiments.storage import with_checksum
+from woodbury.policies import from_plain, to_plain
 
 LM = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 
@@ -49,7 +51,7 @@ def write_run(
     RunConfig(
         dataset=dataset,
         optimizer=optimizer,
-        settings=settings,
+        settings={name: to_plain(from_plain(value)) for name, value in settings.items()},
         widths=(4, 3, 2),
         batch_size=config.pop("batch_size", 60),
         epochs=epochs if planned is None else planned,
@@ -322,16 +324,16 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None
     fresh = write_run(tmp_path / "fresh")
     (fresh / "records.jsonl").unlink()
     odd = tmp_path / "odd.json"
-    odd.write_text(json.dumps({"runs": [{"config": config, "day": "", "steps": {"count": 2, "step": [1]}}]}))
+    odd.write_text(json.dumps(with_checksum({"groups": []})))
     for path, message in {
         tmp_path / "absent": "does not exist",
         tmp_path / "empty": "holds no run folders",
-        tmp_path / "note.txt": "neither a run folder nor a records.json",
-        tmp_path / "list.json": "lists no runs",
+        tmp_path / "note.txt": "is damaged, or no file of a run",
+        tmp_path / "list.json": "it is no JSON object",
         old: "another version",
         damaged: "is damaged",
         fresh: "no run has a result yet",
-        odd: "run 1 has no proper records",
+        odd: "is no records.json: it lists no runs",
     }.items():
         with pytest.raises(RunFolderError, match=message) as raised:
             report.load([path])

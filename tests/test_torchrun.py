@@ -60,7 +60,7 @@ def stop_after(steps: int) -> Any:
 
 def assert_close(one: Path, other: Path) -> None:
     """The same records, seconds apart, and the same network up to rounding."""
-    records = [read_records(folder, complete=True) for folder in (one, other)]
+    records = [read_records(folder) for folder in (one, other)]
     assert records[0].keys() == records[1].keys()
     for kind, ours in records[0].items():
         assert len(ours) == len(records[1][kind]) > 0
@@ -107,11 +107,11 @@ def stop_and_go_on(rank: int, world: int, folder: Path) -> list[int]:
     try:
         train(tiny_run("smw-gn", curvature_samples=None), folder / "gn", data=data, stop=told)
     except InterruptedRunError:
-        seen.append(len(read_records(folder / "gn", complete=False)["step"]))
+        seen.append(len(read_records(folder / "gn")["step"]))
     try:
         train(tiny_run("smw-gn", curvature_samples=8), folder / "subset", data=data, stop=stop_after(3))
     except InterruptedRunError:
-        seen.append(len(read_records(folder / "subset", complete=False)["step"]))
+        seen.append(len(read_records(folder / "subset")["step"]))
     for name in ("kfac", "adam"):
         train(tiny_run(name, **OPTIMIZERS[name]), folder / name, data=data, resume=True)
     return seen
@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
         assert_close(whole / name, cut / name)
     # The next batch has 1 sample, fewer than the 8 curvature samples: the batches before had more.
     train(tiny_run("smw-gn", curvature_samples=8), cut / "subset", data=data, resume=True)
-    assert len(read_records(cut / "subset", complete=True)["step"]) == 12
+    assert len(read_records(cut / "subset")["step"]) == 12
 
 
 def fail_to_write(rank: int, world: int, folder: Path) -> str:
@@ -189,7 +189,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     assert "process 0 of 2 waited for the others in vain" in survivor.replace("\n", " ")
     assert "Start again from the last checkpoint" in survivor.replace("\n", " ")
     cut = tmp_path / "cut" / "digits-1" / "smw-gn-seed0"
-    assert len(read_records(cut, complete=False)["step"]) == 4
+    assert len(read_records(cut)["step"]) == 4
     done = processes.run_alone(processes.command, *arguments, "--resume")
     assert done.returncode == 0, done.stdout + done.stderr
     train(RunConfig.load(cut), tmp_path / "whole")

@@ -44,14 +44,9 @@ class Log(ABC):
 
     def step(self, info: StepInfo | Mapping[str, Any] | None = None, **numbers: Any) -> None:
         """Log a step: what `optimizer.step` of woodbury returned, or numbers by name, or both."""
-        if info is not None and not isinstance(info, StepInfo | Mapping):
-            raise TypeError(
-                f"step takes a StepInfo, a mapping, or numbers by name such as loss=0.5, not {type(info).__name__}"
-            )
-        given = {**info, **numbers} if isinstance(info, Mapping) else numbers
-        values = {name: plain_number(name, value) for name, value in given.items()}
+        reading = Reading.of(info, numbers)
         self.steps += 1
-        reading = Reading({"step": self.steps}, info if isinstance(info, StepInfo) else None, values)
+        reading.counts["step"] = self.steps
         self._waiting.append(reading)
         if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
             self._write_waiting()

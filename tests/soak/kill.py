@@ -7,9 +7,6 @@ moments, half of them while a checkpoint is being written, and started again wit
 each kill the checkpoint is whole and equal to that of the same step of a run that was left alone: weights, state
 of the optimizer (damping, momentum, random generator), order of the batches. At the end weights and records are
 equal. Times in the records are left out.
-
-The runs left alone, and those to be killed while they start, are processes of their own. The others are forked
-from this one, which has imported everything and run nothing: so a start takes a second instead of ten.
 """
 
 from __future__ import annotations
@@ -21,28 +18,23 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a process with threads must not be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and where the processes are forked
 
-# What a run imports on its way: here once, before any fork.
-import sklearn.datasets
-import sklearn.model_selection  # noqa: F401
 import torch
-import torch._dynamo
 
-from woodbury import cli
+from tests import processes
+from woodbury.experiments import checkpoint
+from woodbury.experiments.checkpoint import as_bytes
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps
@@ -50,89 +42,19 @@ _TIMED = ("seconds", "records", "records_sha256")  # fields of a checkpoint that
 _LIMIT = 300.0  # seconds for one start: more means that it hangs
 
 
-def command(optimizer: str, out: Path) -> list[str]:
+def arguments_of(optimizer: str, out: Path) -> list[object]:
     """The command that trains; --resume starts a run that is not there."""
     options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--checkpoint-seconds", 0, "--resume"]
-    program = [sys.executable, "-m", "woodbury.cli", "train", "digits", "--optimizer", optimizer, "--out", out]
-    return [str(part) for part in [*program, *options]]
+    return ["train", "digits", "--optimizer", optimizer, "--out", out, *options]
 
 
-class Forked:
-    """The command in a process forked from this one, with the methods of subprocess.Popen."""
-
-    def __init__(self, arguments: list[str], log: BinaryIO) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                sys.argv = ["woodbury", *arguments]
-                cli.main()
-            except SystemExit as end:
-                status = end.code if isinstance(end.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float = 60.0) -> int:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process {self.pid} does not end")
-            time.sleep(0.005)
-        assert self.returncode is not None
-        return self.returncode
-
-
-Process = subprocess.Popen[bytes] | Forked
-
-
-def digest(value: Any) -> str:
-    """A checksum of tensors and plain values, by their bits."""
-    found = hashlib.sha256()
-
-    def add(part: Any) -> None:
-        if isinstance(part, torch.Tensor):
-            found.update(f"{part.dtype}{tuple(part.shape)}".encode() + part.contiguous().numpy().tobytes())
-        elif isinstance(part, dict):
-            for key in sorted(part, key=repr):
-                found.update(repr(key).encode())
-                add(part[key])
-        elif isinstance(part, list | tuple):
-            for item in part:
-                add(item)
-        else:
-            found.update(repr(part).encode() + b";")
-
-    add(value)
-    return found.hexdigest()
-
-
-def state_in(checkpoint: bytes) -> tuple[int, str]:
-    """The step of a checkpoint, and the checksum of what the clock does not change; raises if it is not whole."""
+def state_in(checkpoint: bytes) -> tuple[int, bytes]:
+    """The step of a checkpoint, and the bits of what the clock does not change; raises if it is not whole."""
     header, _, content = checkpoint.partition(b"\n")
-    name, kind, version, checksum, length = header.decode().split(" ")
-    whole = hashlib.sha256(f"{version} {length}\n".encode() + content).hexdigest()
-    if (name, kind, checksum, int(length)) != ("woodbury", "checkpoint", whole, len(content)):
+    if header.split(b" ")[-1] != hashlib.sha256(content).hexdigest().encode():
         raise ValueError(f"no whole checkpoint: {header!r}")
     values = torch.load(io.BytesIO(content), weights_only=True)
-    return values["step"], digest({key: value for key, value in values.items() if key not in _TIMED})
+    return values["step"], as_bytes({key: value for key, value in values.items() if key not in _TIMED})
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
@@ -145,44 +67,32 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 class Whole:
     """A run that was left alone."""
 
-    weights: str
+    weights: bytes
     records: list[dict[str, Any]]
-    states: dict[int, str]  # by step
+    states: dict[int, bytes]  # by step
 
 
-# Keeps a copy of each checkpoint as it is written, under the number of its file.
-_COPYING = """
-import sys
-from pathlib import Path
-from woodbury.experiments import checkpoint
-write, copies = checkpoint.write_whole, Path(sys.argv.pop(1))
-def write_and_copy(path, content):
-    (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
-    write(path, content)
-checkpoint.write_whole = write_and_copy
-from woodbury.cli import main
-main()
-"""
+def command_with_copies(copies: Path, *arguments: object) -> None:
+    """The command, which keeps a copy of each checkpoint as it is written, under the number of its file."""
+    write = checkpoint.write_whole
+
+    def write_and_copy(path: Path, content: bytes) -> None:
+        (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
+        write(path, content)
+
+    checkpoint.write_whole = write_and_copy
+    processes.command(*arguments)
 
 
 def run_alone(optimizer: str, folder: Path) -> Whole:
     """The same command without a kill."""
     copies = folder / "copies"
     copies.mkdir(parents=True)
-    arguments = command(optimizer, folder / "out")[3:]
-    subprocess.run(
-        [sys.executable, "-c", _COPYING, str(copies), *arguments],
-        check=True,
-        capture_output=True,
-        timeout=_LIMIT,
-    )
+    done = processes.run_alone(command_with_copies, copies, *arguments_of(optimizer, folder / "out"))
+    assert done.returncode == 0, done.stderr
     run = folder / "out" / "digits-1" / f"{optimizer}-seed3"
     states = dict(state_in(copy.read_bytes()) for copy in copies.iterdir())
-    return Whole(weights_of(run), timeless(run), states)
-
-
-def weights_of(run: Path) -> str:
-    return digest(torch.load(run / "model.pt", weights_only=True))
+    return Whole((run / "model.pt").read_bytes(), timeless(run), states)
 
 
 @dataclass
@@ -197,33 +107,32 @@ class Counts:
     faults: list[str] = field(default_factory=list)
 
 
-def wait_and_kill(process: Process, moment: str, out: Path, draw: random.Random) -> bool:
+def wait_and_kill(process: processes.Started, moment: str, out: Path, draw: random.Random) -> bool:
     """Kill the process at a moment of this kind; False if it ended before.
 
     start: within its first seconds; step: after a random number of records; write: while a checkpoint is written.
     """
     deadline = time.monotonic() + _LIMIT
     if moment == "start":
-        _sleep(process, draw.uniform(0, 4.0))
+        _sleep(process, draw.uniform(0, 2.0))
     else:
         grown = _size(out) + draw.randrange(1, 3000)  # bytes of records
-        while process.poll() is None and _size(out) < grown and time.monotonic() < deadline:
+        while process.is_running() and _size(out) < grown and time.monotonic() < deadline:
             time.sleep(0.002)
         if moment == "write":
-            while process.poll() is None and not _is_writing(out) and time.monotonic() < deadline:
+            while process.is_running() and not _is_writing(out) and time.monotonic() < deadline:
                 time.sleep(0.0001)
             _sleep(process, draw.choice((0.0, 0.0, 0.001 * draw.random(), 0.005 * draw.random())))
         else:
             _sleep(process, 0.02 * draw.random())
-    ended = process.poll() is not None
+    running = process.is_running()
     process.kill()
-    process.wait()
-    return not ended
+    return running
 
 
-def _sleep(process: Process, seconds: float) -> None:
+def _sleep(process: processes.Started, seconds: float) -> None:
     until = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < until:
+    while process.is_running() and time.monotonic() < until:
         time.sleep(min(0.0005, max(0.0, until - time.monotonic())))
 
 
@@ -258,14 +167,14 @@ def check_after_kill(out: Path, whole: Whole, counts: Counts) -> None:
 
 def check_at_end(out: Path, optimizer: str, whole: Whole, counts: Counts) -> None:
     """Compare the run that was killed with the one that was left alone."""
-    (run,) = (path.parent for path in _files(out, "model.pt"))
+    (run,) = (path.parent for path in _files(out, "complete"))
     counts.runs[optimizer] += 1
-    if weights_of(run) != whole.weights:
+    if (run / "model.pt").read_bytes() != whole.weights:
         counts.faults.append(f"{run}: other weights")
     if timeless(run) != whole.records:
         counts.faults.append(f"{run}: other records")
     names = {path.name for path in run.iterdir()}
-    if names != {"config.json", "records.jsonl", "records.crc32", "model.pt"}:
+    if names != {"config.json", "records.jsonl", "model.pt", "complete"}:
         counts.faults.append(f"{run}: it holds {sorted(names)}")
 
 
@@ -281,27 +190,19 @@ def soak(kills: int, seed: int, root: Path, show: bool = False) -> Counts:
         out, whole = root / f"job{job}", wholes[optimizer]
         ended = False
         while not ended:
-            with (root / "log").open("w+b") as log:
-                moment = draw.choices(("start", "step", "write"), (1, 4, 5))[0]
-                arguments = command(optimizer, out)
-                process: Process = (
-                    subprocess.Popen(arguments, stdout=log, stderr=log)
-                    if moment == "start"
-                    else Forked(arguments[3:], log)
-                )
-                counts.starts += 1
-                killed = sum(counts.kills.values()) < kills and wait_and_kill(process, moment, out, draw)
-                process.wait(_LIMIT)
-                log.seek(0)
-                said = log.read().decode(errors="replace")
+            moment = draw.choices(("start", "step", "write"), (1, 4, 5))[0]
+            process = processes.Started(processes.command, *arguments_of(optimizer, out))
+            counts.starts += 1
+            killed = sum(counts.kills.values()) < kills and wait_and_kill(process, moment, out, draw)
+            done = process.wait(_LIMIT)
             if killed:
                 counts.kills[moment] += 1
                 check_after_kill(out, whole, counts)
-            elif process.returncode == 0:
+            elif done.returncode == 0:
                 ended = True
                 check_at_end(out, optimizer, whole, counts)
             else:
-                counts.faults.append(f"{optimizer}: status {process.returncode}: {said[-500:]}")
+                counts.faults.append(f"{optimizer}: status {done.returncode}: {done.stderr[-500:]}")
             if show:
                 print(f"\r{sum(counts.kills.values())} of {kills} kills, {optimizer}  ", end="", file=sys.stderr)
             if counts.faults:

@@ -1,7 +1,7 @@
 """Numbers of a loop before they are read: on a device they wait, so that no step waits for them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -13,8 +13,6 @@ from torch import Tensor
 from woodbury.optim import StepInfo
 
 READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait for it
-EXACT = 2**53  # whole numbers up to here are exact as floats
-_NO_TRUTHS = ("epoch", "step", "seconds", "damping", "ratio", "train_loss", "test_loss", "test_error")
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,17 @@ class Reading:
     counts: dict[str, Any]
     info: StepInfo | None
     values: dict[str, Any]
+
+    @classmethod
+    def of(cls, info: StepInfo | Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> "Reading":
+        """What `optimizer.step` returned, or numbers by name, and more of them; without counts as yet."""
+        if info is not None and not isinstance(info, StepInfo | Mapping):
+            raise TypeError(
+                f"step takes a StepInfo, a mapping, or numbers by name such as loss=0.5, not {type(info).__name__}"
+            )
+        given = {**info, **numbers} if isinstance(info, Mapping) else numbers
+        values = {name: plain_number(name, value) for name, value in given.items()}
+        return cls({}, info if isinstance(info, StepInfo) else None, values)
 
     def is_on_device(self) -> bool:
         return any(isinstance(value, Tensor) for value in self.values.values()) or (
@@ -75,19 +84,15 @@ def wait_for_device() -> None:
 def plain_number(name: str, value: Any) -> Any:
     """The value as a plain number, or None; a tensor on a device as a copy of its own, to be read later."""
     if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex() or (value.dtype == torch.bool and name in _NO_TRUTHS):
-            raise TypeError(
-                f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
-            )
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}")
         if on_device(value):
             return value.detach().clone()  # without its graph, and whatever the loop adds to it
-        value = value.item()
-    if isinstance(value, bool) and name in _NO_TRUTHS:
-        raise TypeError(f"{name} must be a number, got {value}")
-    if value is None or isinstance(value, bool | float):
+        return value.item()
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Real):
-        return whole if isinstance(value, Integral) and abs(whole := int(value)) <= EXACT else float(value)
+        return int(value) if isinstance(value, Integral) else float(value)
     raise TypeError(f"{name} must be a number or a tensor with one element, got {type(value).__name__}")
 
 

@@ -2,39 +2,28 @@
 
 config.json     problem, method, settings, seed, versions, machine, with a checksum
 records.jsonl   {"kind": "step", ...} for each call of `step`, {"kind": "epoch", ...} for each of `epoch`
-records.crc32   a check value for each line of the records
-complete        an empty file; where it exists the run is complete
+complete        the checksum of the records; where it exists the run is complete
 """
 
 import dataclasses
+import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, RunConfig, is_name, is_setting
+from woodbury.experiments.config import CONFIG_FILE, RunConfig, is_name
 from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.folders import COMPLETE_FILE, MODEL_FILE, is_complete
-from woodbury.experiments.readings import (
-    EXACT,
-    READ_EVERY,
-    Clock,
-    Reading,
-    plain_number,
-    read_number,
-    wait_for_device,
-)
-from woodbury.experiments.records import CHECKS_FILE, RECORDS_FILE, Records, read_records
-from woodbury.experiments.storage import remove_unfinished, sync_folder, write_whole
+from woodbury.experiments.readings import READ_EVERY, Clock, Reading, plain_number, read_number, wait_for_device
+from woodbury.experiments.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
+from woodbury.experiments.storage import remove_unfinished
 from woodbury.optim import StepInfo
 from woodbury.policies import from_plain, to_plain
 
-_LARGEST_SEED = 2**63 - 1
-_FIELDS = {"problem": "dataset", "method": "optimizer"}  # of RunConfig, where they have other names there
+_ARGUMENTS = {"dataset": "problem", "optimizer": "method"}  # of a recorder, by the names they have in a RunConfig
 
 
 class Recorder:
@@ -83,25 +72,15 @@ class Recorder:
         if resume and overwrite:
             raise ValueError("resume=True goes on with the records and overwrite=True removes them: choose one")
         self.folder = Path(folder)
-        given = {"problem": problem, "method": method, "settings": settings, "seed": seed}
-        asked = {name: _CHECKS[name](value) for name, value in given.items() if value is not None}
+        asked = _checked(dataset=problem, optimizer=method, settings=settings, seed=seed)
         self._step = 0  # of the last record
         self._epoch: float | None = None
         self._waiting: deque[Reading] = deque()  # with numbers that are still on a device
         self._clock = Clock()
-        config = self._config(asked, resume, overwrite)  # before anything is touched
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise RunFolderError(f"{self.folder} is in the way of a run folder: give another folder") from None
         self._records: Records | None = None
-        try:
-            self._records = Records(self.folder)
-        except RunFolderError:
-            raise RunFolderError(
-                f"{self.folder} is in use, by another process or by a recorder that was not closed: close it, "
-                "or give another folder"
-            ) from None
+        self._config(asked, resume, overwrite)  # before anything is touched
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._records = Records(self.folder)
         try:
             config = self._config(asked, resume, overwrite)  # another process may just have been here
             self._begin(self._records, config, resume)
@@ -112,59 +91,50 @@ class Recorder:
 
     def _config(self, asked: Mapping[str, Any], resume: bool, overwrite: bool) -> RunConfig:
         """The configuration of the run, or RunFolderError if there is a run that has to stay as it is."""
-        folder = self.folder
+        folder, ways_out = self.folder, "give another folder, or overwrite=True to remove its records"
+        records = folder / RECORDS_FILE
+        has_records = records.exists() and records.stat().st_size > 0
         saved = RunConfig.load(folder) if RunConfig.is_in(folder) else None
-        if (saved is not None and not saved.recorded) or (folder / MODEL_FILE).exists():
+        if saved is not None and not saved.recorded:
             raise RunFolderError(f"{folder} holds a run of `woodbury train`: record in another folder")
-        if not resume and not overwrite and _has_records(folder):
-            raise RunFolderError(
-                f"{folder} holds a run already: give another folder, resume=True to go on with it, "
-                "or overwrite=True to remove its records"
-            )
-        if resume and saved is None and _has_records(folder):
-            raise RunFolderError(
-                f"cannot resume {folder}: it has no {CONFIG_FILE}; give another folder, "
-                "or overwrite=True to remove its records"
-            )
+        if has_records and not resume and not overwrite:
+            raise RunFolderError(f"{folder} holds a run already: resume=True goes on with it; or {ways_out}")
+        if has_records and resume and saved is None:
+            raise RunFolderError(f"cannot resume {folder}: it has no {CONFIG_FILE}; {ways_out}")
         if resume and saved is not None:
-            config = dataclasses.replace(saved, **{_FIELDS.get(name, name): asked[name] for name in asked})
-            for field, (there, here) in saved.differences(config).items():
-                name = next((name for name, own in _FIELDS.items() if own == field), field)
+            for field, (there, here) in saved.differences(dataclasses.replace(saved, **asked)).items():
+                name = _ARGUMENTS.get(field, field)
                 raise RunFolderError(
-                    f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; "
-                    "give another folder, or overwrite=True to remove its records"
+                    f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; {ways_out}"
                 )
             return saved
-        for name in ("problem", "method"):
-            if name not in asked:
+        for field, name in _ARGUMENTS.items():
+            if field not in asked:
                 raise ValueError(f"a new run in {folder} needs its {name}: Recorder(folder, {name}=...)")
         return RunConfig.of_loop(
-            asked["problem"], asked["method"], asked.get("settings", {}), asked.get("seed", 0)
+            asked["dataset"], asked["optimizer"], asked.get("settings", {}), asked.get("seed", 0)
         )
 
     def _begin(self, records: Records, config: RunConfig, resume: bool) -> None:
         """Get the files ready for the first new record, in steps that each leave a folder that can be read."""
-        folder = self.folder
-        for name in (CONFIG_FILE, CHECKS_FILE, COMPLETE_FILE):
-            remove_unfinished(folder / name)
-        goes_on = resume and RunConfig.is_in(folder)
-        length = self._restore() if goes_on else 0
-        (folder / COMPLETE_FILE).unlink(missing_ok=True)
-        records.go_back(length, None)
-        if not goes_on:
-            config.save(folder)
+        for name in (CONFIG_FILE, COMPLETE_FILE):
+            remove_unfinished(self.folder / name)
+        length = 0
+        if resume:
+            self._restore()
+            length = (self.folder / RECORDS_FILE).read_bytes().rfind(b"\n") + 1  # of whole lines
+        (self.folder / COMPLETE_FILE).unlink(missing_ok=True)
+        records.go_back(length)
+        config.save(self.folder)
 
-    def _restore(self) -> int:
-        """Take up the numbers of the last whole records; return their length in bytes."""
-        kinds = read_records(self.folder, is_complete(self.folder, recorded=True), recorded=True)
+    def _restore(self) -> None:
+        """Take up the numbers of the last whole records."""
+        kinds = read_records(self.folder)
         last = [records[-1] for records in kinds.values() if records]
         self._step = max((record["step"] for record in last), default=0)
         self._clock.seconds = max((record.get("seconds") or 0.0 for record in last), default=0.0)
         if kinds["epoch"]:
             self._epoch = kinds["epoch"][-1]["epoch"]
-        return (self.folder / RECORDS_FILE).read_bytes().rfind(b"\n") + 1
-
-    # -- the loop ---------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -192,25 +162,18 @@ class Recorder:
         if len(self._waiting) + 1 >= READ_EVERY:
             wait_for_device()
         with self._clock.stopped():
-            self._check_open()
-            if info is not None and not isinstance(info, StepInfo | Mapping):
-                raise TypeError(
-                    f"step takes a StepInfo, a mapping, or numbers by name such as loss={info!r:.40}, "
-                    f"not {type(info).__name__}"
-                )
-            given = {**info, **numbers} if isinstance(info, Mapping) else numbers
-            values = {name: plain_number(name, value) for name, value in given.items()}
-            for name in values:
-                if not is_name(name) or name == "kind":
-                    raise ValueError(f"{name!r:.40} cannot be the name of a number: give it another one")
-            step = read_number(values.pop("step", self._step + 1))
-            if not isinstance(step, int) or not self._step < step <= EXACT:
+            self._open_records()
+            reading = Reading.of(info, numbers)
+            if "kind" in reading.values:
+                raise ValueError("'kind' cannot be the name of a number: give it another one")
+            step = read_number(reading.values.pop("step", self._step + 1))
+            if not isinstance(step, int) or step <= self._step:
                 raise ValueError(f"step must be a whole number above {self._step}, the last one, got {step!r}")
-            seconds = self._set_clock(values.pop("seconds", None))
+            seconds = self._set_clock(reading.values.pop("seconds", None))
             self._step = step
             epoch = math.floor(self.epochs) + 1
-            counts = {"kind": "step", "epoch": epoch, "step": step, "seconds": seconds, "damping": None}
-            self._waiting.append(Reading(counts, info if isinstance(info, StepInfo) else None, values))
+            reading.counts.update(kind="step", epoch=epoch, step=step, seconds=seconds, damping=None)
+            self._waiting.append(reading)
             if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
                 self._write_waiting()
 
@@ -235,31 +198,26 @@ class Recorder:
         """
         wait_for_device()  # for the steps, whose time counts; what follows does not
         with self._clock.stopped():
-            self._check_open()
+            records = self._open_records()
             given = {"train_loss": train_loss, "test_loss": test_loss, "test_error": test_error}
             values = {name: read_number(plain_number(name, value)) for name, value in given.items()}
             if values["train_loss"] is None:
                 raise TypeError("train_loss is None: every epoch needs the train loss")
-            if values["test_error"] is not None and values["test_error"] < 0:
-                raise ValueError(f"test_error must be a fraction, not below zero, got {values['test_error']}")
             number = math.floor(self.epochs) + 1 if epoch is None else read_number(plain_number("epoch", epoch))
-            if isinstance(number, bool) or not 0 <= number <= EXACT or not self._follows(number):
+            if not 0 <= number < math.inf or (self._epoch is not None and number <= self._epoch):
                 behind = "" if self._epoch is None else f" above {self._epoch}, the last one"
                 raise ValueError(f"epoch must be a number from 0 on{behind}, got {number!r}")
             at = self._set_clock(None if seconds is None else plain_number("seconds", seconds))
             self._write_waiting()
             self._epoch = number
             measured = {name: value for name, value in values.items() if value is not None}
-            self._write({"kind": "epoch", "epoch": number, "step": self._step, "seconds": at, **measured})
-
-    def _follows(self, epoch: float) -> bool:
-        return self._epoch is None or epoch > self._epoch
+            records.write({"kind": "epoch", "epoch": number, "step": self._step, "seconds": at, **measured})
 
     def _set_clock(self, seconds: Any) -> float:
         """The seconds of a record: those given, from which the clock goes on, or those of the clock."""
         if seconds is not None:
             value = read_number(seconds)
-            if isinstance(value, bool) or not 0 <= value < math.inf:
+            if not 0 <= value < math.inf:
                 raise ValueError(f"seconds must be a finite number from 0 on, got {value!r}")
             self._clock.seconds = float(value)
         return self._clock.seconds
@@ -271,8 +229,6 @@ class Recorder:
         with self._clock.stopped():
             yield
 
-    # -- the end ----------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Write what is left and mark the run as complete."""
         if self._records is None:
@@ -280,13 +236,12 @@ class Recorder:
         try:
             self._write_waiting()
             self._records.sync()
-            write_whole(self.folder / COMPLETE_FILE, b"")
-            sync_folder(self.folder)
+            mark_complete(self.folder, {RECORDS_FILE: self._records.sha256})
         finally:
             self._end()
 
     def __enter__(self) -> "Recorder":
-        self._check_open()
+        self._open_records()
         self._clock.restart()
         return self
 
@@ -305,79 +260,43 @@ class Recorder:
             self._records.__exit__()
             self._records = None
 
-    def _check_open(self) -> None:
+    def _open_records(self) -> Records:
         if self._records is None:
             raise RunFolderError(f"the recorder of {self.folder} is closed: Recorder(folder, resume=True) goes on")
-
-    # -- writing ----------------------------------------------------------------------------------------------
+        return self._records
 
     def _write_waiting(self) -> None:
         """Write the steps whose numbers have not been read yet."""
         while self._waiting:
             step = self._waiting.popleft()  # first: no line may be there twice, whenever Ctrl-C comes
-            self._write(step.read())
-
-    def _write(self, record: dict[str, Any]) -> None:
-        """Append a record, all of it or, if this is interrupted, nothing."""
-        assert self._records is not None
-        before = self._records.length
-        try:
-            self._records.write(record)
-        except BaseException:
-            self._records.go_back(before, None)
-            raise
+            self._open_records().write(step.read())
 
 
-def _has_records(folder: Path) -> bool:
-    path = folder / RECORDS_FILE
-    return path.exists() and path.stat().st_size > 0
-
-
-def _check_name(what: str, name: Any) -> str:
-    if not is_name(name):
-        raise ValueError(f"{what} must be a short line of printable text, got {name!r:.80}")
-    return str(name)
-
-
-def _check_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) <= _LARGEST_SEED:
-        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r:.80}")
-    return int(seed)
-
-
-def _check_settings(settings: Any) -> dict[str, Any]:
-    """The settings as JSON gives them back, so that a saved run can be compared with the one asked for."""
-    if not isinstance(settings, Mapping):
-        raise TypeError(f"settings must be a mapping of names to values, got {type(settings).__name__}")
-    return {_check_name("the name of a setting", name): _setting(name, value) for name, value in settings.items()}
+def _checked(**arguments: Any) -> dict[str, Any]:
+    """The arguments that were given, by the names they have in a RunConfig."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for field, name in _ARGUMENTS.items():
+        if field in given and not is_name(given[field]):
+            raise ValueError(f"{name} must be a short line of printable text, got {given[field]!r:.80}")
+    if "settings" in given:
+        given["settings"] = {str(name): _setting(name, value) for name, value in given["settings"].items()}
+    if "seed" in given:
+        if not isinstance(given["seed"], Integral) or given["seed"] < 0:
+            raise ValueError(f"seed must be a whole number from 0 on, got {given['seed']!r:.80}")
+        given["seed"] = int(given["seed"])
+    return given
 
 
 def _setting(name: str, value: Any) -> Any:
-    plain = _plain(value)
-    if not is_setting(plain):
-        raise ValueError(
-            f"settings: {name} must be a finite number, a short text, true, false, None, a list of these or a "
-            f"damping policy, got {value!r:.80}; its str() would do"
-        )
+    """A setting as JSON gives it back, so that a saved run can be compared with the one asked for."""
+
+    def number(item: Any) -> Any:  # one that json does not know, such as numpy's
+        return read_number(plain_number(name, item))
+
     try:
-        return to_plain(from_plain(plain))
-    except (TypeError, ValueError) as error:
+        return json.loads(json.dumps(to_plain(from_plain(value)), allow_nan=False, default=number))
+    except (TypeError, ValueError):
         raise ValueError(
-            f"settings: {name} is a mapping that is no policy ({error}); give its entries one by one"
+            f"settings: {name} must be a finite number, a text, true, false, None, a list of these or a "
+            f"damping policy, got {value!r:.80}; its str() would do"
         ) from None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return to_plain(value)
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "problem": partial(_check_name, "problem"),
-    "method": partial(_check_name, "method"),
-    "settings": _check_settings,
-    "seed": _check_seed,
-}

@@ -1,35 +1,30 @@
-"""The records of a run: one JSON object per line, with a check value for each line in a file beside it.
+"""The records of a run, one JSON object per line, and the mark of its end.
 
     records.jsonl   {"kind": "step", ...} after each step, {"kind": "epoch", ...} at each evaluation
-    records.crc32   line k: the CRC-32 of records.jsonl from its start to the end of its line k, in hexadecimal
+    complete        the SHA-256 of each file of a run that has ended, as `sha256sum` writes and checks them
 
-Any change of a line, and lines that are lost, repeated or exchanged, are noticed when the records are read. Not
-noticed are lines missing at the end of an unfinished run, which may have been killed there (`--resume` notices if
-its checkpoint knows of them), and changed numbers in a folder without records.crc32, as older versions wrote it.
+The records of a complete run are compared with their checksum whenever they are read, those before a checkpoint
+when a run goes on from it. Of an unfinished run each line must be a record. There a changed digit is not noticed,
+nor are lines missing at the end, where the run may have been killed.
 """
 
 import hashlib
 import json
 import math
 import os
-import zlib
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.storage import read_json, write_whole
+from woodbury.experiments.errors import RunFolderError
+from woodbury.experiments.storage import read_file, read_json, sync_folder, write_whole
 
-RECORDS_FILE, CHECKS_FILE = "records.jsonl", "records.crc32"
-EPOCH_KEYS = ("epoch", "step", "seconds", "train_loss", "test_error")
-# What a record must hold, and what it may hold. A number that must be there is finite and not negative. Null is a
-# number that is not finite; what was not measured is absent.
-_KEYS = {"epoch": EPOCH_KEYS, "step": ("step", "damping")}
-_OPTIONAL: dict[str, tuple[str, ...]] = {"epoch": ("test_loss",), "step": ("ratio", "seconds")}
-_MEASURED = ("test_error",)  # which `woodbury train` always writes, and a recorded run may lack
-_NEEDED = ("epoch", "step", "seconds")
-_LARGEST = 2**53  # whole numbers up to here are exact as floats
-_REMEDY = f"delete {CHECKS_FILE} to read the records as they are"
-_OTHER_PROCESS = "another process is training in {}: wait until it ends, or stop it"
+RECORDS_FILE, COMPLETE_FILE = "records.jsonl", "complete"
+# What a record must hold. All numbers but these counts may be null, which says that they are not finite.
+_KEYS = {"step": ("step", "damping"), "epoch": ("epoch", "step", "seconds", "train_loss")}
+_COUNTS = ("epoch", "step", "seconds")
+_LARGEST = sys.float_info.max  # a whole number may be larger, and then is no float
 
 
 class Records:
@@ -41,65 +36,47 @@ class Records:
         self._file = self._path.open("r+b")
         if not _lock(self._file.fileno()):
             self._file.close()
-            raise RunFolderError(_OTHER_PROCESS.format(folder))
-        self._checks: BinaryIO | None = None  # open from `go_back` on
-        self._sha256, self._crc32, self.length = hashlib.sha256(), 0, 0
+            raise RunFolderError(f"{folder} is in use, by another process or a recorder that was not closed")
+        self._sha256, self.length = hashlib.sha256(), 0
 
     def __enter__(self) -> "Records":
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._checks is not None:
-            self._checks.close()
         self._file.close()  # which ends the lock
 
-    def go_back(self, length: int, sha256: str | None) -> None:
+    def go_back(self, length: int, sha256: str | None = None) -> None:
         """Keep the first `length` bytes, whose checksum is this (None: not known), and go on behind them.
 
         Raises ValueError, and changes nothing, if they are not there or have another checksum.
         """
-        if self._file.seek(0, os.SEEK_END) < length:
-            raise ValueError(f"{self._path.name} is shorter than when the checkpoint was written")
         self._file.seek(0)
         content = self._file.read(length)
-        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+        if len(content) < length or sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise ValueError(f"{self._path.name} has changed since the checkpoint was written")
-        if content and not content.endswith(b"\n"):
-            raise ValueError(f"{self._path.name} has no end of a line where the checkpoint was written")
-        checks = []
-        self._sha256, self._crc32 = hashlib.sha256(content), 0
-        for line in content.split(b"\n")[:-1]:
-            self._crc32 = zlib.crc32(line + b"\n", self._crc32)
-            checks.append(f"{self._crc32:08x}\n")
-        self._file.truncate(length)  # before the checks: there may be too many of them, never too few
-        self._file.seek(length)
-        self.length = length
-        path = self._path.with_name(CHECKS_FILE)
-        write_whole(path, "".join(checks).encode())
-        self._checks = path.open("ab")
+        self._file.truncate(length)
+        self._sha256, self.length = hashlib.sha256(content), length
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, with null for numbers that are not finite. A run that is killed loses none."""
-        assert self._checks is not None, "go_back comes first"
+        """Append a record, with null for numbers that are not finite: all of it or, if interrupted, nothing."""
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        self._crc32 = zlib.crc32(line, self._crc32)
-        self._checks.write(b"%08x\n" % self._crc32)
-        self._checks.flush()
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()  # a process that is killed later has not lost it
+        except BaseException:
+            self.go_back(self.length)
+            raise
         self._sha256.update(line)
         self.length += len(line)
 
     def sync(self) -> None:
         """Wait until everything is on disk."""
-        for file in (self._checks, self._file):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     @property
     def sha256(self) -> str:
@@ -122,23 +99,43 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def read_records(folder: Path, complete: bool, recorded: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The records of a run folder by kind.
+def mark_complete(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Say that the run in a folder has ended, with the SHA-256 of its files by name; they are on disk before."""
+    sync_folder(folder)
+    lines = [f"{sha256}  {name}\n" for name, sha256 in checksums.items()]
+    write_whole(folder / COMPLETE_FILE, "".join(lines).encode())
+    sync_folder(folder)
 
-    `complete` says that the run has ended, `recorded` that a `woodbury.Recorder` wrote it.
 
-    Raises RunFolderError that names the first line which is not a record or does not agree with its check value.
+def is_complete(folder: Path) -> bool:
+    """Whether the run in this folder has ended."""
+    return (folder / COMPLETE_FILE).exists()
+
+
+def read_complete(folder: Path, name: str) -> bytes:
+    """A file of a run that has ended; raises RunFolderError unless it is as it was then."""
+    mark, content = folder / COMPLETE_FILE, _read_if_there(folder / name)
+    line = f"{hashlib.sha256(content).hexdigest()}  {name}"
+    if line.encode() not in read_file(mark).split(b"\n"):
+        raise RunFolderError(
+            f"{folder / name} is damaged: its SHA-256 does not agree with {mark}; put back a whole copy, "
+            f"or delete {COMPLETE_FILE}, and the run counts as unfinished"
+        )
+    return content
+
+
+def _read_if_there(path: Path) -> bytes:
+    return read_file(path) if path.exists() else b""
+
+
+def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of a run folder by kind, without a last line that was cut off.
+
+    Raises RunFolderError that names the first line which is no record.
     """
     path = folder / RECORDS_FILE
-    content = _read(path) or b""
-    checks = _read_checks(folder)  # after the records: of a run that goes on there may be more of them
-    *lines, cut = content.split(b"\n")
-    if checks is None and cut and _is_json(cut):
-        lines.append(cut)  # an older version, or a hand, wrote it without its end
-    if checks is not None:
-        _compare(lines, checks, path)
-        if complete and (cut or len(lines) < len(checks)):
-            raise RunFolderError(f"{path} is damaged: it ends after line {len(lines)}; train again, or {_REMEDY}")
+    content = read_complete(folder, RECORDS_FILE) if is_complete(folder) else _read_if_there(path)
+    *lines, _cut = content.split(b"\n")
     records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KEYS}
     for number, line in enumerate(lines, start=1):
         where = f"{path} is damaged: line {number}"
@@ -146,85 +143,24 @@ def read_records(folder: Path, complete: bool, recorded: bool = False) -> dict[s
             record = read_json(line)
         except ValueError:
             raise RunFolderError(f"{where} is not JSON") from None
-        kind = kind_of(record, where, recorded)
-        check_order(records[kind][-1:], record, kind, where)
-        records[kind].append(record)
+        records[_kind_of(record, where)].append(record)
     return records
 
 
-def _compare(lines: list[bytes], checks: list[str], path: Path) -> None:
-    """Raise RunFolderError unless each line agrees with its check value."""
-    running = 0
-    for number, line in enumerate(lines, start=1):
-        running = zlib.crc32(line + b"\n", running)
-        if number > len(checks):
-            raise RunFolderError(
-                f"{path.with_name(CHECKS_FILE)} is damaged: it ends before line {number}; {_REMEDY}"
-            )
-        if f"{running:08x}" != checks[number - 1]:
-            raise RunFolderError(
-                f"{path} is damaged: line {number} does not agree with {CHECKS_FILE}; train again, or {_REMEDY}"
-            )
-
-
-def _read_checks(folder: Path) -> list[str] | None:
-    """The check values of the lines, without one that was cut off; None if there are none."""
-    content = _read(folder / CHECKS_FILE)
-    if content is None:
-        return None
-    *lines, _cut = content.decode("latin-1").split("\n")
-    return lines
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        read_json(line)
-    except ValueError:
-        return False
-    return True
-
-
-def kind_of(record: Any, where: str, recorded: bool = False) -> str:
+def _kind_of(record: Any, where: str) -> str:
     """ "step" or "epoch", the kind of a record; raises RunFolderError if it is neither or lacks a number."""
     kind = record.get("kind") if isinstance(record, dict) else None
     if not isinstance(kind, str) or kind not in _KEYS:
         raise RunFolderError(f"{where} is not the record of a step or an epoch")
-    for key in _KEYS[kind]:
-        if recorded and key in _MEASURED and key not in record:
-            continue
-        value = record.get(key, "")
-        if not _is_number(value) and not (value is None and key not in _NEEDED):
+    for key in {**dict.fromkeys(_KEYS[kind]), **record}:
+        if key != "kind" and not _is_proper(key, record.get(key, "")):
             raise RunFolderError(f"{where} has no number '{key}'")
-        if key in _NEEDED and value < 0:
-            raise RunFolderError(f"{where} has a negative '{key}'")
-    for key in _OPTIONAL[kind]:
-        if record.get(key) is not None and not _is_number(record[key]):
-            raise RunFolderError(f"{where} has a '{key}' that is no number")
     return kind
 
 
-def check_order(before: list[dict[str, Any]], record: dict[str, Any], kind: str, where: str) -> None:
-    """Raise RunFolderError if a record has an earlier step than the one before it, or the same step twice."""
-    if not before:
-        return
-    step, last = record["step"], before[0]["step"]
-    if step < last or (kind == "step" and step == last):  # a run that diverges is evaluated twice at its end
-        raise RunFolderError(f"{where} has step {step} after step {last}")
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number that a float can hold; true and false are none."""
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, int):
-        return abs(value) <= _LARGEST
-    return isinstance(value, float) and math.isfinite(value)
+def _is_proper(key: str, value: Any) -> bool:
+    """Whether a number of a record has a value that it can have."""
+    if value is None:
+        return key not in _COUNTS
+    least = 0 if key in _COUNTS else -_LARGEST
+    return isinstance(value, int | float) and least <= value <= _LARGEST

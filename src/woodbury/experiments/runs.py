@@ -5,24 +5,21 @@ Of an unfinished run a report shows what has been recorded.
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, FORMAT, UNKNOWN, RunConfig, check_format, check_seal
-from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.folders import is_complete
+from woodbury.experiments.config import CONFIG_FILE, UNKNOWN, RunConfig
+from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import network_name
-from woodbury.experiments.records import EPOCH_KEYS, RECORDS_FILE, check_order, kind_of, read_records
-from woodbury.experiments.storage import SEAL, read_json, round_numbers, seal
+from woodbury.experiments.records import RECORDS_FILE, read_records
+from woodbury.experiments.storage import read_checked, round_numbers, with_checksum
 from woodbury.optim import OPTIMIZERS
 
 COMPACT = "records.json"
-_DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
-_ABSENT = ""  # in a column
+_ABSENT = ""  # in a row
 _POINTS = 250  # steps of a run in a compact file and in a curve, at most
 
 
@@ -38,7 +35,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """All that two runs of an optimizer on the same data set can differ in, except the seed: {name: value}."""
         values = dataclasses.asdict(self.config)
-        for name in ("dataset", "optimizer", "seed", "versions", "machine", "format"):
+        for name in ("dataset", "optimizer", "seed", "versions", "machine"):
             del values[name]
         settings = {key: value for key, value in values.pop("settings").items() if key != "seed"}
         values["widths"] = network_name(self.config.widths)
@@ -78,8 +75,7 @@ def load(paths: Iterable[Path]) -> list[Run]:
 
 def _identity(run: Run) -> str:
     """A key that two copies of a run share, even if one of them has the few digits of a compact file."""
-    epochs = [[record.get(key) for key in EPOCH_KEYS] for record in run.epochs]
-    return json.dumps(round_numbers([dataclasses.asdict(run.config), epochs]), sort_keys=True)
+    return json.dumps([dataclasses.asdict(run.config), _rows(run.epochs)], sort_keys=True)
 
 
 def _sources(path: Path) -> list[Path]:
@@ -98,45 +94,25 @@ def _sources(path: Path) -> list[Path]:
 
 def _load_run(folder: Path) -> Run:
     """Read one run folder; a run that has only just started has no records."""
-    path = folder / RECORDS_FILE
-    config = RunConfig.load(folder)
-    records = read_records(folder, is_complete(folder, config.recorded), config.recorded)
-    try:
-        day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat()
-    except (OSError, ValueError, OverflowError):
-        day = ""
+    config, records, path = RunConfig.load(folder), read_records(folder), folder / RECORDS_FILE
+    day = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).date().isoformat() if path.exists() else ""
     return Run(config, records["step"], records["epoch"], day)
 
 
 def _load_compact(path: Path) -> list[Run]:
     """The runs in a file written by `compact`."""
-    try:
-        content = read_json(path.read_bytes())
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
-    except ValueError:
-        raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it is not JSON") from None
-    if not isinstance(content, dict) or not isinstance(content.get("runs"), list):
-        raise RunFolderError(f"{path} is neither a run folder nor a {COMPACT}: it lists no runs")
-    check_format(content.get("format", 2), str(path))
-    runs = []
-    for number, entry in enumerate(content["runs"], start=1):
-        config = RunConfig.from_dict(entry.get("config") if isinstance(entry, dict) else None, where=str(path))
-        where = f"{path} is damaged: run {number}"
-        try:
-            steps, epochs = _from_columns(entry["steps"]), _from_columns(entry["epochs"])
-            day = entry["day"]
-            if not isinstance(day, str) or not (day == "" or _DAY.fullmatch(day)):
-                raise ValueError(day)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise RunFolderError(f"{where} has no proper records") from None
-        for kind, records in (("step", steps), ("epoch", epochs)):
-            for index, record in enumerate(records):
-                kind_of({**record, "kind": kind}, where, config.recorded)
-                check_order(records[max(index - 1, 0) : index], record, kind, where)
-        runs.append(Run(config, steps, epochs, day))
-    check_seal({"format": 2, **content}, str(path))
-    return runs
+    entries = read_checked(path).get("runs")
+    if entries is None:
+        raise RunFolderError(f"{path} is no {COMPACT}: it lists no runs")
+    return [
+        Run(
+            RunConfig.from_plain(entry["config"]),
+            _from_rows(entry["steps"]),
+            _from_rows(entry["epochs"]),
+            entry["day"],
+        )
+        for entry in entries
+    ]
 
 
 def _order(run: Run) -> tuple[Any, ...]:
@@ -158,46 +134,25 @@ def compact(runs: Sequence[Run]) -> str:
     entries = []
     for run in runs:
         steps = [run.steps[index] for index in even_indices(len(run.steps))]
-        entry = {
-            "config": dataclasses.asdict(run.config),
-            "day": run.day,
-            "epochs": _columns(round_numbers(run.epochs)),
-            "steps": _columns(round_numbers(steps)),
-        }
-        entries.append(json.loads(json.dumps(entry, allow_nan=False)))
-    sealed = seal({"format": FORMAT, "runs": entries})
-    lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
-    return f'{{"format":{FORMAT},"{SEAL}":"{sealed}","runs":[\n' + ",\n".join(lines) + "\n]}\n"
+        entry = {"config": dataclasses.asdict(run.config), "day": run.day}
+        entries.append({**entry, "epochs": _rows(run.epochs), "steps": _rows(steps)})
+    text = json.dumps(with_checksum({"runs": entries}), separators=(",", ":"))
+    return text.replace('{"config":', '\n{"config":') + "\n"
 
 
-def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The records as one list per key, or as one value for a key whose value never changes.
-
-    `_ABSENT` stands for what a record has not, while others have it.
-    """
-    names = dict.fromkeys(name for record in records for name in record if name != "kind")
-    columns: dict[str, Any] = {"count": len(records)}
-    for name in names:
-        column = [record.get(name, _ABSENT) for record in records]
-        columns[name] = column[0] if all(value == column[0] for value in column) else column
-    return columns
-
-
-def _from_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The records that `_columns` turned into columns; raises ValueError if these have not the same length."""
-    count = columns["count"]
-    lengths = {len(column) for column in columns.values() if isinstance(column, list)} or {min(count, _POINTS)}
-    if type(count) is not int or count < 0 or lengths != {count}:  # before a list of that length is made
-        raise ValueError(f"columns of {lengths} values for {count} records")
-    lists = {
-        name: column if isinstance(column, list) else [column] * count
-        for name, column in columns.items()
-        if name != "count"
+def _rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records as rows of numbers below their names; `_ABSENT` stands for what a record has not."""
+    names = list(dict.fromkeys(name for record in records for name in record if name != "kind"))
+    return {
+        "names": names,
+        "rows": round_numbers([[record.get(name, _ABSENT) for name in names] for record in records]),
     }
-    return [
-        {name: value for name, value in zip(lists, values, strict=True) if value != _ABSENT}
-        for values in zip(*lists.values(), strict=True)
-    ]
+
+
+def _from_rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The records that `_rows` turned into rows."""
+    pairs = [zip(table["names"], row, strict=True) for row in table["rows"]]
+    return [{name: value for name, value in row if value != _ABSENT} for row in pairs]
 
 
 def even_indices(length: int) -> list[int]:

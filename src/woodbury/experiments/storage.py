@@ -1,4 +1,4 @@
-"""How results are stored: files that are there whole or not at all, JSON that is checked when it is read."""
+"""How results are stored: files that are there whole or not at all, and JSON with a checksum inside it."""
 
 import hashlib
 import json
@@ -9,8 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from woodbury.experiments.errors import RunFolderError, one_line
+
+FORMAT = 6  # of all files of a run; raised whenever another version would misread one of them
 DIGITS = 5  # significant digits of a number for tables and drawings
-SEAL = "sha256"  # the key of a checksum inside a JSON object
+_CHECKSUM = "sha256"  # its key in a JSON object
+_REMEDY = "put back a whole copy, or train again in a new folder"
 
 
 def write_whole(path: Path, content: bytes | bytearray) -> None:
@@ -49,29 +53,63 @@ def remove_unfinished(path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a file of a run; raises RunFolderError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
+
+
 def read_json(content: bytes) -> Any:
-    """The value that JSON text describes; raises ValueError for anything that `json.dumps` cannot write.
+    """The value that JSON text describes; raises ValueError for anything that is not JSON.
 
     Python's own reader also takes NaN and Infinity, and may raise errors of other kinds.
     """
     try:
-        text = content.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:  # half a character may be written as an escape, and cannot be printed
-            json.dumps(value, ensure_ascii=False).encode()
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("too many brackets inside one another") from None
-    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def seal(values: Mapping[str, Any]) -> str:
-    """The SHA-256 of a JSON object without its own key `SEAL`, the same for any spacing and order."""
-    rest = {key: value for key, value in values.items() if key != SEAL}
+def checksum(values: Mapping[str, Any]) -> str:
+    """The SHA-256 of a JSON object without its checksum, the same for any spacing and order."""
+    rest = {key: value for key, value in values.items() if key != _CHECKSUM}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON gives them back, with the format in front and the checksum of it all."""
+    plain = json.loads(json.dumps({"format": FORMAT, **values}, allow_nan=False))
+    return {**plain, _CHECKSUM: checksum(plain)}
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """The values that `with_checksum` was given, from a JSON file; raises RunFolderError if they have changed."""
+    try:
+        values = read_json(read_file(path))
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged, or no file of a run: {one_line(error)}; {_REMEDY}") from None
+    if not isinstance(values, dict):
+        raise RunFolderError(f"{path} is damaged, or no file of a run: it is no JSON object; {_REMEDY}")
+    check_format(values.get("format", "unknown"), path)
+    if values.get(_CHECKSUM) != checksum(values):
+        raise RunFolderError(
+            f"{path} is damaged: it has changed since it was written ('{_CHECKSUM}' does not agree); {_REMEDY}"
+        )
+    return {name: value for name, value in values.items() if name not in ("format", _CHECKSUM)}
+
+
+def check_format(version: Any, path: Path) -> None:
+    """Raise RunFolderError unless a file of this format can be read."""
+    if version != FORMAT:
+        raise RunFolderError(
+            f"{path} was written by another version of woodbury (format {version}, this one reads {FORMAT})"
+        )
 
 
 def round_numbers(value: Any) -> Any:

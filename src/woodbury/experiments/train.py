@@ -3,9 +3,9 @@
     config.json     everything needed to repeat the run, with a checksum
     records.jsonl   one JSON object per line: {"kind": "step", ...} after each step, {"kind": "epoch", ...}
                     before training (epoch 0) and after each epoch or part of one
-    records.crc32   a check value for each line of the records
     checkpoint.pt   while the run is unfinished: what it needs to go on, with a checksum
-    model.pt        the state_dict of the trained network; where it exists the run is complete
+    model.pt        the state_dict of the trained network
+    complete        checksums of records and network; where it exists the run is complete
 
 A run that is killed at any moment resumes from its last checkpoint. The key `seconds` in a record is the time
 spent inside `optimizer.step` so far, without evaluation and writing.
@@ -15,6 +15,7 @@ and each takes its part of every one. The first alone evaluates, shows progress 
 is an error of all, and so is a stop. A run may go on with another number of processes.
 """
 
+import hashlib
 import math
 import signal
 import threading
@@ -30,17 +31,24 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._group import ALONE, Group, all_processes
-from woodbury.experiments.checkpoint import as_bytes, check_model, read_checkpoint, write_checkpoint
+from woodbury.experiments.checkpoint import as_bytes, read_checkpoint, write_checkpoint
 from woodbury.experiments.config import CONFIG_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.folders import MODEL_FILE, check_same_run, is_complete
+from woodbury.experiments.folders import check_same_run
 from woodbury.experiments.models import mlp
-from woodbury.experiments.records import CHECKS_FILE, Records
-from woodbury.experiments.storage import remove_unfinished, sync_folder, write_whole
+from woodbury.experiments.records import (
+    COMPLETE_FILE,
+    RECORDS_FILE,
+    Records,
+    is_complete,
+    mark_complete,
+    read_complete,
+)
+from woodbury.experiments.storage import remove_unfinished, write_whole
 from woodbury.optim import OPTIMIZERS, NonFiniteLossError
 
-_CHECKPOINT = "checkpoint.pt"
+_CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
 _EVALUATION_SAMPLES = 10_000  # at once
 
@@ -104,9 +112,11 @@ def train(
         run.finish(folder, records, progress, stop, checkpoint_seconds)
         with group.together():
             if records is not None:
+                model = as_bytes(run.model.state_dict())
+                write_whole(folder / _MODEL, model)
                 records.sync()
-                write_whole(folder / MODEL_FILE, as_bytes(run.model.state_dict()))
-                sync_folder(folder)  # before the checkpoint goes
+                checksums = {RECORDS_FILE: records.sha256, _MODEL: hashlib.sha256(model).hexdigest()}
+                mark_complete(folder, checksums)  # before the checkpoint goes
                 (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
@@ -115,7 +125,7 @@ def _is_done(config: RunConfig, folder: Path, resume: bool) -> bool:
     if resume:
         check_same_run(config, folder)
         if is_complete(folder):
-            check_model(folder / MODEL_FILE)
+            read_complete(folder, _MODEL)
             _remove_leftovers(folder)
             return True
     folder.mkdir(parents=True, exist_ok=resume)
@@ -126,7 +136,7 @@ def _is_done(config: RunConfig, folder: Path, resume: bool) -> bool:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove what a run that was killed left behind."""
-    for name in (_CHECKPOINT, MODEL_FILE, CONFIG_FILE, CHECKS_FILE):
+    for name in (_CHECKPOINT, _MODEL, CONFIG_FILE, COMPLETE_FILE):
         remove_unfinished(folder / name)
     if is_complete(folder):
         (folder / _CHECKPOINT).unlink(missing_ok=True)
@@ -256,21 +266,15 @@ class _Run:
     def _restore(self, path: Path, records: Records) -> dict[str, Any] | None:
         """`restore` of the first process: the values in the checkpoint, None if there is none."""
         if not path.exists():
-            records.go_back(0, None)
+            records.go_back(0)
             return None
-        values = read_checkpoint(path, self._values(records))
+        values = read_checkpoint(path)
         try:
-            self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
-            place = f"batch {self.batches_done} of {self.per_epoch} in epoch {self.epoch} of {self.config.epochs}"
-            before = (self.epoch - 1) * self.per_epoch  # steps of the epochs that have ended
-            inside = 1 <= self.epoch <= self.config.epochs and 0 < self.batches_done <= self.per_epoch
-            if not inside or self.step != before + self.batches_done:
-                raise ValueError(f"step {self.step} cannot be {place}")
             self._go_to(values)
             records.go_back(values["records"], values["records_sha256"])
         except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
             raise
-        except Exception as error:  # what torch says of a state that it cannot take
+        except Exception as error:  # other records, or what torch says of a state that it cannot take
             raise RunFolderError(
                 f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
             ) from None
