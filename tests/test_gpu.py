@@ -106,7 +106,6 @@ def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
         *((kind, {"capture": False}) for kind in SMW),
         *((kind, {"capture": False, "curvature_samples": None}) for kind in SMW),
         ("kfac", {}),
-        *(("smw-gn", {"columns": count}) for count in (1, 3)),
     ],
 )
 def test_a_step_does_not_wait_for_the_device(kind, settings):
@@ -122,15 +121,6 @@ def test_a_step_does_not_wait_for_the_device(kind, settings):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert info.accepted
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-@problems.every_problem
-def test_steps_with_sampled_columns_verify(name, columns):
-    _, (problem, optimizer) = pair(name, "smw-gn", columns=columns, curvature_samples=4)
-    for _ in range(3):
-        assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
-        optimizer.step(problem.inputs, problem.targets)
 
 
 LOSSES = [

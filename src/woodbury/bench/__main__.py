@@ -24,7 +24,7 @@ from woodbury.bench.processes import bench_processes
 from woodbury.bench.rivals import METHODS, WOODBURY, Record, bench_problems
 from woodbury.bench.scale import bench_scale
 from woodbury.bench.standings import faults, read_records, summarise
-from woodbury.bench.step import bench_columns, bench_doors, bench_step
+from woodbury.bench.step import bench_doors, bench_step
 from woodbury.bench.tables import (
     guard_table,
     laplacian_table,
@@ -79,8 +79,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     step.add_argument("--repeats", type=_repeats, default=200, metavar="NUMBER", help=text)
     text = "put the layers into a module with its own forward, which is slower"
     step.add_argument("--module", action="store_true", help=text)
-    text = "a softmax of 100 classes instead, with all columns of its factor and with 16, 4 and 1 of them sampled"
-    step.add_argument("--columns", action="store_true", help=text)
     text = "steps on a batch, from a closure and in an unchanged loop (watch=True) instead (1 minute)"
     step.add_argument("--doors", action="store_true", help=text)
     text = "growth of the cost with n, N1, N2, classes and width, beside the paper's cost table (10 minutes)"
@@ -151,12 +149,7 @@ def _add_problems(problems: argparse.ArgumentParser) -> None:
 
 
 def _step(options: argparse.Namespace) -> str:
-    if options.doors:
-        result = bench_doors(options.repeats)
-    elif options.columns:
-        result = bench_columns(options.repeats)
-    else:
-        result = bench_step(options.repeats, options.module)
+    result = bench_doors(options.repeats) if options.doors else bench_step(options.repeats, options.module)
     return _format(result, step_table, options.json)
 
 

@@ -23,22 +23,6 @@ NETWORKS = {
     "webspam": Network((254, 400, 400, 1), 60, 30, iterations=17),
 }
 
-MANY_CLASSES = Network((784, 500, 100), 60, 30, iterations=15)
-COLUMNS = (16, 4, 1)  # of the 99 that the factor S of a softmax with 100 classes has
-
-
-def bench_columns(repeats: int) -> dict[str, dict[str, float]]:
-    """The same for `GaussNewton` with all columns of S and with some of them sampled, for 100 classes."""
-    torch.manual_seed(0)
-    network, batch = MANY_CLASSES, MANY_CLASSES.batch()
-    steps = {REFERENCE: sgd_step(network.build(), network.loss(), *batch)}
-    steps["smw-gn"] = optimizer_step("smw-gn", network, *batch)
-    for count in COLUMNS:
-        steps[f"smw-gn, columns={count}"] = optimizer_step("smw-gn", network, *batch, columns=count)
-    steps["smw-ng"] = optimizer_step("smw-ng", network, *batch)
-    seconds = median_seconds(steps, repeats)
-    return {"100 classes": {name: value / seconds[REFERENCE] for name, value in seconds.items()}}
-
 
 def bench_doors(repeats: int) -> dict[str, dict[str, float]]:
     """The same for steps on a batch, from a closure and in an unchanged loop."""

@@ -28,7 +28,6 @@ class Common(TypedDict, total=False):
     seed: int | None
     params: Iterable[Any] | None
     process_group: Any
-    bad_samples: str
     watch: bool
 
 
