@@ -5,7 +5,6 @@ constructor. `METHODS` says where a method does less than solve the system that 
 """
 
 import copy
-import inspect
 import io
 import pickle
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ import problems
 import reference
 import woodbury
 from woodbury._vector import flatten
-from woodbury.optim import OPTIMIZERS, FirstOrder, SecondOrder
+from woodbury.optim import SecondOrder
+from woodbury.optimizers import OPTIMIZERS, default_arguments
+from woodbury.rivals import FirstOrder
 
 NAN, INF = float("nan"), float("inf")
 NUMBERS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted", "length", "share", "bent")
@@ -58,7 +59,7 @@ def method(kind):
 
 
 def arguments(kind):
-    return inspect.signature(OPTIMIZERS[kind]).parameters
+    return default_arguments(kind)
 
 
 def taken(kind, settings):
@@ -91,7 +92,7 @@ def build(kind, problem, *several, **settings):
 
 def dense(kind, problem, subset, damping, **options):
     """p, B and g by plain autograd."""
-    blocks = arguments(kind)["blocks"].default if "blocks" in arguments(kind) else method(kind).blocks
+    blocks = arguments(kind)["blocks"] if "blocks" in arguments(kind) else method(kind).blocks
     return reference.dense_direction(
         problem.model,
         problem.loss,

@@ -12,7 +12,7 @@ from torch import nn
 import processes
 import woodbury
 from woodbury._group import ALONE
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),

@@ -53,7 +53,7 @@ except ModuleNotFoundError as error:
 
 from woodbury._group import Group, LostProcessError, all_processes
 from woodbury._version import __version__
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from woodbury import _vector
 from woodbury.bench.timing import Network, Step, median_seconds, optimizer_step, sgd_step
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 SMALL = Network((784, 500, 10), 60, 30, iterations=15)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024, iterations=15)

@@ -31,7 +31,7 @@ from woodbury.bench.timing import Step
 from woodbury.experiments.config import installed_versions, this_machine
 from woodbury.experiments.errors import one_line
 from woodbury.experiments.models import mlp, network_name, parameter_count
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 _START_SECONDS = 45.0  # for a process to import libraries and build its model
 _BUSY_FACTOR = 3.0  # wall time over CPU time that a process may take on a busy machine

@@ -41,9 +41,10 @@ from woodbury._group import Group
 from woodbury.bench.timing import Network
 from woodbury.displacement import Displacement
 from woodbury.experiments.models import parameter_count
-from woodbury.optim import OPTIMIZERS, sample_space, smw
+from woodbury.optim import sample_space, smw
 from woodbury.optim.joint import JointRows
 from woodbury.optim.passes import Passes
+from woodbury.optimizers import OPTIMIZERS
 
 NETWORKS = {
     "mnist": Network((784, 500, 10), 256, 64, 0),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from woodbury.bench.timing import Network, Step, median_seconds, medians_within, optimizer_step, sgd_step
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.experiments.models import mlp
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 Step = Callable[[], object]
 
@@ -65,7 +65,7 @@ def sgd_step(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor,
 
 
 def optimizer_step(name: str, network: Network, inputs: Tensor, targets: Tensor, **settings: Any) -> Step:
-    """A step of one of `woodbury.optim.OPTIMIZERS`; Hessian-free takes exactly the network's CG iterations."""
+    """A step of one of the optimizers by name; Hessian-free takes exactly the network's CG iterations."""
     settings |= {"lr": 0.1, "curvature_samples": network.curvature_samples}
     if name == "hf":
         settings |= {"max_iterations": network.iterations, "progress": 0.0}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import inspect
 import json
 import math
 import platform
@@ -16,7 +15,7 @@ import torch
 from woodbury._group import all_processes
 from woodbury.experiments.errors import RunFolderError, one_line
 from woodbury.experiments.storage import SEAL, read_json, seal, write_whole
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS, default_arguments
 from woodbury.policies import change, from_plain, to_plain
 
 FORMAT = 4  # of a run folder; raised whenever an older version would misread it
@@ -266,13 +265,9 @@ def check_seal(values: Mapping[str, Any], path: str) -> None:
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:
-    """Every setting of an optimizer with its default, read from its signature."""
-    make: Any = OPTIMIZERS[optimizer]
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(make).parameters.items()
-        if name not in _NOT_SETTINGS and parameter.default is not inspect.Parameter.empty
-    }
+    """Every setting of an optimizer with its default."""
+    arguments = default_arguments(optimizer)
+    return {name: default for name, default in arguments.items() if name not in _NOT_SETTINGS}
 
 
 def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:

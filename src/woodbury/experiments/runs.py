@@ -18,7 +18,7 @@ from woodbury.experiments.folders import is_complete
 from woodbury.experiments.models import network_name
 from woodbury.experiments.records import EPOCH_KEYS, RECORDS_FILE, check_order, kind_of, read_records
 from woodbury.experiments.storage import SEAL, read_json, round_numbers, seal
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 COMPACT = "records.json"
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")

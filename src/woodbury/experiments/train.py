@@ -38,7 +38,8 @@ from woodbury.experiments.folders import MODEL_FILE, check_same_run, is_complete
 from woodbury.experiments.models import mlp
 from woodbury.experiments.records import CHECKS_FILE, Records
 from woodbury.experiments.storage import remove_unfinished, sync_folder, write_whole
-from woodbury.optim import OPTIMIZERS, NonFiniteLossError
+from woodbury.optim import NonFiniteLossError
+from woodbury.optimizers import OPTIMIZERS
 
 _CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise

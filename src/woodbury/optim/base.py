@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from inspect import signature
 from operator import is_not
 from typing import Any
 
@@ -53,7 +52,6 @@ from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim import by_parameter
 from woodbury.optim.faults import NO_STEP, name_bad_samples
 from woodbury.optim.guard import Course, guard_warning, largest_rate
 from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
@@ -66,7 +64,6 @@ from woodbury.optim.settings import (
     check_number,
     check_whole_number,
     explain_inputs,
-    full_signature,
     plain_groups,
     read_settings,
     with_names,
@@ -165,20 +162,6 @@ class SecondOrder(torch.optim.Optimizer):
         self.watch = watch
         self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
         self._watcher = self._new_watcher()
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.__signature__ = full_signature(cls.__init__, SecondOrder.__init__)  # type: ignore[attr-defined]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> SecondOrder:
-        if args or kwargs:  # copies are made without
-            try:
-                signature(cls).bind(*args, **kwargs)
-            except TypeError as error:
-                write = f". Write {cls.__name__}(model, loss, ...): the model itself, and its loss as a module"
-                needed = len(args) + ("model" in kwargs) + ("loss" in kwargs) < 2
-                raise TypeError(f"{cls.__name__}: {error}{write if needed else ''}") from None
-        return super().__new__(cls)
 
     # -- the contract -----------------------------------------------------------------------------------
 
@@ -342,14 +325,9 @@ class SecondOrder(torch.optim.Optimizer):
         super().add_param_group(with_names(self.model, param_group))
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings of the groups and the state by names; for torch.distributed.checkpoint by parameter."""
+        """The settings of the groups and the state by names; `load_state_dict` goes on from it."""
         state = super().state_dict()
-        state["state"] = _as_plain(state["state"])
-        return by_parameter.spread(state, self.param_groups) if by_parameter.is_asked_for() else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, wherever its tensors are."""
-        super().load_state_dict(by_parameter.gather(state_dict, self.param_groups))
+        return {**state, "state": _as_plain(state["state"])}
 
     # -- what a subclass fills in ------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class _SampleSpace(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | None = None,
         lr: float = 1.0,  # alpha
         *,
         blocks: str = "full",
@@ -463,8 +463,8 @@ class GaussNewton(_SampleSpace):
         seed: of the draws of S2; by default they follow torch.manual_seed.
         watch: True to take steps in an unchanged loop: `loss = criterion(model(x), y); loss.backward();
             optimizer.step()`. Hooks on the model see its calls and the losses of their outputs, from now on.
-            Several backward passes before one step are added up, up to zero_grad(). `loss` may be None for this,
-            and for `step(closure)`, which needs no hooks. See docs/doors.md.
+            Several backward passes before one step are added up, up to zero_grad(). No `loss` is needed for this,
+            nor for `step(closure)`, which needs no hooks. See docs/doors.md.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
         process_group: of torch.distributed, whose processes take one step on the samples of all of them: None for

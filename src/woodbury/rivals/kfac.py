@@ -66,7 +66,7 @@ class KFAC(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | None = None,
         lr: float = 1.0,  # alpha
         *,
         refresh: int = 1,  # T3

@@ -46,7 +46,7 @@ class HessianFree(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | None = None,
         lr: float = 1.0,  # alpha
         *,
         warm_start: float = 0.95,
