@@ -265,7 +265,7 @@ def test_batches_of_several_shapes_are_recorded_each():
     assert len(optimizer._recordings._recordings) == 2
 
 
-def test_a_recorded_optimizer_can_be_copied_and_changed():
+def test_a_recorded_optimizer_can_be_copied():
     ((_, _), (problem, optimizer)) = recorded("softmax", "smw-gn")
     for _ in range(5):
         optimizer.step(problem.inputs, problem.targets)
@@ -273,12 +273,6 @@ def test_a_recorded_optimizer_can_be_copied_and_changed():
     expected = flatten(optimizer.direction(problem.inputs, problem.targets))
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         torch.testing.assert_close(flatten(other.direction(problem.inputs, problem.targets)), expected)
-    optimizer.solver = "cg"
-    optimizer.step(problem.inputs, problem.targets)
-    optimizer.solver = "cholesky"
-    for _ in range(5):
-        optimizer.step(problem.inputs, problem.targets)
-    assert is_recorded(optimizer)
 
 
 def test_models_that_draw_random_numbers_are_not_recorded():

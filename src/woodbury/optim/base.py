@@ -235,12 +235,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     @property
     def blocks(self) -> str:
-        """Which blocks of B are kept, by name; setting another name changes it."""
+        """Which blocks of B are kept, by name."""
         return self._blocks.name
-
-    @blocks.setter
-    def blocks(self, name: str) -> None:
-        self._blocks = part_named("blocks", name, BLOCKS)
 
     @property
     def current_damping(self) -> float:

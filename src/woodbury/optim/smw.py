@@ -25,7 +25,6 @@ from woodbury.damping import FORGETTING, is_relative, next_scale
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import Scalar, as_number, compute
 from woodbury.displacement import Displacement
-from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
@@ -87,24 +86,20 @@ class _SampleSpace(SecondOrder):
         self._check_search(search, momentum)
         self.search = search
         self._check_memory_and_metric(memory, metric)
-        self._memory = memory
+        self.memory = memory
         self._metric = None if metric is None else part_named("metric", metric, METRICS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
         self.autocast = autocast
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
-        self.capture = capture
         self._solves, self._looked_at = 0, math.inf  # see `_is_time_to_look`
         self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
-        self._recordings = self._new_recordings()
-
-    def _new_recordings(self) -> Recordings | None:
         # the other solvers, and a search, look at numbers as they go, which no graph can record
-        plain = self._solver.exact and self.search is None
-        plain = plain and not self._memory and self._metric is None  # whose numbers of rows change
-        return Recordings() if self.capture and plain else None
+        plain = self._solver.exact and search is None
+        plain = plain and not memory and metric is None  # whose numbers of rows change
+        self._recordings = Recordings() if capture and plain else None
 
     def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
         if search is None:
@@ -126,17 +121,6 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self._solver.name!r}")
         if self.search is not None and (memory or metric not in (None, "diagonal")):
             raise ValueError(f"search= and {wanted[0]} do not go together")
-
-    @property
-    def memory(self) -> int:
-        """Of how many batches before this one the rows count in B; setting a number changes it."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, memory: int) -> None:
-        self._check_memory_and_metric(memory, self.metric)
-        self._memory = memory
-        self._recordings = self._new_recordings()
 
     @property
     def metric(self) -> str | None:
@@ -164,11 +148,11 @@ class _SampleSpace(SecondOrder):
 
     def _one_system(self, problem: Problem) -> Proposal:
         if self.search is None:
-            memory, self._memory = self._memory, 0  # what is verified has the curvature of the batch alone
+            memory, self.memory = self.memory, 0  # what is verified has the curvature of the batch alone
             try:
                 return super()._one_system(problem)
             finally:
-                self._memory = memory
+                self.memory = memory
         search, self.search = self.search, None
         try:
             system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
@@ -190,16 +174,8 @@ class _SampleSpace(SecondOrder):
 
     @property
     def solver(self) -> str:
-        """The name of the solver; setting another one changes it."""
+        """The name of the solver."""
         return self._solver.name
-
-    @solver.setter
-    def solver(self, name: str) -> None:
-        self._solver = part_named("solver", name, SOLVERS)
-        self._check_search(self.search, 0.0)
-        self._check_damping()
-        self._structure = Structure(self._structure.has_fallback, self._by_layers, self.max_bytes)
-        self._recordings = self._new_recordings()
 
     @property
     def _keeps_nothing(self) -> bool:  # type: ignore[override]
@@ -214,7 +190,7 @@ class _SampleSpace(SecondOrder):
         return not self._solver.forms_rows
 
     def _choices(self) -> Hashable:
-        return self.solver, self.solver_tolerance, self.gram_dtype
+        return self.solver_tolerance, self.gram_dtype
 
     def _propose(self, problem: Problem) -> Proposal:
         dtype = problem.plan.dtype
@@ -329,7 +305,7 @@ class _SampleSpace(SecondOrder):
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
-        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart=self._memory > 0)
+        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart=self.memory > 0)
 
     def _scaled_curvature(self) -> Curvature:
         return self.curvature if self.search is None else OwnScale()
