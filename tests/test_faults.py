@@ -243,7 +243,6 @@ def test_a_huge_range_of_values_gives_a_finite_step_or_a_rejected_one(kind):
 @that_take("solver")
 def test_a_failed_cholesky_raises_the_damping_and_reports_it(kind):
     """Rows that repeat each other, with a damping below their rounding error."""
-    torch.manual_seed(0)
     model = problems.mlp(3, 6, 2)
     x, t = torch.randn(1, 3).repeat(8, 1), torch.randn(1, 2).repeat(8, 1)
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=woodbury.LevenbergMarquardt(1e-12, floor=0.0))
@@ -283,7 +282,6 @@ def test_a_damping_of_1e_minus_30_in_float32_is_told_of_or_gives_the_right_step(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_nearly_singular_system_warns_once(space, dtype):
     """Two samples that agree to rounding: lmin / lmax is at most (damping + rounding) / lmax."""
-    torch.manual_seed(0)
     eps = torch.finfo(dtype).eps
     model = (problems.mlp(3, 20, 2) if space == "samples" else nn.Linear(3, 2)).to(dtype)
     x = torch.randn(6, 3, dtype=dtype)
@@ -303,7 +301,6 @@ def test_a_nearly_singular_system_warns_once(space, dtype):
 
 def test_the_condition_of_a_cholesky_factor_bounds_that_of_the_matrix():
     """lmin <= min L_ii^2 and max L_ii^2 <= lmax for any positive definite matrix."""
-    torch.manual_seed(0)
     for _ in range(20):
         a = torch.randn(3, 6, 9).double() * torch.logspace(0, -3, 6).double().unsqueeze(1)
         matrix = a @ a.mT
@@ -315,7 +312,6 @@ def test_the_condition_of_a_cholesky_factor_bounds_that_of_the_matrix():
 
 
 def test_the_condition_is_looked_at_again_where_the_damping_falls():
-    torch.manual_seed(0)
     model = problems.mlp(3, 20, 2)
     x, t = torch.randn(3, 3).repeat(2, 1), torch.randn(3, 2).repeat(2, 1)
     policy = woodbury.LevenbergMarquardt(initial=1.0, drop=0.1, boost=1.0, floor=0.0)
@@ -619,7 +615,6 @@ def test_a_rest_of_the_residual_outside_the_range_of_the_hessian_is_kept(kind, r
     ],
 )
 def test_pos_weight_of_any_shape_is_that_of_torch_or_refused_by_its_shape(shape, weight):
-    torch.manual_seed(0)
     weight = 1 + torch.rand(weight).double()
     loss = nn.BCEWithLogitsLoss(pos_weight=weight)
     outputs, targets = torch.randn(shape).double(), torch.rand(shape).double()
@@ -651,7 +646,6 @@ def test_pos_weight_of_any_shape_is_that_of_torch_or_refused_by_its_shape(shape,
 
 @over([kind for kind in SOLVING if method(kind).any_layer])
 def test_a_step_with_a_pos_weight_over_positions_is_the_dense_one(kind):
-    torch.manual_seed(0)
     problem = problems.make("tokens")  # outputs (n, 4, 3)
     problem.loss = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([[0.5], [1.0], [2.0], [4.0]]).double())
     problem.targets = torch.rand(problems.N, 4, 3).double()

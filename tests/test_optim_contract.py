@@ -7,6 +7,7 @@ constructor. `METHODS` says where a method does less than solve the system that 
 import copy
 import io
 import pickle
+import re
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -178,6 +179,12 @@ def test_a_step_reports_0_dim_tensors_and_they_are_kept(kind, dtype):
     assert tuple(info.as_dict()) == NUMBERS and info.accepted.dtype == torch.bool and info.accepted
     torch.testing.assert_close(info.loss.to(dtype), before)
     assert all(p.dtype == dtype and torch.isfinite(p).all() for p in problem.model.parameters())
+
+
+@every_second_order
+def test_every_setting_is_described(kind):
+    text = woodbury.GaussNewton.__doc__ + (SPECIMENS[kind].__doc__ or "")
+    assert [name for name in arguments(kind) if not re.search(rf"\b{name}\b.*:", text)] == []
 
 
 @every_optimizer
