@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 Step = Callable[[], object]
 Batch = tuple[Tensor, Tensor]  # inputs and targets

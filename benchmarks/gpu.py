@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.common import Batch, Command, Network, Step, loop_step, median_seconds, own_step, sgd_step
 from woodbury import _vector
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 SMALL = Network((784, 500, 10), 60, 30)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)

@@ -41,9 +41,10 @@ import torch.multiprocessing as multiprocessing
 from benchmarks.common import Command, Network, Step, add_quick, figure, say, table
 from woodbury._group import Group
 from woodbury.displacement import Displacement
-from woodbury.optim import OPTIMIZERS, sample_space, smw
+from woodbury.optim import sample_space, smw
 from woodbury.optim.joint import JointRows
 from woodbury.optim.passes import Passes
+from woodbury.optimizers import OPTIMIZERS
 
 NETWORKS = {"mnist": Network((784, 500, 10), 256, 64), "cifar10": Network((3072, 400, 400, 10), 256, 64)}
 QUICK = {"tiny": Network((12, 8, 4), 16, 8)}

@@ -29,7 +29,7 @@ from benchmarks.common import (
 )
 from woodbury.experiments.looks import looks_of
 from woodbury.fit.training import DAMPING, MEMORY, METRIC, MOMENTUM
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 REFERENCE = "sgd"
 INTERLEAVED = ("smw-ng", "smw-ng-bd", "smw-gn")

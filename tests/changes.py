@@ -65,10 +65,6 @@ def change_the_damping(model, optimizer, monkeypatch):
     optimizer.damping = woodbury.LevenbergMarquardt(boost=2.0, drop=0.5)
 
 
-def change_the_blocks(model, optimizer, monkeypatch):
-    optimizer.blocks = "layer"
-
-
 def replace_parameters(model, optimizer, monkeypatch):
     with torch.no_grad():
         model.first.weight.data = 2 * model.first.weight.data
@@ -77,5 +73,5 @@ def replace_parameters(model, optimizer, monkeypatch):
 CHANGES = [
     *(exchange_an_activation, change_a_slope, hang_a_hook, change_an_attribute, change_an_entry, change_a_global),
     *(change_the_curvature_samples, change_acceptance, change_the_loss, give_a_forward, change_the_damping),
-    *(change_the_blocks, replace_parameters),
+    replace_parameters,
 ]

@@ -478,12 +478,12 @@ def test_groups_that_exchange_their_parameters_exchange_their_rates(setting):
 
 def test_settings_of_the_optimizer_are_read_at_each_step(setting):
     model, *batch = setting
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, solver="cg")
     optimizer.step(*batch)
-    optimizer.solver, optimizer.solver_tolerance = "cg", 0.5
+    optimizer.solver_tolerance = 0.5
     assert optimizer.verify(*batch) > 1e-3
     other = copy.deepcopy(model)
-    optimizer.model, optimizer.solver = other, "cholesky"
+    optimizer.model = other
     optimizer.param_groups[0]["params"] = list(other.parameters())
     before = [p.detach().clone() for p in (model[0].weight, other[0].weight)]
     optimizer.step(*batch)

@@ -27,7 +27,7 @@ from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.presets import PAPER, PRESETS
 from woodbury.experiments.train import is_complete
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 runner = CliRunner()
 REPORT = {"report.html", "records.json", "digits.png", "digits.svg"}

@@ -9,7 +9,7 @@ import torch
 
 import woodbury
 from woodbury.damping import as_damping
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 
 def test_default_damping_has_the_papers_constants_and_thresholds():

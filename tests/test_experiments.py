@@ -23,7 +23,7 @@ from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import mlp
 from woodbury.experiments.presets import PAPER, PRESETS
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complete run
 

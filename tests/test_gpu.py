@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
 
 import problems
 import woodbury
@@ -17,7 +16,7 @@ from changes import CHANGES, Scaled
 from woodbury import _random
 from woodbury._vector import flatten
 from woodbury.device import recording
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,7 +105,6 @@ def test_bad_numbers_become_a_rejection_on_the_device(kind, bad):
         *((kind, {"capture": False}) for kind in SMW),
         *((kind, {"capture": False, "curvature_samples": None}) for kind in SMW),
         ("kfac", {}),
-        *(("smw-gn", {"columns": count}) for count in (1, 3)),
     ],
 )
 def test_a_step_does_not_wait_for_the_device(kind, settings):
@@ -122,15 +120,6 @@ def test_a_step_does_not_wait_for_the_device(kind, settings):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert info.accepted
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-@problems.every_problem
-def test_steps_with_sampled_columns_verify(name, columns):
-    _, (problem, optimizer) = pair(name, "smw-gn", columns=columns, curvature_samples=4)
-    for _ in range(3):
-        assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
-        optimizer.step(problem.inputs, problem.targets)
 
 
 LOSSES = [
@@ -192,23 +181,17 @@ def test_state_moves_between_devices(kind, settings):
     torch.testing.assert_close(flatten(on_gpu.direction(gpu.inputs, gpu.targets)).cpu(), a)
 
 
-@pytest.mark.parametrize("way", ["map_location", "checkpoint"])
 @pytest.mark.parametrize("kind", [*SMW, "kfac", "hf"])
-def test_state_whose_every_tensor_is_on_the_gpu_goes_on(kind, way):
+def test_state_whose_every_tensor_is_on_the_gpu_goes_on(kind):
     """The state of the generator of S2 too, which lives on the CPU."""
     (_, (one, optimizer)), (_, (other, resumed)) = (pair("softmax", kind, curvature_samples=4) for _ in range(2))
     for _ in range(3):
         optimizer.step(one.inputs, one.targets)
     other.model.load_state_dict(one.model.state_dict())
-    if way == "map_location":
-        content = io.BytesIO()
-        torch.save(optimizer.state_dict(), content)
-        content.seek(0)
-        resumed.load_state_dict(torch.load(content, map_location="cuda", weights_only=True))
-    else:
-        options = dcp.StateDictOptions(full_state_dict=True)
-        saved = copy.deepcopy(dcp.get_optimizer_state_dict(one.model, optimizer, options=options))
-        dcp.set_optimizer_state_dict(other.model, resumed, saved, options=options)
+    content = io.BytesIO()
+    torch.save(optimizer.state_dict(), content)
+    content.seek(0)
+    resumed.load_state_dict(torch.load(content, map_location="cuda", weights_only=True))
     for _ in range(3):
         a = optimizer.step(one.inputs, one.targets).as_dict()
         assert a == pytest.approx(resumed.step(other.inputs, other.targets).as_dict(), rel=1e-12)
@@ -282,7 +265,7 @@ def test_batches_of_several_shapes_are_recorded_each():
     assert len(optimizer._recordings._recordings) == 2
 
 
-def test_a_recorded_optimizer_can_be_copied_and_changed():
+def test_a_recorded_optimizer_can_be_copied():
     ((_, _), (problem, optimizer)) = recorded("softmax", "smw-gn")
     for _ in range(5):
         optimizer.step(problem.inputs, problem.targets)
@@ -290,12 +273,6 @@ def test_a_recorded_optimizer_can_be_copied_and_changed():
     expected = flatten(optimizer.direction(problem.inputs, problem.targets))
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         torch.testing.assert_close(flatten(other.direction(problem.inputs, problem.targets)), expected)
-    optimizer.solver = "cg"
-    optimizer.step(problem.inputs, problem.targets)
-    optimizer.solver = "cholesky"
-    for _ in range(5):
-        optimizer.step(problem.inputs, problem.targets)
-    assert is_recorded(optimizer)
 
 
 def test_models_that_draw_random_numbers_are_not_recorded():

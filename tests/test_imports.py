@@ -28,7 +28,7 @@ ROOMS = [
     ),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "fit", "experiments"),
+    *("damping", "search", "policies", "optim", "rivals", "optimizers", "fit", "experiments"),
     *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
@@ -61,17 +61,18 @@ FLOORS = {
         ["door"],
     ],
     "optim": [
-        ["settings", "passes", "transaction", "price", "watch", "joint", "by_parameter"],
+        ["settings", "passes", "transaction", "price", "watch", "joint"],
         ["step", "guard"],
         ["faults", "shards"],
-        ["base", "first_order", "linearize"],
+        ["base", "linearize"],
         ["parameter_space", "metric"],
         ["sample_space", "memory"],
         ["by_products", "ladder"],
         ["path"],
         ["searched"],
-        ["smw", "hessian_free", "kfac"],
+        ["smw"],
     ],
+    "rivals": [["first_order", "hessian_free", "kfac"]],
     "experiments": [
         ["models", "looks", "errors"],
         ["storage"],

@@ -11,7 +11,7 @@ import reference
 import woodbury
 from woodbury.curvature import CURVATURES
 from woodbury.losses.rules import loss_rule
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 SECOND_ORDER = {name: kind for name, kind in OPTIMIZERS.items() if name not in ("sgd", "adam")}
 

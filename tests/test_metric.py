@@ -353,17 +353,3 @@ def test_metric_and_weight_decay_are_refused():
 def test_forgetting_lies_between_0_and_1(forgetting):
     with pytest.raises((ValueError, TypeError), match="forgetting"):
         woodbury.LevenbergMarquardt(relative=True, forgetting=forgetting)
-
-
-def test_the_memory_can_be_changed_between_steps():
-    model, batches = problem("chain")
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), memory=3)
-    for batch in batches[:4]:
-        optimizer.step(*batch)
-    optimizer.memory = 1
-    optimizer.step(*batches[4])
-    assert len(optimizer.state["kept"].batches) == 1
-    with pytest.raises(ValueError, match="memory must be"):
-        optimizer.memory = -1
-    with pytest.raises(AttributeError):
-        optimizer.metric = "adam"

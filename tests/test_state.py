@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 import problems
 import processes
 import woodbury
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 N = 6
 ROOT = Path(woodbury.__file__).parent

@@ -8,8 +8,9 @@ from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
-from woodbury.optim import KFAC, GaussNewton, HessianFree, NaturalGradient, StepInfo
+from woodbury.optim import GaussNewton, NaturalGradient, StepInfo
 from woodbury.posterior import Posterior, posterior
+from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
 from woodbury.search import CurvedSearch
 

@@ -27,10 +27,10 @@ class BadSamplesError(ValueError):
         self.indices = list(indices)
 
 
-def in_words(indices: Sequence[int], most: int = 10) -> str:
-    """The first of these indices, for a message."""
-    shown = ", ".join(map(str, indices[:most]))
-    return shown if len(indices) <= most else f"{shown}, ..."
+def in_words(indices: Sequence[int]) -> str:
+    """The first ten of these indices, for a message."""
+    shown = ", ".join(map(str, indices[:10]))
+    return shown if len(indices) <= 10 else f"{shown}, ..."
 
 
 def _leaves(tree: Any) -> list[Tensor]:

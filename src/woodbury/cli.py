@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 
 from woodbury._group import LostProcessError, all_processes
 from woodbury._version import __version__
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from woodbury.device.scalars import Scalar
-from woodbury.losses.factors import DenseFactor, Factor, dense_factor, sampled_factor
+from woodbury.losses.factors import DenseFactor, Factor, dense_factor
 from woodbury.losses.rules import LossRule, loss_rule
 from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outputs
 
@@ -91,48 +91,6 @@ class GaussNewtonMatrix(Curvature):
 
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         return rule.column_count(shape)
-
-
-class SampledGaussNewtonMatrix(GaussNewtonMatrix):
-    """The Gauss-Newton matrix with at most so many columns per sample: E[S~ S~^T] = H, and r as exact as before.
-
-    See `sampled_factor`. The columns belong to one step: a factor of as many samples drawn again is the same.
-    """
-
-    def __init__(self, columns: int, seed: int) -> None:
-        self.columns = columns
-        self.seed = seed
-        self._drawn: Factor | None = None  # the last one that was sampled
-
-    def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        factor = super().factor(rule, loss, outputs, targets)
-        self._drawn = None
-        if factor.width > self.columns:
-            assert factor.e is not None
-            generator = torch.Generator(outputs.device).manual_seed(self.seed)
-            bits = torch.randint(2, factor.e.shape, generator=generator, device=outputs.device)
-            factor = self._drawn = sampled_factor(factor, self.columns, (2 * bits - 1).to(factor.e.dtype))
-        return factor
-
-    @property
-    def at_outputs(self) -> OutputProduct:
-        """S~ S~^T with the columns that were drawn: the sampled system is what can be verified."""
-        return super().at_outputs if self._drawn is None else self._sampled_at_outputs
-
-    def _sampled_at_outputs(
-        self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor
-    ) -> Tensor:
-        rule, drawn = loss_rule(loss), self._drawn
-        assert drawn is not None
-        term_count = 1.0 if rule.is_sum(loss) else rule.count(loss, rule.prepare(loss, outputs, targets))
-        weights = drawn.matvec(drawn.rmatvec(image.reshape(len(image), -1)))
-        return (weights / term_count).reshape(image.shape)
-
-    def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
-        return min(self.columns, super().column_count(rule, shape))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_drawn": None}
 
 
 def _curvature_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:

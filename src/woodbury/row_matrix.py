@@ -208,17 +208,13 @@ class Rows:
         return forming_pays(tuple(shapes), layout.samples, m, self.row_count, head)
 
     def layer_grams(
-        self,
-        other: Rows | None = None,
-        scales: Mapping[str, Scale] | None = None,
-        dtype: torch.dtype | None = None,
+        self, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         """The terms of `gram`, one per layer."""
-        other = self if other is None else other
-        scale = self.scale * other.scale
+        scale = self.scale**2
         with full_precision():
             grams = [
-                form.gram(other.forms[name], None if scales is None else self._scales_of(name, scales), dtype)
+                form.gram(form, None if scales is None else self._scales_of(name, scales), dtype)
                 for name, form in self.forms.items()
             ]
         return grams if scale == 1.0 else [gram.mul_(scale) for gram in grams]

@@ -116,7 +116,7 @@ MISUSES = {
     "class-weights": _step(loss=nn.CrossEntropyLoss(weight=torch.ones(3))),
     "negative-weights": _step(loss=nn.CrossEntropyLoss(weight=-torch.ones(2))),
     "no-log-probabilities": _step(loss=nn.NLLLoss()),
-    "columns=0": _step(columns=0),
+    "memory=-1": _step(memory=-1),
     "unknown-loss": _step(loss=nn.SoftMarginLoss()),
     "unknown-option": _step(lerning_rate=1.0),
     "forward=5": _step(forward=5),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import inspect
 import json
 import platform
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import torch
 from woodbury._group import all_processes
 from woodbury.experiments.errors import RunFolderError, printable
 from woodbury.experiments.storage import read_checked, with_checksum, write_whole
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import default_arguments
 from woodbury.policies import change, from_plain, to_plain
 
 CONFIG_FILE = "config.json"  # in a run folder
@@ -135,13 +134,9 @@ def is_name(value: Any) -> bool:
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:
-    """Every setting of an optimizer with its default, read from its signature."""
-    make: Any = OPTIMIZERS[optimizer]
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(make).parameters.items()
-        if name not in _NOT_SETTINGS and parameter.default is not inspect.Parameter.empty
-    }
+    """Every setting of an optimizer with its default."""
+    arguments = default_arguments(optimizer)
+    return {name: default for name, default in arguments.items() if name not in _NOT_SETTINGS}
 
 
 def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from woodbury.experiments.config import RunConfig, default_settings, full_settings
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)

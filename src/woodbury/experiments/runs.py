@@ -16,7 +16,7 @@ from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import network_name
 from woodbury.experiments.records import RECORDS_FILE, read_records
 from woodbury.experiments.storage import read_checked, round_numbers, with_checksum
-from woodbury.optim import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS
 
 COMPACT = "records.json"
 _ABSENT = ""  # in a row

@@ -46,7 +46,8 @@ from woodbury.experiments.records import (
     read_complete,
 )
 from woodbury.experiments.storage import remove_unfinished, write_whole
-from woodbury.optim import OPTIMIZERS, NonFiniteLossError
+from woodbury.optim import NonFiniteLossError
+from woodbury.optimizers import OPTIMIZERS
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise

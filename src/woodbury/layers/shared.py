@@ -244,9 +244,9 @@ def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
             yield (window, *inner_windows)
 
 
-def summed_products(grads: Tensor, inputs: Tensor, max_bytes: int | None = None) -> Tensor:
+def summed_products(grads: Tensor, inputs: Tensor) -> Tensor:
     """sum_s h_s v_s feature by feature: h (n, k, s, f) and v (n, s, f) -> (n, k, f)."""
-    step = byte_limit(max_bytes, grads.device) // grads.element_size() // max(1, grads[0].numel())
+    step = byte_limit(None, grads.device) // grads.element_size() // max(1, grads[0].numel())
     parts = [(grads[w] * inputs[w].unsqueeze(1)).sum(2) for w in windows(grads.shape[0], step)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

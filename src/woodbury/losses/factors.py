@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from woodbury.device.constants import indices
-
 
 @dataclass(frozen=True)
 class Factor(ABC):
@@ -36,16 +34,8 @@ class Factor(ABC):
         """The columns of each S_i as rows, (n, k, m)."""
 
     @abstractmethod
-    def combine(self, coefficients: Tensor) -> Tensor:
-        """S_i c_ij, (n, j, m), for coefficients (n, j, k): j combinations of the columns of each sample."""
-
-    @abstractmethod
-    def squared_norms(self) -> Tensor:
-        """The squared length of each column, (n, k)."""
-
     def matvec(self, coefficients: Tensor) -> Tensor:
         """S_i c_i, (n, m), for coefficients (n, k)."""
-        return self.combine(coefficients.unsqueeze(1)).squeeze(1)
 
     @abstractmethod
     def rmatvec(self, outputs: Tensor) -> Tensor:
@@ -65,11 +55,8 @@ class DenseFactor(Factor):
     def columns(self) -> Tensor:
         return self.matrix
 
-    def combine(self, coefficients: Tensor) -> Tensor:
-        return torch.bmm(coefficients, self.matrix)
-
-    def squared_norms(self) -> Tensor:
-        return self.matrix.square().sum(2)
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        return torch.bmm(coefficients.unsqueeze(1), self.matrix).squeeze(1)
 
     def rmatvec(self, outputs: Tensor) -> Tensor:
         return torch.bmm(self.matrix, outputs.unsqueeze(2)).squeeze(2)
@@ -88,11 +75,8 @@ class DiagonalFactor(Factor):
     def columns(self) -> Tensor:
         return torch.diag_embed(self.root)
 
-    def combine(self, coefficients: Tensor) -> Tensor:
-        return self.root.unsqueeze(1) * coefficients
-
-    def squared_norms(self) -> Tensor:
-        return self.root.square()
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        return self.root * coefficients
 
     def rmatvec(self, outputs: Tensor) -> Tensor:
         return self.root * outputs
@@ -116,18 +100,10 @@ class SoftmaxFactor(Factor):
         blocks = (self.common.unsqueeze(1) * root).scatter_add_(2, self.others.unsqueeze(2), root)
         return _block_diagonal(blocks, self.positions)
 
-    def combine(self, coefficients: Tensor) -> Tensor:
-        root, others, common = (
-            own.view(-1, 1, self.positions, own.shape[1]) for own in (self.root, self.others, self.common)
-        )
-        scaled = coefficients.unflatten(2, root.shape[2:]) * root  # (n, j, T, C - 1)
-        image = common * scaled.sum(3, keepdim=True)
-        image.scatter_add_(3, others.expand_as(scaled), scaled)
-        return image.transpose(2, 3).flatten(2)
-
-    def squared_norms(self) -> Tensor:
-        length = 1 + 2 * self.common.gather(1, self.others) + self.common.square().sum(1, keepdim=True)
-        return (self.root.square() * length).view(-1, self.width)
+    def matvec(self, coefficients: Tensor) -> Tensor:
+        scaled = coefficients.reshape(self.root.shape) * self.root
+        image = self.common * scaled.sum(1, keepdim=True)
+        return by_sample(image.scatter_add_(1, self.others, scaled), self.positions)
 
     def rmatvec(self, outputs: Tensor) -> Tensor:
         outputs = by_position(outputs, self.positions)
@@ -154,53 +130,6 @@ def dense_factor(columns: Tensor, residual: Tensor) -> DenseFactor:
     if rest.device.type == "cpu" and not beyond.any():
         return DenseFactor(e, columns)
     return DenseFactor(e, columns, rest=torch.where(beyond, rest, 0.0).to(residual.dtype))
-
-
-def sampled_factor(factor: Factor, count: int, signs: Tensor) -> DenseFactor:
-    """S~ with `count` columns in place of the K of S, for random signs (n, K): E[S~ S~^T] = S S^T.
-
-    S~ e~ + rest = r, as exactly as S e + rest = r. With u = e / |e| the first column is S u = r / |e|, so that
-    e~ = (|e|, 0, ..., 0). What is left of H is T T^T with T = S (I - u u^T). The columns t of T are put into
-    count - 1 groups, and each group gives one column of S~, the sum of its members with their signs. Any grouping
-    is unbiased, as E[s_i s_j] = 0; the error comes from pairs of columns in the same group,
-
-        E |S~ S~^T - H|^2 = sum over groups, i != j in the group, of |t_i|^2 |t_j|^2 + (t_i . t_j)^2
-
-    so that columns are dealt out by size. It is 0 where count - 1 = K.
-
-    One column alone cannot hold r and be unbiased: it is the sum of all columns of S with their signs, and what of
-    r it does not hold is in the rest.
-    """
-    e = factor.e
-    assert e is not None
-    if count == 1:
-        column = factor.matvec(signs)
-        residual = factor.matvec(e)
-        if factor.rest is not None:
-            residual = residual + factor.rest
-        squared = column.square().sum(1, keepdim=True).clamp_min_(torch.finfo(e.dtype).tiny)
-        share = (column * residual).sum(1, keepdim=True) / squared
-        return DenseFactor(share, column.unsqueeze(1), rest=residual - share * column)
-    size = e.norm(dim=1, keepdim=True)
-    unit = e / size.clamp_min(torch.finfo(e.dtype).tiny)
-    first = factor.matvec(unit)
-    squared = first.square().sum(1, keepdim=True)
-    norms = factor.squared_norms() + unit * (unit * squared - 2 * factor.rmatvec(first))  # of the columns of T
-    groups = _dealt_out(norms, count - 1)
-    coefficients = signs.new_zeros(len(e), count - 1, e.shape[1]).scatter_(
-        1, groups.unsqueeze(1), signs.unsqueeze(1)
-    )
-    inner = torch.bmm(coefficients, unit.unsqueeze(2))  # (n, count - 1, 1)
-    columns = torch.cat([first.unsqueeze(1), factor.combine(coefficients - inner * unit.unsqueeze(1))], 1)
-    weights = torch.cat([size, size.new_zeros(len(e), count - 1)], 1)
-    return DenseFactor(weights, columns, rest=factor.rest)
-
-
-def _dealt_out(sizes: Tensor, count: int) -> Tensor:
-    """A group in 0..count-1 for each entry of a row, (n, k): by size, forth and back, 0 1 2 2 1 0 0 1 2 ..."""
-    place = indices(sizes.shape[1], sizes.device) % (2 * count)
-    place = torch.minimum(place, 2 * count - 1 - place).expand_as(sizes)
-    return torch.empty_like(place).scatter_(1, sizes.argsort(1, descending=True), place)
 
 
 def by_position(outputs: Tensor, positions: int) -> Tensor:

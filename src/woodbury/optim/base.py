@@ -13,8 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
-from inspect import signature
+from functools import cache
 from operator import is_not
 from typing import Any
 
@@ -53,8 +52,7 @@ from woodbury.model.compiled import run_as_written, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
-from woodbury.optim import by_parameter
-from woodbury.optim.faults import BAD_SAMPLES, NO_STEP, name_bad_samples, on_good_samples
+from woodbury.optim.faults import NO_STEP, name_bad_samples
 from woodbury.optim.guard import Course, guard_warning, largest_rate
 from woodbury.optim.passes import Batches, NonFiniteLossError, Passes
 from woodbury.optim.settings import (
@@ -66,7 +64,6 @@ from woodbury.optim.settings import (
     check_number,
     check_whole_number,
     explain_inputs,
-    full_signature,
     plain_groups,
     read_settings,
     with_names,
@@ -112,7 +109,6 @@ class SecondOrder(torch.optim.Optimizer):
         seed: int | None = None,
         params: Iterable[Any] | None = None,
         process_group: Any = None,
-        bad_samples: str = "raise",
         watch: bool = False,
     ) -> None:
         loss = NoLoss() if loss is None else loss
@@ -123,7 +119,6 @@ class SecondOrder(torch.optim.Optimizer):
         self._called = model  # in loops of the user's own: what torch.compile returned, if that was given
         model, loss = written_model(model), written_model(loss)
         check_model_and_loss(model, loss)
-        part_named("bad_samples", bad_samples, BAD_SAMPLES)
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             check_number(name, value)
         check_number("momentum", momentum, most=self._most_momentum)
@@ -146,7 +141,6 @@ class SecondOrder(torch.optim.Optimizer):
         self.curvature_samples = curvature_samples
         self.accept = accept
         self.guard = guard
-        self.bad_samples = bad_samples
         self.forward = forward or call_model
         self.last: StepInfo | None = None
         self._structure = Structure(has_fallback, self._by_layers, self.max_bytes)
@@ -168,20 +162,6 @@ class SecondOrder(torch.optim.Optimizer):
         self.watch = watch
         self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
         self._watcher = self._new_watcher()
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.__signature__ = full_signature(cls.__init__, SecondOrder.__init__)  # type: ignore[attr-defined]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> SecondOrder:
-        if args or kwargs:  # copies are made without
-            try:
-                signature(cls).bind(*args, **kwargs)
-            except TypeError as error:
-                write = f". Write {cls.__name__}(model, loss, ...): the model itself, and its loss as a module"
-                needed = len(args) + ("model" in kwargs) + ("loss" in kwargs) < 2
-                raise TypeError(f"{cls.__name__}: {error}{write if needed else ''}") from None
-        return super().__new__(cls)
 
     # -- the contract -----------------------------------------------------------------------------------
 
@@ -236,17 +216,13 @@ class SecondOrder(torch.optim.Optimizer):
                 info = self._replay(recordings, inputs, targets, transaction)
                 if info is not None:
                     return info
-
-            def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> StepInfo:
-                problem = self._pose_together(inputs, targets, subset, full, transaction, held_out)
-                info = self._take(problem, transaction)
-                if recordings is not None:
-                    recordings.ordinary_step_ended(device)
-                    if transaction.random is not None and _random.drawn_since(transaction.random):
-                        recordings.give_up()
-                return info
-
-            return self._on_good_samples(attempt, transaction, inputs, targets, subset, rejects=True)
+            problem = self._pose_together(inputs, targets, subset, full, transaction, held_out)
+            info = self._take(problem, transaction)
+            if recordings is not None:
+                recordings.ordinary_step_ended(device)
+                if transaction.random is not None and _random.drawn_since(transaction.random):
+                    recordings.give_up()
+            return info
         except BaseException:  # bad input, or an interrupt
             transaction.end()
             raise
@@ -259,12 +235,8 @@ class SecondOrder(torch.optim.Optimizer):
 
     @property
     def blocks(self) -> str:
-        """Which blocks of B are kept, by name; setting another name changes it."""
+        """Which blocks of B are kept, by name."""
         return self._blocks.name
-
-    @blocks.setter
-    def blocks(self, name: str) -> None:
-        self._blocks = part_named("blocks", name, BLOCKS)
 
     @property
     def current_damping(self) -> float:
@@ -302,14 +274,10 @@ class SecondOrder(torch.optim.Optimizer):
         It is the p the next `step` on the same batch would use; with a search alpha p + alpha^2 bend.
         """
         transaction = self._begin()
-
-        def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Vector:
+        with transaction.undone():
             problem = self._pose_together(inputs, targets, subset, full, transaction, held_out)
             with self._derivatives(problem):
                 return self._proposal(problem).displacement.dense()
-
-        with transaction.undone():
-            return self._on_good_samples(attempt, transaction, inputs, targets, subset)
 
     def verify(self, inputs: Any, targets: Tensor | None = None, *, subset: Tensor | None = None) -> Tensor:
         """Relative residual |(B + lambda I) p + g| / |g| of the step on this batch, as a 0-dim tensor.
@@ -321,8 +289,7 @@ class SecondOrder(torch.optim.Optimizer):
         if self._group.size > 1:
             raise ValueError("verify looks at the samples of one process: call it in a run with one")
         transaction = self._begin()
-
-        def attempt(inputs: Any, targets: Tensor | None, subset: Tensor | None) -> Tensor:
+        with transaction.undone():
             problem = self._pose(inputs, targets, subset, None, transaction)
             random = _random.snapshot(self._device())
             with _random.replayed(random), self._derivatives(problem, twice=True):
@@ -349,22 +316,14 @@ class SecondOrder(torch.optim.Optimizer):
                 metric=None if proposal.metric is None else proposal.metric(),
             )
 
-        with transaction.undone():
-            return self._on_good_samples(attempt, transaction, inputs, targets, subset)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""
         super().add_param_group(with_names(self.model, param_group))
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings of the groups and the state by names; for torch.distributed.checkpoint by parameter."""
+        """The settings of the groups and the state by names; `load_state_dict` goes on from it."""
         state = super().state_dict()
-        state["state"] = _as_plain(state["state"])
-        return by_parameter.spread(state, self.param_groups) if by_parameter.is_asked_for() else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, wherever its tensors are."""
-        super().load_state_dict(by_parameter.gather(state_dict, self.param_groups))
+        return {**state, "state": _as_plain(state["state"])}
 
     # -- what a subclass fills in ------------------------------------------------------------------------
 
@@ -432,46 +391,6 @@ class SecondOrder(torch.optim.Optimizer):
             proposal, actual = agree(self._group, proposal, actual)
         with torch.no_grad():
             return self._conclude(problem, proposal, actual, transaction)
-
-    def _on_good_samples(
-        self,
-        attempt: Callable[[Any, Tensor | None, Any], Any],
-        transaction: Transaction,
-        inputs: Any,
-        targets: Tensor | None,
-        subset: Any,
-        rejects: bool = False,
-    ) -> Any:
-        """attempt(inputs, targets, subset); with bad_samples="skip" again without the samples that it names.
-
-        Where none is left the step is rejected, or without `rejects` that raises.
-        """
-        if self.bad_samples == "raise" or not part_named("bad_samples", self.bad_samples, BAD_SAMPLES):
-            return attempt(inputs, targets, subset)
-
-        def attempt_again(*batch: Any) -> Any:
-            if batch[0] is not inputs:  # the rest of the batch: its S2 is drawn as if from the whole
-                transaction.undo()
-                self.state["largest_batch"] = max(self.state["largest_batch"], _batch.sample_count(inputs))
-            return attempt(*batch)
-
-        otherwise = partial(self._reject, transaction) if rejects else None
-        return on_good_samples(attempt_again, otherwise, inputs, targets, subset)
-
-    def _reject(self, transaction: Transaction) -> StepInfo:
-        """A step that cannot be computed: lambda rises as after any that fails, and nothing else changes."""
-        transaction.undo()
-        value = as_number(self.state["damping"])
-        info = StepInfo.later(Numbers(math.nan, value + self.damping.floor, -math.inf, math.nan, math.nan, False))
-        damping = to_device(self.damping.next(value, -math.inf), self._device())
-
-        def finish() -> None:
-            self.state["damping"] = damping
-            self.state.pop("momentum", None)  # a rejected step leaves none behind
-            self.last = info
-
-        transaction.commit(finish)
-        return info
 
     def _proposal(self, problem: Problem, to_take: bool = False) -> Proposal:
         """`_propose`; where that fails on the CPU, an error that names the samples it fails for.
@@ -765,8 +684,6 @@ class SecondOrder(torch.optim.Optimizer):
 
     def _check_joint(self) -> None:
         """Raise where a setting cannot be had by several processes."""
-        if self.bad_samples != "raise":
-            raise ValueError("bad_samples='skip' is for one process: several must agree on their samples")
 
     def _choose(self, inputs: Any, targets: Tensor | None, samples: int, subset: Tensor | None) -> Batch:
         """Order the batch so that S2 leads."""

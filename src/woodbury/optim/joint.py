@@ -156,10 +156,7 @@ class JointRows(Rows):
         return self.joined(torch.stack(self._columns(scales, dtype)).sum(0))
 
     def layer_grams(
-        self,
-        other: Rows | None = None,
-        scales: Mapping[str, Scale] | None = None,
-        dtype: torch.dtype | None = None,
+        self, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
         return list(self.joined(torch.stack(self._columns(scales, dtype))))
 

@@ -173,9 +173,8 @@ def cancellation(
     least = max(6400 * torch.finfo(dtype).eps, 2000 * tolerance)
     if not answer.squared_norm < least**2 * float(_vector.dot(base, base)):
         return None  # or not a number: there is no p to trust
-    instead = "gram_dtype=torch.float64" if problem.full is not None else "a model in float64"
     return (
         "the gradient nearly lies in the rows of the batch, and at this damping p is a difference of numbers that "
-        f"are equal in nearly all digits of {dtype}: it may be off by more than 1 %. {instead} or a larger "
-        "damping avoids this"
+        f"are equal in nearly all digits of {dtype}: it may be off by more than 1 %. A model in float64 or a "
+        "larger damping avoids this"
     )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _vector
 from woodbury._batch import BadSamplesError, Batch
@@ -63,55 +61,6 @@ def check_loss(loss: Scalar) -> Scalar:
             "Check the model's parameters for nan or inf"
         )
     return loss
-
-
-@contextmanager
-def in_double(model: nn.Module) -> Iterator[None]:
-    """Inside, the parameters and buffers of the model are float64; the parameters are bit-identical afterwards.
-
-    A buffer that a pass changes keeps the change.
-    """
-    parameters = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_floating_point()]
-    buffers = []
-    try:
-        for parameter, data in parameters:
-            parameter.data = data.double()
-        for module in model.modules():
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = wide = buffer.double()
-                    buffers.append((module, name, buffer, wide, wide._version))
-        yield
-    finally:
-        for parameter, data in parameters:
-            parameter.data = data
-        for module, name, buffer, wide, version in buffers:
-            current = module._buffers[name]
-            if current is not None and (current is not wide or wide._version != version):
-                buffer.data.copy_(current)
-            module._buffers[name] = buffer
-
-
-def batch_in_double(tree: Any) -> Any:
-    """The same batch with every floating-point tensor in float64."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return cast(tree) if isinstance(tree, Tensor) else pytree.tree_map(cast, tree)
-
-
-@dataclass(frozen=True)
-class DoubleBatches:
-    """The batches of a loader in float64, as often as it is read."""
-
-    batches: Batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for entry in self.batches:
-            # what is no pair is refused by who reads it
-            pair = isinstance(entry, tuple | list) and len(entry) == 2
-            yield (batch_in_double(entry[0]), entry[1]) if pair else entry
 
 
 @dataclass

@@ -236,7 +236,7 @@ def answer_in_sample_space(
     if base is not None:
         answer = answer_of_vector(problem, displacement, damping, step.curvature, step.ok)
         doubt = doubt_of_condition(step.reciprocal_condition, gram.dtype) if system.look else None
-        return replace(answer, doubt=doubt or cancellation(problem, line, base, answer))
+        return replace(answer, doubt=cancellation(problem, line, base, answer) or doubt)
     squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
     digits = 1e-6 if gram.dtype == torch.float64 else 0.05  # a bound, and in float32 forming p takes its time
     if not form and is_known(squared) and squared * digits < quadratic_form_error(gram, step.coefficients):

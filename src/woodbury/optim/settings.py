@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Signature, signature
 from numbers import Real
 from typing import Any, TypedDict
 
@@ -28,17 +27,7 @@ class Common(TypedDict, total=False):
     seed: int | None
     params: Iterable[Any] | None
     process_group: Any
-    bad_samples: str
     watch: bool
-
-
-def full_signature(own: Callable[..., None], common: Callable[..., None]) -> Signature:
-    """The arguments of a constructor with those it hands on by **common written out, as help() shows them."""
-    shown = [p for p in signature(own).parameters.values() if p.name not in ("self", "common")]
-    names = {parameter.name for parameter in shown} | {"self"}
-    base = signature(common).parameters
-    shown += [base[name] for name in Common.__annotations__ if name not in names]
-    return Signature(sorted(shown, key=lambda parameter: parameter.kind))
 
 
 @dataclass(frozen=True)

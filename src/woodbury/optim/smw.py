@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,19 +20,18 @@ from typing_extensions import Unpack
 from woodbury import _random
 from woodbury._choice import part_named
 from woodbury._memory import available_bytes, in_words
-from woodbury.curvature import CURVATURES, Curvature, OwnScale, SampledGaussNewtonMatrix
+from woodbury.curvature import CURVATURES, Curvature, OwnScale
 from woodbury.damping import FORGETTING, is_relative, next_scale
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import Scalar, as_number, compute
 from woodbury.displacement import Displacement
-from woodbury.model.structure import Structure
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.by_products import Products
 from woodbury.optim.linearize import Linearization, linearize
 from woodbury.optim.memory import Kept, remember
 from woodbury.optim.metric import METRICS, Units, next_units
 from woodbury.optim.parameter_space import is_smaller
-from woodbury.optim.passes import DoubleBatches, Piece, batch_in_double, in_double
+from woodbury.optim.passes import Piece
 from woodbury.optim.price import affordable_rows
 from woodbury.optim.sample_space import Cholesky, ConjugateGradient, Solver, System
 from woodbury.optim.searched import searched_proposal
@@ -56,7 +55,7 @@ class _SampleSpace(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | None = None,
         lr: float = 1.0,  # alpha
         *,
         blocks: str = "full",
@@ -69,7 +68,6 @@ class _SampleSpace(SecondOrder):
         capture: bool = True,
         autocast: torch.dtype | None = None,
         search: CurvedSearch | None = None,
-        columns: int | None = None,
         memory: int = 0,
         metric: str | None = None,
         **common: Unpack[Common],
@@ -87,27 +85,21 @@ class _SampleSpace(SecondOrder):
         self._solver = part_named("solver", solver, SOLVERS)
         self._check_search(search, momentum)
         self.search = search
-        self._check_columns(columns)
-        self._sampled_columns = columns
         self._check_memory_and_metric(memory, metric)
-        self._memory = memory
+        self.memory = memory
         self._metric = None if metric is None else part_named("metric", metric, METRICS)
         self.solver_tolerance = solver_tolerance
         self.gram_dtype = gram_dtype
         self.max_bytes = max_bytes
         self.autocast = autocast
         super().__init__(model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, **common)
-        self.capture = capture
         self._solves, self._looked_at = 0, math.inf  # see `_is_time_to_look`
         self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
-        self._recordings = self._new_recordings()
-
-    def _new_recordings(self) -> Recordings | None:
-        # the other solvers, and a search, look at numbers as they go, which no graph can record; nor a new seed
-        plain = self._solver.exact and self.search is None and self._sampled_columns is None
-        plain = plain and not self._memory and self._metric is None  # whose numbers of rows change
-        return Recordings() if self.capture and plain else None
+        # the other solvers, and a search, look at numbers as they go, which no graph can record
+        plain = self._solver.exact and search is None
+        plain = plain and not memory and metric is None  # whose numbers of rows change
+        self._recordings = Recordings() if capture and plain else None
 
     def _check_search(self, search: CurvedSearch | None, momentum: float) -> None:
         if search is None:
@@ -121,15 +113,6 @@ class _SampleSpace(SecondOrder):
         if momentum:
             raise ValueError(f"search= and momentum={momentum} do not go together: a search needs no momentum")
 
-    def _check_columns(self, columns: int | None) -> None:
-        if columns is None:
-            return
-        check_whole_number("columns", columns, least=1)
-        if not self.curvature.fits_loss:
-            raise ValueError(f"{type(self).__name__} takes no columns: it has one per sample. Use GaussNewton")
-        if self.search is not None:
-            raise ValueError("search= and columns= do not go together: a search needs the exact curvature")
-
     def _check_memory_and_metric(self, memory: int, metric: str | None) -> None:
         check_whole_number("memory", memory, least=0)
         wanted = [f"memory={memory}"] if memory else []
@@ -140,39 +123,9 @@ class _SampleSpace(SecondOrder):
             raise ValueError(f"search= and {wanted[0]} do not go together")
 
     @property
-    def memory(self) -> int:
-        """Of how many batches before this one the rows count in B; setting a number changes it."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, memory: int) -> None:
-        self._check_memory_and_metric(memory, self.metric)
-        self._memory = memory
-        self._recordings = self._new_recordings()
-
-    @property
     def metric(self) -> str | None:
         """The name of the metric of damping and momentum, None for I."""
         return None if self._metric is None else self._metric.name
-
-    @property
-    def columns(self) -> int | None:
-        """How many columns of S to sample per sample, None for all of them; setting a number changes it."""
-        return self._sampled_columns
-
-    @columns.setter
-    def columns(self, columns: int | None) -> None:
-        self._check_columns(columns)
-        self._sampled_columns = columns
-        vars(self).pop("curvature", None)
-        self._recordings = self._new_recordings()
-
-    def _problem(self, *args: Any, **options: Any) -> Problem:
-        problem = super()._problem(*args, **options)
-        if self._sampled_columns is not None:
-            seed, self.state["generator"] = _random.draw_seed(self.state["generator"])
-            self.curvature = SampledGaussNewtonMatrix(self._sampled_columns, seed)
-        return problem
 
     @property
     def _most_momentum(self) -> float:  # type: ignore[override]
@@ -186,7 +139,6 @@ class _SampleSpace(SecondOrder):
         self._count_samples(*held_out)
 
     def _check_joint(self) -> None:
-        super()._check_joint()
         if self.search is not None:
             raise ValueError("search= is for one process: it looks at the loss several times per step")
         if not self._solver.forms_rows:
@@ -196,11 +148,11 @@ class _SampleSpace(SecondOrder):
 
     def _one_system(self, problem: Problem) -> Proposal:
         if self.search is None:
-            memory, self._memory = self._memory, 0  # what is verified has the curvature of the batch alone
+            memory, self.memory = self.memory, 0  # what is verified has the curvature of the batch alone
             try:
                 return super()._one_system(problem)
             finally:
-                self._memory = memory
+                self.memory = memory
         search, self.search = self.search, None
         try:
             system = System(self._blocks, self.gram_dtype, self.solver_tolerance)
@@ -222,16 +174,8 @@ class _SampleSpace(SecondOrder):
 
     @property
     def solver(self) -> str:
-        """The name of the solver; setting another one changes it."""
+        """The name of the solver."""
         return self._solver.name
-
-    @solver.setter
-    def solver(self, name: str) -> None:
-        self._solver = part_named("solver", name, SOLVERS)
-        self._check_search(self.search, 0.0)
-        self._check_damping()
-        self._structure = Structure(self._structure.has_fallback, self._by_layers, self.max_bytes)
-        self._recordings = self._new_recordings()
 
     @property
     def _keeps_nothing(self) -> bool:  # type: ignore[override]
@@ -246,61 +190,12 @@ class _SampleSpace(SecondOrder):
         return not self._solver.forms_rows
 
     def _choices(self) -> Hashable:
-        return self.solver, self.solver_tolerance, self.gram_dtype
+        return self.solver_tolerance, self.gram_dtype
 
     def _propose(self, problem: Problem) -> Proposal:
         dtype = problem.plan.dtype
         if self.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
             raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
-        if problem.full is not None and self._widens(dtype):
-            proposal = self._propose_in_double(problem)
-            if proposal is not None:
-                return proposal
-        return self._solve(problem)
-
-    def _widens(self, dtype: torch.dtype) -> bool:
-        """Whether a step with full= runs the model in float64.
-
-        There g is not made of rows of the batch, and p = -(g - U^T (K + lambda I)^{-1} U g) / lambda subtracts: g
-        and the rows are known up to eps, so that p has an error of eps |g| / lambda.
-        """
-        return self.gram_dtype == torch.float64 and dtype == torch.float32 and self.autocast is None
-
-    def _propose_in_double(self, problem: Problem) -> Proposal | None:
-        """p by passes in float64, rounded at the end; None if the model does not take them."""
-        assert problem.full is not None
-        model, dtype = problem.plan.model, problem.plan.dtype
-        if isinstance(problem.full, Iterator) or not isinstance(problem.full, Iterable):
-            return None  # which the ordinary way refuses
-        wide = replace(
-            problem,
-            passes=replace(problem.passes, plan=replace(problem.plan)),
-            batch=replace(problem.batch, inputs=batch_in_double(problem.batch.inputs)),
-            full=DoubleBatches(problem.full),
-            previous=None if problem.previous is None else batch_in_double(problem.previous),
-        )
-        try:
-            with in_double(model):
-                proposal = self._solve(wide)
-        except (RuntimeError, TypeError) as error:
-            self._warn_once(
-                "double",
-                f"gram_dtype=torch.float64 with full= runs the model in float64, which fails ({error}): the step "
-                f"has the digits of {dtype}. Let forward= and the model follow the type of their inputs",
-            )
-            return None
-        evaluate, vector = proposal.evaluate, proposal.displacement.dense()
-
-        def evaluate_in_double(displacement: Displacement) -> Scalar:
-            with in_double(model):
-                return evaluate(displacement)
-
-        rounded = {name: value.to(dtype) for name, value in vector.items()}
-        displacement = Displacement(problem.plan.parameters, base=rounded)
-        return replace(proposal, displacement=displacement, evaluate=evaluate_in_double, center=problem.previous)
-
-    def _solve(self, problem: Problem) -> Proposal:
-        """p in the type of the passes."""
         if self.memory:
             problem = replace(problem, batch=problem.batch.copied())
         passes = problem.passes
@@ -410,7 +305,7 @@ class _SampleSpace(SecondOrder):
     def _linearize(self, problem: Problem, system: System) -> tuple[Linearization, list[Piece]]:
         products_by = None if self._solver.forms_rows else system.blocks.parameter_names(problem.plan)
         check_memory = partial(self._check_memory, problem, system)
-        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart=self._memory > 0)
+        return linearize(problem, self._scaled_curvature(), products_by, check_memory, apart=self.memory > 0)
 
     def _scaled_curvature(self) -> Curvature:
         return self.curvature if self.search is None else OwnScale()
@@ -449,7 +344,7 @@ class _SampleSpace(SecondOrder):
             raise MemoryError(
                 f"{type(self).__name__}: {batch.curvature} curvature samples give {row_count} rows, {k} each. "
                 f"Their columns take about {in_words(columns)} and the system to solve {in_words(needed)}; "
-                f"{in_words(available)} are available. Ways out: fewer curvature_samples, fewer columns=, "
+                f"{in_words(available)} are available. Ways out: fewer curvature_samples, "
                 "NaturalGradient (one row per sample), or solver='products' (no rows at all)"
             )
 
@@ -487,7 +382,9 @@ class GaussNewton(_SampleSpace):
     On the CPU a step whose p cannot be trusted gives a RuntimeWarning, once per optimizer: where the system is
     nearly singular in its type (looked at whenever lambda has halved, and at steps 1, 2, 4, 8, ...), where "cg" or
     "products" stop before their tolerance, where a `full=` gradient leaves no digits of p, and where numbers
-    overflow. A step that could not be solved is rejected, and `direction` and `verify` raise there.
+    overflow. A step that could not be solved is rejected, and `direction` and `verify` raise there. Samples with
+    nan or inf in their inputs, targets, loss or gradient raise a ValueError on the CPU that names their places in
+    the batch, and has them in its `indices` (`woodbury.optim.BadSamplesError`).
 
     Args:
         model: any module; only parameters with requires_grad are trained. Layers without a rule need `fallback`.
@@ -508,18 +405,14 @@ class GaussNewton(_SampleSpace):
         guard: on the CPU a step that would raise the loss of its batch by more than this many times the loss as
             smoothed over 20 steps is rejected; None for no guard. While the smoothed loss lies far above its best,
             only steps that lower the loss of their batch are taken, with one warning. See `woodbury.optim.guard`.
-        bad_samples: what to do on the CPU about samples with nan or inf in their inputs, targets, loss or
-            gradient: "raise" an error that names their places in the batch, or "skip" them with a warning that
-            names them; the step is then that of the others, and is rejected if there are none. A bad sample of
-            `full=` always raises.
         solver: "cholesky" (exact; solves the system with one row per factor row or the one with one row per
             parameter, whichever is smaller), "cg" (conjugate gradients with the explicit Gram matrix) or
             "products" (conjugate gradients through U and U^T by autograd: no rows and no Gram matrix in memory).
         solver_tolerance: relative residual at which "cg" and "products" stop (default eps^(3/4) of the type).
         gram_dtype: accumulate and solve the small system in this type (torch.float64 buys 2 to 4 digits
-            of a float32 step at small damping). With `full=`, torch.float64 runs a float32 model in float64 as
-            well: there g is not made of rows of the batch, and p is a difference (exact to 1e-7 for any damping,
-            where float32 alone is off by 2 % at a damping of 1e-5 and by 20 % at 1e-6).
+            of a float32 step at small damping). With `full=`, g is not made of rows of the batch and p is a
+            difference: there only a model in float64 keeps its digits at small damping (in float32 p is off by 2 %
+            at a damping of 1e-5 and by 20 % at 1e-6).
         forward: f(model, inputs) in place of model(inputs).
         fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd where
             the model does not allow that. Exact too, and slower.
@@ -537,20 +430,17 @@ class GaussNewton(_SampleSpace):
         search: None for the steps of the paper, or a `woodbury.CurvedSearch`, which chooses damping and length by
             itself: for fits and differential equations to many digits, in full or large batches. It looks at the
             loss several times per step, and waits for the device.
-        columns: None for all columns of S (C - 1 for C classes), or how many to sample for each sample and step: B
-            is then an unbiased estimate, and g stays exact. For losses with many outputs per sample. `verify`
-            takes the columns as they were drawn. Such steps are not recorded, and there is no `search` for them.
         memory: of how many batches before this one the rows count in B as well, each at the theta of its step: a
             better B without a pass more. For small batches; see `woodbury.optim.memory`.
         metric: None for damping and momentum in the metric I, "adam" for Adam's, or "diagonal" for the diagonal of
             B, as MINPACK does: (B + lambda D) p = lambda D mu p_prev - g. No weight_decay with it. See
             `woodbury.optim.metric`. Steps with memory or metric are not recorded on a GPU; a `search` takes no
             memory, and of the metrics "diagonal" alone.
-        seed: of the draws of S2 and of columns; by default they follow torch.manual_seed.
+        seed: of the draws of S2; by default they follow torch.manual_seed.
         watch: True to take steps in an unchanged loop: `loss = criterion(model(x), y); loss.backward();
             optimizer.step()`. Hooks on the model see its calls and the losses of their outputs, from now on.
-            Several backward passes before one step are added up, up to zero_grad(). `loss` may be None for this,
-            and for `step(closure)`, which needs no hooks. See docs/doors.md.
+            Several backward passes before one step are added up, up to zero_grad(). No `loss` is needed for this,
+            nor for `step(closure)`, which needs no hooks. See docs/doors.md.
         params: parameter groups as torch.optim takes them, each with its own lr, momentum, weight_decay;
             parameters of the model in no group are left alone.
         process_group: of torch.distributed, whose processes take one step on the samples of all of them: None for

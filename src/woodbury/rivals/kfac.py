@@ -55,7 +55,7 @@ class KFAC(SecondOrder):
     per sample. Steps are never recorded.
 
     Args:
-        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params, bad_samples:
+        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params:
             as for `GaussNewton`. With weight decay, lambda above is lambda + the layer's largest weight decay.
         refresh: the inverses are computed at every so many steps (and at the first three).
         decay: of the running averages of A and G: step t (from 1) uses the weight min(1 - 1/t, decay).
@@ -66,7 +66,7 @@ class KFAC(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | None = None,
         lr: float = 1.0,  # alpha
         *,
         refresh: int = 1,  # T3

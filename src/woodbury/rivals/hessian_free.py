@@ -31,7 +31,7 @@ class HessianFree(SecondOrder):
     of `GaussNewton`.
 
     Args:
-        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params, bad_samples:
+        model, loss, lr, damping, curvature_samples, weight_decay, accept, forward, seed, params:
             as for `GaussNewton`; the layers of the model may be of any kind. Steps are never recorded.
         warm_start: the part of the last p that CG starts from, 0 for none.
         max_iterations: of CG, each about the cost of two gradients over S2.
@@ -46,7 +46,7 @@ class HessianFree(SecondOrder):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | None = None,
         lr: float = 1.0,  # alpha
         *,
         warm_start: float = 0.95,
