@@ -45,3 +45,16 @@ def of_step(model, loss, inputs, targets, damping, steps=1, dtype=None, **option
 def of_decrease(loss, decrease, size, dtype=torch.float64):
     """For a difference of two losses, as in rho = (f(theta) - f(theta + p)) / predicted: their digits cancel."""
     return rounding(size, max(1.0, abs(float(loss) / float(decrease))), dtype=dtype)
+
+
+def of_verify(optimizer, inputs, targets=None, dtype=None):
+    """For `optimizer.verify` on this batch."""
+    options = {"curvature": optimizer.curvature.name, "forward": optimizer.forward}
+    damping = optimizer.current_damping
+    return of_step(optimizer.model, optimizer.loss, inputs, targets, damping, dtype=dtype, **options)
+
+
+def of_info(info, step):
+    """For the numbers of a `StepInfo` whose p has the bound `step`: a difference of losses is in its ratio."""
+    numbers = info.as_dict()
+    return step * max(1.0, abs(numbers["loss"] / (numbers["ratio"] * numbers["predicted"])))

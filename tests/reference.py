@@ -173,3 +173,8 @@ def equation_7(samples, g, damping):
 
 def relative_error(a, b):
     return float((a - b).norm() / b.norm())
+
+
+def model_error(a, b):
+    """|a - b| / |b| of the parameters of two models."""
+    return relative_error(*(flat([own.detach() for own in model.parameters()]) for model in (a, b)))
