@@ -35,11 +35,14 @@ def of_solve(B, damping, steps=1, dtype=torch.float64):
     return rounding(len(B), condition(B, damping), steps, dtype)
 
 
-def of_step(model, loss, inputs, targets, damping, steps=1, dtype=None, **options):
-    """The same for steps of a model on a batch; options are those of `woodbury.rows` (curvature, forward)."""
+def of_step(model, loss, inputs, targets, damping, steps=1, dtype=None, size=None, **options):
+    """The same for steps of a model on a batch; options are those of `woodbury.rows` (curvature, forward).
+
+    size: where no sum has that many terms, those of the longest, in place of the parameters and rows.
+    """
     rows = woodbury.rows(model, loss, inputs, targets, fallback="autograd", **options)
     gram = rows.gram()
-    return rounding(sum(rows.shape), condition(gram, damping), steps, dtype or gram.dtype)
+    return rounding(size or sum(rows.shape), condition(gram, damping), steps, dtype or gram.dtype)
 
 
 def of_decrease(loss, decrease, size, dtype=torch.float64):
@@ -47,11 +50,10 @@ def of_decrease(loss, decrease, size, dtype=torch.float64):
     return rounding(size, max(1.0, abs(float(loss) / float(decrease))), dtype=dtype)
 
 
-def of_verify(optimizer, inputs, targets=None, dtype=None):
-    """For `optimizer.verify` on this batch."""
-    options = {"curvature": optimizer.curvature.name, "forward": optimizer.forward}
-    damping = optimizer.current_damping
-    return of_step(optimizer.model, optimizer.loss, inputs, targets, damping, dtype=dtype, **options)
+def of_verify(optimizer, inputs, targets=None, **options):
+    """For `optimizer.verify` on this batch, and for the parameters after steps of that kind; see `of_step`."""
+    options |= {"curvature": optimizer.curvature.name, "forward": optimizer.forward}
+    return of_step(optimizer.model, optimizer.loss, inputs, targets, optimizer.current_damping, **options)
 
 
 def of_info(info, step):

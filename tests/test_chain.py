@@ -145,8 +145,7 @@ def test_kfac_is_the_same_along_a_chain():
         sample = batch(3, loss)
         own.step(*sample)
         by_torch.step(*sample)
-    # its factors take the place of B, with lambda = 1
-    assert reference.model_error(own.model, by_torch.model) <= bounds.of_step(model, loss, *sample, 1.0, steps=4)
+    assert reference.model_error(own.model, by_torch.model) <= bounds.of_verify(own, *sample, steps=4)
 
 
 @pytest.mark.parametrize("samples", [2, 6, 7])

@@ -235,8 +235,7 @@ def test_step_solves_the_system_of_an_independent_library(kind, dtype, part):
         operator = curvlinops.EFLinearOperator(model, loss, params, data, check_deterministic=False)
     g = reference.gradient(model, loss, inputs, targets)
     residual = operator @ p + damping * p + g
-    K = woodbury.rows(model, loss, *data[0], curvature=kind).gram()
-    bound = bounds.rounding(784 + len(K), bounds.condition(K, damping), dtype=dtype)  # no sum has more terms
+    bound = bounds.of_step(model, loss, *data[0], damping, size=784 + 9 * len(subset), curvature=kind)
     assert float(residual.norm() / g.norm()) <= bound
 
 
