@@ -39,7 +39,7 @@ def read_records(path: Path) -> list[Record]:
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
     """What the records say, by problem and over all of them:
 
-        {"problems": {name: {"kind", method: entry}}, "bars": {bar: (problems that reach it, asked)}, "faults": lines}
+        {"problems": {name: {"kind", method: entry}}, "bars": {bar: (reached, asked)}, "faults": lines}
 
     The rate of a method is the one with the lowest training loss, a median over the seeds. Its entry has
 
