@@ -70,11 +70,7 @@ class _Samples(Dataset[Batch]):
 def batches(pair: Batch, size: int, seed: int) -> DataLoader[Batch]:
     """Shuffled batches, the last one of an epoch smaller; their order depends on the seed alone."""
     order = torch.Generator().manual_seed(seed)
-    return DataLoader(_Samples(pair), size, shuffle=True, generator=order, collate_fn=_unchanged)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
+    return DataLoader(_Samples(pair), size, shuffle=True, generator=order, collate_fn=lambda batch: batch)
 
 
 def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple[float, float]:

@@ -134,19 +134,6 @@ TINY = Problem(
 )
 
 
-def test_batches_visit_every_sample_once_in_an_order_of_their_seed():
-    inputs = torch.arange(10.0).unsqueeze(1)
-    rounds = []
-    for seed in (0, 0, 1):
-        loader = rivals.batches((inputs, 2 * inputs), 4, seed)
-        epoch = list(loader)
-        assert [len(x) for x, _ in epoch] == [4, 4, 2] and all(torch.equal(y, 2 * x) for x, y in epoch)
-        rounds.append(torch.cat([x for x, _ in epoch]).flatten().tolist())
-        assert sorted(rounds[-1]) == list(range(10))
-        assert torch.cat([x for x, _ in loader]).flatten().tolist() != rounds[-1]  # another order in each epoch
-    assert rounds[0] == rounds[1] != rounds[2]
-
-
 @pytest.mark.parametrize("loss, outputs", [(nn.CrossEntropyLoss(), 3), (nn.BCEWithLogitsLoss(), 1)])
 def test_figures_are_those_of_a_loop_over_samples(loss, outputs):
     torch.manual_seed(0)
