@@ -1,4 +1,4 @@
-"""What the measurements share: networks, steps as functions, their median times, tables and figures."""
+"""What the measurements share: networks, steps as functions, their median times, and tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Command:
     run: Callable[[argparse.Namespace], dict[str, Any]]
     table: Callable[[Any], str]  # the result as plain text
     add_options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-    draw: Callable[[Sequence[Any]], Any] | None = None  # a figure from results that were printed as JSON
     one_thread: bool = True
 
 
@@ -175,7 +174,7 @@ def medians_within(steps: Mapping[str, Step], seconds: float, most: int = 200) -
     return median_seconds(steps, max(1, min(most, round(seconds / max(once, 1e-9)))), warmup=0)
 
 
-# -- tables and figures ---------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------------------
 
 
 def table(title: str, rows: Sequence[Mapping[str, object]], left: int = 1) -> str:
@@ -212,16 +211,3 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
-    """A figure and its panels. Nothing else imports matplotlib before something is drawn."""
-    from matplotlib.figure import Figure
-
-    whole = Figure(figsize=(width, height), layout="constrained")
-    panels = list(whole.subplots(rows, columns, squeeze=False).flat)
-    for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_axisbelow(True)
-        panel.grid(color="#E4E4E4", linewidth=0.7)
-    return whole, panels

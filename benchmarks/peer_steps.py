@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Step
+from benchmarks.common import Step, loop_step
 
-GN, NG, OTHER = "exact GN", "exact NG", "something else"
+GN, NG = "exact GN", "exact NG"
 
 
 @dataclass(frozen=True)
 class Task:
     """What a step needs: a network that it moves, the batch, and the damping lambda."""
 
-    model: nn.Sequential
+    model: nn.Module
     loss: nn.Module  # CrossEntropyLoss or MSELoss, mean
     inputs: Tensor
     targets: Tensor
@@ -56,7 +56,6 @@ class Peer:
     versus: str  # the optimizer of woodbury that it is timed beside
     computes: str  # GN or NG if it has the same p as that optimizer, else another name
     package: str | None = None  # its name for pip; None: torch itself
-    modules: tuple[str, ...] = ()  # that it imports
     exceptions: dict[str, str] = field(default_factory=dict)  # loss -> what it computes for that loss instead
 
     def computes_for(self, loss: nn.Module) -> str:
@@ -118,14 +117,10 @@ def _functional_natural_gradient(task: Task) -> Step:
 # -- other libraries --------------------------------------------------------------------------------------------
 
 
-@_peer(
-    "torch-levenberg-marquardt",
-    "smw-gn",
-    GN,
-    package="torch-levenberg-marquardt",
-    modules=("torch_levenberg_marquardt",),
-    exceptions={"CrossEntropyLoss": "GN of √loss"},
-)
+_OTHER_SQUARES = {"CrossEntropyLoss": "GN of √loss"}
+
+
+@_peer("torch-levenberg-marquardt", "smw-gn", GN, package="torch-levenberg-marquardt", exceptions=_OTHER_SQUARES)
 def _torch_levenberg_marquardt(task: Task) -> Step:
     """Its own training step, which evaluates the new loss. Its squares lack a factor 2: half the damping."""
     training = importlib.import_module("torch_levenberg_marquardt.training")
@@ -161,7 +156,7 @@ def _backpack_rows(task: Task, extension: str, attribute: str, leading: int) -> 
     return rows
 
 
-@_peer("BackPACK, SqrtGGNExact", "smw-gn", GN, package="backpack-for-pytorch", modules=("backpack",))
+@_peer("BackPACK, SqrtGGNExact", "smw-gn", GN, package="backpack-for-pytorch")
 def _backpack_gauss_newton(task: Task) -> Step:
     """BackPACK gives U and g but not e, so this needs the product U g."""
     rows = _backpack_rows(task, "SqrtGGNExact", "sqrt_ggn_exact", leading=2)
@@ -178,7 +173,7 @@ def _backpack_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("BackPACK, BatchGrad", "smw-ng", NG, package="backpack-for-pytorch", modules=("backpack",))
+@_peer("BackPACK, BatchGrad", "smw-ng", NG, package="backpack-for-pytorch")
 def _backpack_natural_gradient(task: Task) -> Step:
     rows = _backpack_rows(task, "BatchGrad", "grad_batch", leading=1)
     n = len(task.inputs)
@@ -189,7 +184,7 @@ def _backpack_natural_gradient(task: Task) -> Step:
     return step
 
 
-@_peer("ASDL, SMW empirical NG", "smw-ng", NG, package="asdfghjkl", modules=("asdl",))
+@_peer("ASDL, SMW empirical NG", "smw-ng", NG, package="asdfghjkl")
 def _asdl(task: Task) -> Step:
     smw = importlib.import_module("asdl.precondition.smw")
     config = smw.SmwEmpNaturalGradientConfig(data_size=len(task.inputs), damping=task.damping)
@@ -205,7 +200,7 @@ def _asdl(task: Task) -> Step:
     return step
 
 
-@_peer("TorchJD, Gram of outputs", "smw-gn", GN, package="torchjd", modules=("torchjd.autogram",))
+@_peer("TorchJD, Gram of outputs", "smw-gn", GN, package="torchjd")
 def _torchjd_gauss_newton(task: Task) -> Step:
     """J J^T from its engine, times S on both sides, and one backward pass for p."""
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
@@ -224,7 +219,7 @@ def _torchjd_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("TorchJD, Gram of losses", "smw-ng", NG, package="torchjd", modules=("torchjd.autogram",))
+@_peer("TorchJD, Gram of losses", "smw-ng", NG, package="torchjd")
 def _torchjd_natural_gradient(task: Task) -> Step:
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
 
@@ -239,10 +234,7 @@ def _torchjd_natural_gradient(task: Task) -> Step:
     return step
 
 
-_CURVLINOPS = {"package": "curvlinops-for-pytorch", "modules": ("curvlinops", "linear_operator")}
-
-
-@_peer("curvlinops, CG on the GGN", "smw-gn", GN, **_CURVLINOPS)
+@_peer("curvlinops, CG on the GGN", "smw-gn", GN, package="curvlinops-for-pytorch")
 def _curvlinops_conjugate_gradient(task: Task) -> Step:
     """Without a matrix, up to a relative residual of 1e-5 or 1000 iterations."""
     curvlinops = importlib.import_module("curvlinops")
@@ -262,7 +254,7 @@ def _curvlinops_conjugate_gradient(task: Task) -> Step:
     return step
 
 
-@_peer("curvlinops, KFAC inverse", "smw-gn", "KFAC", **_CURVLINOPS)
+@_peer("curvlinops, KFAC inverse", "smw-gn", "KFAC", package="curvlinops-for-pytorch")
 def _curvlinops_kfac(task: Task) -> Step:
     curvlinops = importlib.import_module("curvlinops")
 
@@ -282,18 +274,12 @@ def _curvlinops_kfac(task: Task) -> Step:
     return step
 
 
-@_peer("SINGD, dense", "smw-ng", "Kronecker, running", package="singd", modules=("singd",))
+@_peer("SINGD, dense", "smw-ng", "Kronecker, running", package="singd")
 def _singd(task: Task) -> Step:
     """With a new preconditioner at every step."""
     optim = importlib.import_module("singd.optim.optimizer")
     optimizer = optim.SINGD(task.model, lr=0.1, momentum=0.0, damping=task.damping, T=1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        task.loss(task.model(task.inputs), task.targets).backward()
-        optimizer.step()
-
-    return step
+    return loop_step(optimizer, task.model, task.loss, (task.inputs, task.targets))
 
 
 # -- parts of several steps ---------------------------------------------------------------------------------------

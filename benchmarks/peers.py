@@ -11,7 +11,6 @@ import argparse
 import ctypes
 import gc
 import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Command, Network, Step, add_quick, figure, positive, say, table
+from benchmarks.common import Command, Network, Step, add_quick, positive, say, table
 from benchmarks.peer_steps import GN, NG, PEERS, Peer, Task
 from woodbury._memory import available_bytes
 from woodbury.experiments.config import installed_versions, this_machine
@@ -50,9 +49,7 @@ SMALL = {"classes": Network((8, 6, 3), 5, 5), "million": Network((7, 6, 4, 1), 9
 
 
 def make_task(network: Network, damping: float = 1.0) -> Task:
-    model = network.build()
-    assert isinstance(model, nn.Sequential)
-    return Task(model, network.loss(), *network.batch(), damping)
+    return Task(network.build(), network.loss(), *network.batch(), damping)
 
 
 def _own_step(name: str) -> Callable[[Task], Step]:
@@ -75,8 +72,8 @@ def bench_peers(
 ) -> dict[str, Any]:
     """{"machine", "versions", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}.
 
-    An entry is what `describe` and `measure` return together. limit: CPU seconds of timing per peer. names and
-    problems choose some of `PEERS` and `PROBLEMS`.
+    An entry has "peer", "computes", "status" and, where that is "ok", "memory" and what `measure` returns. limit:
+    CPU seconds of timing per peer. names and problems choose some of `PEERS` and `PROBLEMS`.
     """
     known = OWN | PEERS
     result: dict[str, Any] = {"machine": this_machine(), "versions": installed_versions(), "limit": limit}
@@ -85,11 +82,8 @@ def bench_peers(
         network = (SMALL if small else PROBLEMS)[key]
         entries = []
         for name in names or known:
-            entry = describe(known[name], network)
-            if entry["status"] == "ok":
-                entry |= _run_process(key, name, limit, small)
-            if entry["status"] == "ok":
-                entry["memory"] = _run_process(key, name, limit, small, memory=True).get("memory")
+            entry = {"peer": name, "computes": known[name].computes_for(network.loss())}
+            entry |= _measure_in_processes(known[name], key, limit, small)
             entries.append(entry)
             outcome = f"{1e3 * entry['seconds']:.1f} ms" if entry["status"] == "ok" else entry["status"]
             say(f"{key}: {name}: {outcome}")
@@ -103,18 +97,17 @@ def bench_peers(
     return result
 
 
-def describe(peer: Peer, network: Network) -> dict[str, Any]:
-    """What is known of a peer before it runs; "status" is "ok" if it is installed."""
-    entry: dict[str, Any] = {"peer": peer.name, "computes": peer.computes_for(network.loss()), "status": "ok"}
-    try:
-        if peer.package is not None:
-            entry["version"] = importlib.metadata.version(peer.package)
-        for module in peer.modules:
-            if importlib.util.find_spec(module.split(".")[0]) is None:
-                raise ModuleNotFoundError(module)
-    except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError):
-        entry["status"] = f"not installed: pip install {peer.package}"
-    return entry
+def _measure_in_processes(peer: Peer, key: str, limit: float, small: bool) -> dict[str, Any]:
+    about: dict[str, Any] = {}
+    if peer.package is not None:
+        try:
+            about["version"] = importlib.metadata.version(peer.package)
+        except importlib.metadata.PackageNotFoundError:
+            return {"status": f"not installed: pip install {peer.package}"}
+    about |= _run_process(key, peer.name, limit, small)
+    if about["status"] == "ok":
+        about["memory"] = _run_process(key, peer.name, limit, small, memory=True).get("memory")
+    return about
 
 
 # -- one peer, in a process of its own ------------------------------------------------------------------------
@@ -123,8 +116,9 @@ def describe(peer: Peer, network: Network) -> dict[str, Any]:
 def measure(peer: Peer, network: Network, limit: float, warmup: Network, damping: float = 1.0) -> dict[str, Any]:
     """Time the step of a peer in turns with woodbury's, in this process.
 
-    Returns "seconds" and "woodbury" (medians of CPU time), their "ratio", "difference" (|p - p'| / |p|, None if
-    the peer computes another p) and "rounds" (0 if the limit allowed only the first step, which is slower).
+    Returns "status" and, where that is "ok", "seconds" and "woodbury" (medians of CPU time), their "ratio",
+    "difference" (|p - p'| / |p|, None if the peer computes another p) and "rounds" (0 if the limit allowed only
+    the first step, which is slower).
     """
     _warm_up(peer, warmup)
     theirs, ours = make_task(network, damping), make_task(network, damping)
@@ -147,6 +141,7 @@ def measure(peer: Peer, network: Network, limit: float, warmup: Network, damping
     same = peer.computes_for(ours.loss) in (GN, NG)
     middle, own_middle = median(seconds or [first]), median(own_seconds)
     return {
+        "status": "ok",
         "seconds": middle,
         "woodbury": own_middle,
         "ratio": middle / own_middle,
@@ -223,14 +218,11 @@ def _run_process(key: str, name: str, limit: float, small: bool, memory: bool = 
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=root)
     except subprocess.TimeoutExpired:
         return {"status": f"over {limit:g} s"}
-    if done.returncode == 0:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return answer
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    killed = done.returncode == -9  # by the kernel
-    if killed or any(word in done.stderr for word in ("MemoryError", "allocate", "bad_alloc")):
-        return {"status": "out of memory"}
-    return {"status": f"failed: {last[:200]}"}
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["killed"])[-1]
+        return {"status": f"failed: {last[:200]}"}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def main(key: str, name: str, limit: str, small: str, memory: str) -> None:
@@ -273,32 +265,6 @@ def peer_tables(result: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-_COLOURS = {GN: "#0072B2", NG: "#D55E00"}  # by what a peer computes; grey for something else
-
-
-def draw_peers(runs: Sequence[dict[str, Any]]) -> Any:
-    """A panel per problem: seconds of each peer's step, woodbury's on top."""
-    problems = runs[-1]["problems"].values()
-    most = max(len(problem["peers"]) for problem in problems)
-    whole, panels = figure(6.6 * len(problems), 0.34 * most + 1.5, len(problems))
-    for panel, problem in zip(panels, problems, strict=True):
-        entries = problem["peers"][::-1]
-        for place, entry in enumerate(entries):
-            text, seconds = entry["status"].split(":")[0], entry.get("seconds")
-            if seconds is not None:
-                panel.barh(place, seconds, color=_COLOURS.get(entry["computes"], "#999999"), height=0.7)
-                text = f"{seconds:.3g} s, {entry['ratio']:.3g}x"
-            panel.annotate(f" {text}", (seconds or 0, place), va="center", fontsize=8)
-        panel.set_xscale("symlog", linthresh=1e-3)
-        panel.set_yticks(range(len(entries)), [entry["peer"] for entry in entries], fontsize=8.5)
-        panel.grid(visible=False, axis="y")
-        panel.set_xlabel("CPU seconds of a step")
-        title = "{network}, {loss},\n{samples} samples, {parameters:,} parameters".format(**problem)
-        panel.set_title(title, loc="left", fontsize=11)
-    whole.suptitle("blue: exact Gauss-Newton, red: exact natural gradient, grey: something else", fontsize=9)
-    return whole
-
-
 def _add_options(parser: argparse.ArgumentParser) -> None:
     text = "CPU seconds per peer (default 60)"
     parser.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help=text)
@@ -313,7 +279,6 @@ COMMAND = Command(
     lambda options: bench_peers(options.limit, options.peer, options.problem, options.quick),
     peer_tables,
     _add_options,
-    draw_peers,
 )
 
 if __name__ == "__main__":

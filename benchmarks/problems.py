@@ -60,11 +60,16 @@ class Problem:
 
         Raises DataError where a file of the data folder is absent, ModuleNotFoundError where scikit-learn is.
         """
-        train, test = self.data(data_dir)
+        train, test = _load(self.data, data_dir)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.model()
         return Task(model, self.loss(), train, test)
+
+
+@cache
+def _load(data: Data, data_dir: Path | None) -> tuple[Batch, Batch]:
+    return data(data_dir)
 
 
 # -- models ---------------------------------------------------------------------------------------------------
@@ -105,32 +110,14 @@ def _letters_network() -> nn.Module:
 # -- data -----------------------------------------------------------------------------------------------------
 
 
-def _from_folder(name: str, data_dir: Path | None, count: int | None = None) -> tuple[Batch, Batch]:
-    """The first samples of a data set from the data folder; without a folder an error, and no download."""
+def _from_folder(name: str, count: int | None, data_dir: Path | None) -> tuple[Batch, Batch]:
+    """The first samples of a data set from the data folder, for training and for testing; no download."""
     if Files(name, data_dir).folder is None:
         raise DataError(f"neither --data-dir nor {ENVIRONMENT_VARIABLE} names a folder with {name}")
     data = load_dataset(name, data_dir)
     pairs = (data.train_inputs, data.train_targets), (data.test_inputs, data.test_targets)
     train, test = ((x[:count].clone(), y[:count].clone()) for x, y in pairs)  # a view would hold on to all of it
     return train, test
-
-
-@cache
-def _some_of_mnist(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """The first 4,000 images for training and the first 4,000 of the test set."""
-    return _from_folder("mnist", data_dir, 4000)
-
-
-@cache
-def _mnist(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """All 60,000 images."""
-    return _from_folder("mnist", data_dir)
-
-
-@cache
-def _covtype(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """Forest cover, class 2 against the rest: 6,000 samples for training and 6,000 for testing."""
-    return _from_folder("covtype", data_dir, 6000)
 
 
 def _scikit(name: str) -> Any:
@@ -158,14 +145,12 @@ def _halves(inputs: Tensor, targets: Tensor) -> tuple[Batch, Batch]:
     return (inputs[:middle], targets[:middle]), (inputs[middle:], targets[middle:])
 
 
-@cache
 def _digits(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Handwritten digits, 8 x 8 pixels, 1,347 for training."""
     data = load_dataset("digits", data_dir)
     return (data.train_inputs, data.train_targets), (data.test_inputs, data.test_targets)
 
 
-@cache
 def _images(data_dir: Path | None) -> tuple[Batch, Batch]:
     """The same as images (N, 1, 8, 8), pixels from 0 to 1."""
     digits = _scikit("digits")
@@ -174,28 +159,24 @@ def _images(data_dir: Path | None) -> tuple[Batch, Batch]:
     return (images[train], labels[train].long()), (images[test], labels[test].long())
 
 
-@cache
 def _pixels(data_dir: Path | None) -> tuple[Batch, Batch]:
     """The pixels of the digits as inputs and as targets."""
     (train, _), (test, _) = _images(data_dir)
     return (train.flatten(1), train.flatten(1)), (test.flatten(1), test.flatten(1))
 
 
-@cache
 def _breast_cancer(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Two classes, 30 features, 427 samples for training."""
     content = _scikit("breast_cancer")
     return _parted(torch.from_numpy(content.data), torch.from_numpy(content.target).float().unsqueeze(1))
 
 
-@cache
 def _raw_diabetes(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Progress of diabetes from 10 features, 332 samples for training; targets as published, 25 to 346."""
     content = _scikit("diabetes")
     return _parted(torch.from_numpy(content.data), torch.from_numpy(content.target).float().unsqueeze(1))
 
 
-@cache
 def _diabetes(data_dir: Path | None) -> tuple[Batch, Batch]:
     """The same with standardised targets."""
     return _with_scaled_targets(*_raw_diabetes(data_dir))
@@ -204,14 +185,12 @@ def _diabetes(data_dir: Path | None) -> tuple[Batch, Batch]:
 _SYMBOLS, _LENGTH, _REPEATS = 4, 12, 7
 
 
-@cache
 def _repeats(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Sequences of 12 symbols out of 4; the class is how often the first one occurs again, at most 7."""
     sequences = torch.randint(_SYMBOLS, (2400, _LENGTH), generator=torch.Generator().manual_seed(4))
     return _halves(sequences, (sequences[:, 1:] == sequences[:, :1]).sum(1).clamp(max=_REPEATS))
 
 
-@cache
 def _text(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Contexts of 8 letters and the letter that follows, in scikit-learn's descriptions of its own data sets.
 
@@ -227,7 +206,6 @@ def _text(data_dir: Path | None) -> tuple[Batch, Batch]:
     return (contexts[:end], following[:end]), (contexts[start:], following[start:])
 
 
-@cache
 def _noisy(data_dir: Path | None) -> tuple[Batch, Batch]:
     """y = sin x_1 + x_2 x_3 + noise of standard deviation 1/2: 2,400 samples for training, as many for testing."""
     pairs = []
@@ -241,7 +219,6 @@ def _noisy(data_dir: Path | None) -> tuple[Batch, Batch]:
     return train, test
 
 
-@cache
 def _friedman(data_dir: Path | None) -> tuple[Batch, Batch]:
     """10 sin(pi x_1 x_2) + 20 (x_3 - 1/2)^2 + 10 x_4 + 5 x_5 + noise, of ten inputs: Friedman's first function."""
     draws = torch.Generator().manual_seed(2)
@@ -251,7 +228,6 @@ def _friedman(data_dir: Path | None) -> tuple[Batch, Batch]:
     return _with_scaled_targets(*_parted(x, y.unsqueeze(1), train_share=0.5))
 
 
-@cache
 def _adding(data_dir: Path | None) -> tuple[Batch, Batch]:
     """Sequences of 10 numbers from 0 to 1, two of them marked in a second channel; the target is their sum."""
     count, length, draws = 2000, 10, torch.Generator().manual_seed(3)
@@ -266,13 +242,15 @@ def _adding(data_dir: Path | None) -> tuple[Batch, Batch]:
 _CE, _BCE, _MSE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss
 _paper_network = partial(chain, nn.Sigmoid, 784, 500, 10)
 _diabetes_network = partial(chain, nn.Tanh, 10, 32, 1)
+_few_of_mnist, _all_of_mnist = partial(_from_folder, "mnist", 4000), partial(_from_folder, "mnist", None)
+_covtype = partial(_from_folder, "covtype", 6000)  # class 2 against the rest
 _raw_rates: dict[str, Any] = {"adam_rates": (3e-2, 1e-1, 3e-1, 1.0), "sgd_rates": (1e-4, 3e-4, 1e-3, 3e-3)}
 PROBLEMS = {
     # by name: model, loss, data, batch, epochs
     "digits": Problem(partial(chain, nn.ReLU, 64, 64, 10), _CE, _digits, 32, 10),
     "cnn": Problem(_cnn, _CE, _images, 32, 10),
-    "mnist": Problem(_paper_network, _CE, _some_of_mnist, 60, 5),
-    "mnist-full": Problem(_paper_network, _CE, _mnist, 120, 5, by_name_only=True),
+    "mnist": Problem(_paper_network, _CE, _few_of_mnist, 60, 5),
+    "mnist-full": Problem(_paper_network, _CE, _all_of_mnist, 120, 5, by_name_only=True),
     "covtype": Problem(partial(chain, nn.ReLU, 54, 64, 64, 1), _BCE, _covtype, 64, 10),
     "breast-cancer": Problem(partial(chain, nn.Tanh, 30, 16, 1), _BCE, _breast_cancer, 32, 60),
     "transformer": Problem(partial(_Transformer, _SYMBOLS, _LENGTH, _REPEATS + 1), _CE, _repeats, 32, 8),

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.common import Command, Network, add_quick, figure, medians_within, own_step, say, sgd_step, table
-from woodbury.experiments.looks import looks_of
+from benchmarks.common import Command, Network, add_quick, medians_within, own_step, say, sgd_step, table
 
 METHODS = ("smw-gn", "smw-ng", "hf", "kfac")
 _SECONDS = 2.5  # of timing per method and point
@@ -122,42 +121,9 @@ def scale_table(sweeps: dict[str, dict[str, Any]]) -> str:
     return table("Exponent of the cost beyond SGD's step: measured (from the paper's cost table)", rows)
 
 
-_MEANING = {"n": "parameters n (depth 1 to 16)", "N1": "batch N1", "N2": "curvature samples N2", "C": "classes C"}
-
-
-def draw_scale(runs: Sequence[dict[str, dict[str, Any]]]) -> Any:
-    """A panel per sweep: cost beyond SGD's step, with the slope from the paper's table as a dotted line."""
-    sweeps = runs[-1]
-    whole, panels = figure(12, 7, 3, 2)
-    for panel, (sweep, row) in zip(panels, sweeps.items(), strict=False):
-        values = row["values"]
-        for name, look in zip(METHODS, looks_of(METHODS), strict=True):
-            entry = row[name]
-            costs = [1e3 * seconds for seconds in beyond_sgd(entry["seconds"], entry["sgd"])]
-            guide = [costs[-1] * (value / values[-1]) ** entry["predicted"] for value in values]
-            label = f"{name} {entry['exponent']:.2f} ({entry['predicted']:.2f})"
-            panel.plot(values, costs, color=look.colour, marker="o", markersize=4, label=label)
-            panel.plot(values, guide, color=look.colour, linewidth=1, linestyle=":")
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        panel.set_xticks(values, [f"{value:.3g}" for value in values])
-        panel.minorticks_off()
-        panel.set_title(_MEANING.get(sweep, sweep), loc="left", fontsize=11)
-        panel.set_ylabel("ms beyond SGD's step")
-        panel.legend(fontsize=7.5)
-    for panel in panels[len(sweeps) :]:
-        panel.set_axis_off()
-    title = (
-        "Growth of the cost: measured exponent (and from the paper's cost table, dotted through the last point)"
-    )
-    whole.suptitle(title, x=0.01, ha="left")
-    return whole
-
-
 COMMAND = Command(
     "growth of the cost with n, N1, N2, classes and width, beside the paper's cost table (10 minutes)",
     lambda options: bench_scale(options.quick),
     scale_table,
     add_quick,
-    draw_scale,
 )

@@ -1,4 +1,4 @@
-"""The command `problems`: what the records of `benchmarks.rivals` say, as tables, a figure and files."""
+"""The command `problems`: what the records of `benchmarks.rivals` say, as tables and a figure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
 
-from benchmarks.common import Command, figure, positive, say, table
+from benchmarks.common import Command, positive, say, table
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION
-from benchmarks.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, METHODS, SGD, WOODBURY, Record, bench_problems
+from benchmarks.rivals import (
+    ADAM,
+    ADAM_CONSTANT,
+    EQUAL_SECONDS,
+    METHODS,
+    SETTINGS,
+    SGD,
+    WOODBURY,
+    Record,
+    bench_problems,
+)
 from woodbury.experiments.config import installed_versions, this_machine
 from woodbury.experiments.storage import round_numbers
 
@@ -27,13 +37,16 @@ def read_records(path: Path) -> list[Record]:
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """{"problems": {name: {"kind", method: entry}}, "bars": {bar: (problems that reach it, problems asked)}}.
+    """What the records say, by problem and over all of them:
+
+        {"problems": {name: {"kind", method: entry}}, "bars": {bar: (reached, asked)}, "faults": lines}
 
     The rate of a method is the one with the lowest training loss, a median over the seeds. Its entry has
 
         train_loss, seconds, steps               medians over the seeds
         test, test_range, test_variance          mean, smallest and largest, variance over the seeds
         rate, edge                               the rate, and whether it is the lowest or highest tried
+        left                                     train_loss over that at the start, the largest over the seeds
         ratio, seconds_ratio                     train_loss and seconds over those of tuned Adam (woodbury alone)
     """
     rows: dict[str, Entry] = {}
@@ -48,7 +61,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
             if method in row and ADAM in row:
                 row[method]["ratio"] = row[method]["train_loss"] / row[ADAM]["train_loss"]
                 row[method]["seconds_ratio"] = row[method]["seconds"] / row[ADAM]["seconds"]
-    return {"problems": rows, "bars": _bars(list(rows.values()))}
+    return {"problems": rows, "bars": _bars(list(rows.values())), "faults": faults(records)}
 
 
 def _entry(records: Sequence[Record]) -> Entry:
@@ -62,6 +75,7 @@ def _entry(records: Sequence[Record]) -> Entry:
         "rate": rate,
         "edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
         "train_loss": losses[rate],
+        "left": max(figure_of(run, "train_loss") / run["start_loss"] for run in runs),
         "seconds": median(run["seconds"] for run in runs),
         "steps": median(run["steps"] for run in runs),
         "test": fmean(tests),
@@ -123,11 +137,13 @@ def is_above(entry: Entry, reference: Entry) -> bool:
 
 
 def faults(records: Sequence[Record]) -> list[str]:
-    """One line per run that raised, left a parameter that is not finite, or ended above its starting loss."""
+    """One line per run of woodbury that raised, left a parameter not finite, or ended above its starting loss."""
     lines = []
     for record in records:
         run = f"{record['problem']}, {record['method']}, seed {record['seed']}"
         start, end = record["start_loss"], figure_of(record, "train_loss")
+        if record["method"] not in (WOODBURY, EQUAL_SECONDS):
+            continue
         if record["error"] is not None:
             lines.append(f"{run}: {record['error']}")
         elif not record["finite"]:
@@ -150,7 +166,7 @@ _LOOKS = {
 
 
 def problems_tables(summary: dict[str, Any]) -> str:
-    """Training losses, test figures and, below them, on how many problems each bar is reached."""
+    """Training losses, test figures and, below them, on how many problems each bar is reached, and the faults."""
     training, test = [], []
     for name, row in summary["problems"].items():
         losses, figures = {"problem": name, "kind": row["kind"]}, {"problem": name, "kind": row["kind"]}
@@ -160,9 +176,8 @@ def problems_tables(summary: dict[str, Any]) -> str:
             if method in (ADAM, SGD):
                 losses[f"{heading}\nrate"] = f"{entry['rate']:g}{'*' * entry['edge']}" if entry else None
             if method in (WOODBURY, EQUAL_SECONDS):
-                losses[f"{heading}\nx loss"], losses[f"{heading}\nx time"] = (
-                    entry.get(key) for key in ("ratio", "seconds_ratio")
-                )
+                losses[f"{heading}\nx loss"] = entry.get("ratio")
+                losses[f"{heading}\nx time"] = entry.get("seconds_ratio")
             figures[text] = _test(row["kind"], entry) if entry else None
         training.append(losses)
         test.append(figures)
@@ -170,7 +185,7 @@ def problems_tables(summary: dict[str, Any]) -> str:
     tables = [table(title, training, left=2)]
     tables.append(table("Test error or test loss, mean (smallest to largest) over the seeds", test, left=2))
     bars = [f"{reached} of {asked}: {bar}" for bar, (reached, asked) in summary["bars"].items() if asked]
-    return "\n\n".join([*tables, "\n".join(bars)])
+    return "\n\n".join([*tables, "\n".join([*bars, *summary["faults"]])])
 
 
 def _test(kind: str, entry: Entry) -> str:
@@ -180,24 +195,18 @@ def _test(kind: str, entry: Entry) -> str:
     return f"{mean}{unit} ({low} to {high})"
 
 
-def guard_table(result: dict[str, Any]) -> str:
-    """Per problem what is left of the loss, and below it the faults."""
-    title = "Training loss at the end over that at the start, woodbury's defaults"
-    lines = result["faults"] or ["no run raised, left a parameter that is not finite or ended above its start"]
-    return "\n\n".join([table(title, result["problems"]), "\n".join(lines)])
-
-
-def draw_problems(runs: Sequence[Sequence[Record]]) -> Any:
+def draw_problems(records: Sequence[Record]) -> Any:
     """A panel per problem: training loss against CPU seconds, a line per seed, at the best rate of each method."""
-    rows = summarise(runs[-1])["problems"]
+    from matplotlib.figure import Figure
+
+    rows = summarise(records)["problems"]
     columns = min(5, len(rows))
     height = math.ceil(len(rows) / columns)
-    whole, panels = figure(3 * columns, 2.4 * height + 0.7, columns, height)
-    drawn = {}
-    for panel, (name, row) in zip(panels, rows.items(), strict=False):
-        records = [record for record in runs[-1] if record["problem"] == name]
-        losses = []
-        for record in records:
+    whole, drawn = Figure(figsize=(3 * columns, 2.4 * height + 0.7), layout="constrained"), {}
+    for place, (name, row) in enumerate(rows.items(), start=1):
+        panel, losses = whole.add_subplot(height, columns, place), []
+        own = [record for record in records if record["problem"] == name]
+        for record in own:
             if record["rate"] != row[record["method"]]["rate"]:
                 continue
             text, colour, style = _LOOKS[record["method"]]
@@ -206,11 +215,8 @@ def draw_problems(runs: Sequence[Sequence[Record]]) -> Any:
             (drawn[text],) = panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2)
         panel.set_yscale("log")
         # What runs away above the start is cut off.
-        panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in records))
-        panel.set_xlim(0, None)
+        panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in own))
         panel.set_title(f"{name}: training loss, CPU seconds", loc="left", fontsize=9)
-    for panel in panels[len(rows) :]:
-        panel.set_axis_off()
     whole.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(columns, 5), frameon=False)
     return whole
 
@@ -223,71 +229,45 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=list(PROBLEMS), default=[], metavar="NAME", help=text)
     text = f"one or more of {', '.join(METHODS)} (default: all)"
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD", help=text)
-    text = "seeds of the initial weights and of the order of batches (default 3, with --guard 10)"
-    parser.add_argument("--seeds", type=positive, metavar="NUMBER", help=text)
+    text = "seeds of the initial weights and of the order of batches (default 3)"
+    parser.add_argument("--seeds", type=positive, default=3, metavar="NUMBER", help=text)
     text = "processes, each with one thread (default 1)"
     parser.add_argument("--jobs", type=positive, default=1, metavar="NUMBER", help=text)
     text = "folder with MNIST and covtype (default: that of WOODBURY_DATA); without it these are left out"
     parser.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
-    text = "folder for records.jsonl, summary.json, table.txt, bench-problems.png (default runs/problems)"
+    text = "folder for records.jsonl and bench-problems.png (default runs/problems)"
     parser.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
-    text = "run woodbury alone; status 1 if a run raises, ends above its start or leaves a parameter not finite"
-    parser.add_argument("--guard", action="store_true", help=text)
     text = "the records.jsonl of an earlier run: its runs of Adam and SGD are not made again"
     parser.add_argument("--rivals", type=Path, metavar="FILE", help=text)
-    text = "other settings in place of woodbury's defaults, such as benchmarks.rivals:growing"
-    parser.add_argument("--woodbury", dest="train", metavar="MODULE:FUNCTION", help=text)
+    text = f"settings of woodbury, one of {', '.join(SETTINGS)}"
+    parser.add_argument("--woodbury", choices=SETTINGS, default="defaults", metavar="SETTINGS", help=text)
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
+    """The summary; status 1 if a run of woodbury has a fault. The records and a figure of them go to a folder."""
+    settings = {"data_dir": options.data_dir, "settings": SETTINGS[options.woodbury]}
     earlier = read_records(options.rivals) if options.rivals else []
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / ("guard.jsonl" if options.guard else "records.jsonl")
+    path = options.out / "records.jsonl"
     with path.open("w") as file:
         for records in bench_problems(
-            names=options.only,
-            seeds=options.seeds or (10 if options.guard else 3),
-            methods=[WOODBURY] if options.guard else options.methods,
-            jobs=options.jobs,
-            data_dir=options.data_dir,
-            train=options.train,
-            earlier=earlier,
+            options.only, options.jobs, earlier, seeds=range(options.seeds), methods=options.methods, **settings
         ):
             file.writelines(json.dumps(round_numbers(record)) + "\n" for record in records)
             file.flush()
     records = read_records(path)
     if not records:
         raise SystemExit("problems: the data of all these problems is absent")
-    return _guard_result(records) if options.guard else _write_summary(records, options.out)
-
-
-def _write_summary(records: Sequence[Record], folder: Path) -> dict[str, Any]:
-    """The summary, written beside the records with its table and figure."""
-    summary = {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
-    (folder / "table.txt").write_text(problems_tables(summary) + "\n")
-    (folder / "summary.json").write_text(json.dumps(round_numbers(summary)) + "\n")
     try:
-        draw_problems([records]).savefig(folder / "bench-problems.png", dpi=130)
+        draw_problems(records).savefig(options.out / "bench-problems.png", dpi=130)
     except ModuleNotFoundError as error:
         say(f'no figure: that needs {error.name}: pip install "woodbury[experiments]"')
-    return summary
-
-
-def _guard_result(records: Sequence[Record]) -> dict[str, Any]:
-    rows = []
-    for name in dict.fromkeys(record["problem"] for record in records):
-        runs = [record for record in records if record["problem"] == name]
-        shares = [figure_of(run, "train_loss") / run["start_loss"] for run in runs]
-        warned = sum(bool(run["warnings"]) for run in runs)
-        row = {"problem": name, "seeds": len(runs), "smallest": min(shares), "largest": max(shares)}
-        rows.append(row | {"with a warning": warned})
-    return {"runs": len(records), "problems": rows, "faults": faults(records)}
+    return {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
 
 
 COMMAND = Command(
     "training with woodbury beside Adam and SGD, untuned and tuned, on small problems (20 minutes)",
     _run,
-    lambda result: guard_table(result) if "faults" in result else problems_tables(result),
+    problems_tables,
     _add_options,
-    draw_problems,
 )

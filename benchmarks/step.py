@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from benchmarks.common import (
     Command,
     Network,
     Step,
-    figure,
     first_order_step,
     loop_step,
     median_seconds,
@@ -27,7 +25,6 @@ from benchmarks.common import (
     sgd_step,
     table,
 )
-from woodbury.experiments.looks import looks_of
 from woodbury.fit.training import DAMPING, MEMORY, METRIC, MOMENTUM
 from woodbury.optimizers import OPTIMIZERS
 
@@ -55,9 +52,6 @@ TRAINING: dict[str, dict[str, Any]] = {
     "smw-gn-memory": _MOMENTUM | {"memory": MEMORY, "metric": METRIC},
 }
 
-MANY_CLASSES = Network((784, 500, 100), 60, 30)
-COLUMNS = (16, 4, 1)  # of the 99 that the factor S of a softmax with 100 classes has
-
 Ratios = dict[str, dict[str, float]]  # {network: {optimizer: median time of a step over that of SGD}}
 
 
@@ -80,16 +74,6 @@ def bench_step(repeats: int, in_module: bool = False) -> Ratios:
             seconds |= medians_within({name: own_step(name, network, batch)}, _SLOW_SECONDS, repeats)
         ratios[key] = _over_sgd(seconds)
     return ratios
-
-
-def bench_columns(repeats: int) -> Ratios:
-    """The same for `GaussNewton` with all columns of S and with some of them sampled, for 100 classes."""
-    network, batch = MANY_CLASSES, MANY_CLASSES.batch()
-    steps = {REFERENCE: sgd_step(network, batch), "smw-gn": own_step("smw-gn", network, batch)}
-    for count in COLUMNS:
-        steps[f"smw-gn, columns={count}"] = own_step("smw-gn", network, batch, columns=count)
-    steps["smw-ng"] = own_step("smw-ng", network, batch)
-    return {"100 classes": _over_sgd(median_seconds(steps, repeats))}
 
 
 def bench_doors(repeats: int) -> Ratios:
@@ -135,18 +119,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=200, metavar="NUMBER", help=text)
     text = "put the layers into a module with its own forward, which is slower"
     parser.add_argument("--module", action="store_true", help=text)
-    text = "a softmax of 100 classes instead, with all columns of its factor and with 16, 4 and 1 of them sampled"
-    parser.add_argument("--columns", action="store_true", help=text)
     text = "steps on a batch, from a closure and in an unchanged loop (watch=True) instead (1 minute)"
     parser.add_argument("--doors", action="store_true", help=text)
 
 
 def _run(options: argparse.Namespace) -> Ratios:
-    if options.doors:
-        return bench_doors(options.repeats)
-    if options.columns:
-        return bench_columns(options.repeats)
-    return bench_step(options.repeats, options.module)
+    return bench_doors(options.repeats) if options.doors else bench_step(options.repeats, options.module)
 
 
 def step_table(ratios: Ratios) -> str:
@@ -156,37 +134,9 @@ def step_table(ratios: Ratios) -> str:
     return table("CPU time of a step divided by that of torch.optim.SGD", rows)
 
 
-def draw_step(runs: Sequence[Ratios]) -> Any:
-    """A group of bars per network: medians over the runs, each with a line from the smallest to the largest."""
-    networks = list(runs[0])
-    names = [name for name in dict.fromkeys(name for row in runs[0].values() for name in row) if name != REFERENCE]
-    whole, (panel,) = figure(2.2 * len(networks) + 2, 3.8)
-    width = 0.85 / len(names)
-    for index, (name, look) in enumerate(zip(names, looks_of(names), strict=True)):
-        for group, network in enumerate(networks):
-            values = [run[network][name] for run in runs if name in run[network]]
-            if not values:
-                continue
-            place, middle = group + (index - (len(names) - 1) / 2) * width, median(values)
-            label = name if network == next(key for key in networks if name in runs[0][key]) else None
-            panel.bar(place, middle, 0.9 * width, color=look.colour, label=label)
-            panel.plot([place, place], [min(values), max(values)], color="black", linewidth=1)
-            panel.text(place, 1.06 * max(values), f"{middle:.2g}", ha="center", va="bottom", fontsize=7)
-    panel.axhline(1, color="#444444", linewidth=1)
-    panel.set_yscale("log")
-    panel.set_ylim(0.8, None)
-    panel.grid(visible=False, axis="x")
-    panel.set_xticks(range(len(networks)), networks)
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.set_title("CPU time of a step divided by that of torch.optim.SGD on the same batch", loc="left")
-    whole.legend(loc="outside lower center", ncols=len(names), frameon=False, fontsize=8)
-    return whole
-
-
 COMMAND = Command(
     "time of a step relative to torch.optim.SGD, on the paper's networks and on small ones (2 minutes)",
     _run,
     step_table,
     _add_options,
-    draw_step,
 )

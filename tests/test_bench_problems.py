@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks import __main__ as program
 from benchmarks import problems, rivals, standings
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION, Problem
-from benchmarks.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, METHODS, SGD, WOODBURY, Runs
+from benchmarks.rivals import ADAM, ADAM_CONSTANT, EQUAL_SECONDS, METHODS, SGD, WOODBURY
 from woodbury.experiments.data import Dataset
 
 FROM_FOLDER = ("mnist", "mnist-full", "covtype")
@@ -34,26 +34,18 @@ def fake_dataset(name, data_dir=None):
 @pytest.fixture
 def make(monkeypatch, tmp_path):
     """`make` of a problem by its name; with fake data instead of the folder, skipped without scikit-learn."""
+    load, fakes = problems.load_dataset, {"mnist": fake_dataset, "covtype": fake_dataset}
+    monkeypatch.setattr(problems, "load_dataset", lambda name, data_dir: fakes.get(name, load)(name, data_dir))
 
     def make_task(name, seed=0):
-        problem = PROBLEMS[name]
-        if name in FROM_FOLDER:
-            monkeypatch.setattr(problems, "load_dataset", fake_dataset)
-            problem = replace(problem, data=problem.data.__wrapped__)  # nothing fake into the cache
-        elif name not in DRAWN:
+        if name not in (*FROM_FOLDER, *DRAWN):
             pytest.importorskip("sklearn")
-        return problem.make(seed, tmp_path)
+        return PROBLEMS[name].make(seed, tmp_path)
 
     return make_task
 
 
 # -- the problems ---------------------------------------------------------------------------------------------
-
-
-def test_there_are_problems_of_both_kinds_and_long_ones_are_run_by_name_only():
-    kinds = [problem.kind for problem in PROBLEMS.values() if not problem.by_name_only]
-    assert len(kinds) >= 10 and kinds.count(REGRESSION) >= 5 and kinds.count(CLASSIFICATION) >= 5
-    assert [name for name, problem in PROBLEMS.items() if problem.by_name_only] == ["mnist-full"]
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -114,8 +106,9 @@ def test_what_is_absent_is_left_out_and_never_downloaded(monkeypatch, capsys, tm
     monkeypatch.delenv("WOODBURY_DATA", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    bare = replace(PROBLEMS["diabetes"], data=problems._raw_diabetes.__wrapped__)
-    monkeypatch.setitem(PROBLEMS, "bare", bare)
+    monkeypatch.setitem(
+        PROBLEMS, "bare", replace(PROBLEMS["diabetes"], data=lambda _: problems._scikit("diabetes"))
+    )
     with pytest.raises(SystemExit, match="the data of all these problems is absent"):
         program.main(["problems", "--only", "mnist", "covtype", "bare", "--out", str(tmp_path)])
     assert capsys.readouterr().err.splitlines() == [
@@ -139,19 +132,6 @@ TINY = Problem(
     adam_rates=(1e-3, 1e-2),
     sgd_rates=(1e-2, 1e-1),
 )
-
-
-def test_batches_visit_every_sample_once_in_an_order_of_their_seed():
-    inputs = torch.arange(10.0).unsqueeze(1)
-    rounds = []
-    for seed in (0, 0, 1):
-        loader = rivals.batches((inputs, 2 * inputs), 4, seed)
-        epoch = list(loader)
-        assert [len(x) for x, _ in epoch] == [4, 4, 2] and all(torch.equal(y, 2 * x) for x, y in epoch)
-        rounds.append(torch.cat([x for x, _ in epoch]).flatten().tolist())
-        assert sorted(rounds[-1]) == list(range(10))
-        assert torch.cat([x for x, _ in loader]).flatten().tolist() != rounds[-1]  # another order in each epoch
-    assert rounds[0] == rounds[1] != rounds[2]
 
 
 @pytest.mark.parametrize("loss, outputs", [(nn.CrossEntropyLoss(), 3), (nn.BCEWithLogitsLoss(), 1)])
@@ -182,9 +162,8 @@ def test_a_watch_leaves_out_the_time_of_its_evaluations(monkeypatch):
         now[0] += 100.0
         return 0.5
 
-    watch = rivals.Watch(evaluate_loss, every=2)
     now[0] = 7.0
-    watch.start()
+    watch = rivals.Watch(evaluate_loss, every=2)
     for _ in range(5):
         now[0] += 1.0
         assert watch("whatever a callback gets") is None  # a true answer would stop woodbury.fit
@@ -193,7 +172,7 @@ def test_a_watch_leaves_out_the_time_of_its_evaluations(monkeypatch):
 
 @pytest.mark.parametrize("method, rate", [(ADAM, 1e-2), (SGD, 1e-1), (ADAM_CONSTANT, 1e-3)])
 def test_first_order_runs_are_those_of_a_torch_scheduler(method, rate):
-    record = Runs("tiny", TINY).first_order(method, rate, seed=3)
+    record = rivals.run(TINY, TINY.make(3), method, 3, rate)
     task = TINY.make(3)
     kind, settings = (torch.optim.SGD, {"momentum": 0.9}) if method == SGD else (torch.optim.Adam, {})
     optimizer = kind(task.model.parameters(), lr=rate, **settings)
@@ -217,26 +196,28 @@ def test_first_order_runs_are_those_of_a_torch_scheduler(method, rate):
 
 # -- the runs -------------------------------------------------------------------------------------------------
 
-CALLS = []
 
-
-def variant(model, loss, loader, *, seed, callback, epochs=None, seconds=None):
-    """Settings to try in place of woodbury's defaults: here, nothing but the count of steps."""
-    CALLS.append((epochs, seconds, seed))
-    warnings.warn("a word of the optimizer", RuntimeWarning, stacklevel=1)
+def standing_still(model, loss, loader, *, seed, callback, progress, epochs=None, seconds=None, memory=None):
+    """In place of `woodbury.fit`: a warning, and steps that do not move."""
+    warnings.warn(f"{epochs}, {seconds}, {seed}, {memory}", RuntimeWarning, stacklevel=1)
     for _ in range(3 if epochs is None else epochs * len(loader)):
         callback()
 
 
-def broken(model, loss, loader, *, seed, callback, epochs=None, seconds=None):
+def broken(model, loss, loader, *, callback, **settings):
     callback()
     with torch.no_grad():
         next(model.parameters()).fill_(math.nan)
     raise ArithmeticError("it does\nnot work")
 
 
-def test_all_methods_run_with_the_same_start_epochs_and_batches():
-    records = rivals.run_problem(Runs("tiny", TINY), seeds=(0, 1))
+@pytest.fixture(scope="module")
+def records():
+    """Of all methods on the tiny problem."""
+    return rivals.run_problem(TINY, seeds=(0, 1))
+
+
+def test_all_methods_run_with_the_same_start_epochs_and_batches(records):
     expected = [(ADAM_CONSTANT, 1e-3), (ADAM, 1e-3), (ADAM, 1e-2), (SGD, 1e-2), (SGD, 1e-1)]
     expected += [(WOODBURY, None), (EQUAL_SECONDS, None)]
     for seed in (0, 1):
@@ -244,7 +225,7 @@ def test_all_methods_run_with_the_same_start_epochs_and_batches():
         assert [(record["method"], record["rate"]) for record in runs] == expected
         assert len({record["start_loss"] for record in runs}) == 1
     for record in records:
-        assert (record["problem"], record["kind"], record["test_samples"]) == ("tiny", REGRESSION, 4)
+        assert (record["kind"], record["test_samples"]) == (REGRESSION, 4)
         assert record["error"] is None and record["finite"] and record["seconds"] > 0
         assert record["start_loss"] == record["curve"][0][1] and record["test_figure"] == record["test_loss"]
         if record["method"] != EQUAL_SECONDS:
@@ -253,32 +234,23 @@ def test_all_methods_run_with_the_same_start_epochs_and_batches():
         assert record["curve"] == sorted(record["curve"], key=lambda point: point[0])
 
 
-def test_another_setting_gets_the_epochs_the_seconds_of_adams_median_run_and_the_seed():
+def test_fit_gets_the_epochs_or_the_seconds_of_adams_median_run_the_seed_and_the_settings(monkeypatch):
     assert rivals.equal_seconds([{"seconds": seconds} for seconds in (1.0, 3.0, 2.0, 100.0)]) == 2.5
-    CALLS.clear()
-    train = rivals.load_train("test_bench_problems:variant")
-    records = rivals.run_problem(Runs("tiny", TINY, train=train), (5,), (ADAM, WOODBURY))
-    adam = [record for record in records if record["method"] == ADAM]
-    own = next(record for record in records if record["method"] == WOODBURY)
-    assert [(1, None, 0), (2, None, 5), (None, rivals.equal_seconds(adam), 5)] == CALLS  # the first to warm up
-    assert own["warnings"] == ["a word of the optimizer"] and adam[0]["warnings"] == []
-    assert own["train_loss"] == own["start_loss"] and own["steps"] == 6
-    assert rivals.load_train(None) is rivals.train_default
+    monkeypatch.setattr(rivals, "fit", standing_still)
+    settings = rivals.SETTINGS["without-memory"]
+    *adam, epochs, seconds = rivals.run_problem(TINY, (5,), (ADAM, WOODBURY), settings=settings)
+    assert [record["method"] for record in adam] == [ADAM, ADAM] and adam[0]["warnings"] == []
+    assert epochs["warnings"] == ["2, None, 5, 0"]
+    assert seconds["warnings"] == [f"None, {rivals.equal_seconds(adam)}, 5, 0"]
+    assert epochs["train_loss"] == epochs["start_loss"] and epochs["steps"] == 6
 
 
-def test_an_error_of_a_run_becomes_part_of_its_record():
-    first, *_ = rivals.run_problem(Runs("tiny", TINY, train=broken), (0,), (WOODBURY,))
-    assert first["error"] == "ArithmeticError: it does not work" and first["steps"] == 1 and not first["finite"]
-    assert math.isnan(first["train_loss"]) and standings.figure_of(first, "train_loss") == math.inf
-
-
-def test_earlier_runs_of_rivals_are_taken_over_if_they_have_the_same_length():
-    records = rivals.run_problem(Runs("tiny", TINY), (0,), (ADAM, SGD))
+def test_earlier_runs_of_rivals_are_taken_over_if_they_have_the_same_length(records):
     marked = [record | {"train_loss": 123.0} for record in records]
-    again = rivals.run_problem(Runs("tiny", TINY), (0,), (ADAM_CONSTANT, ADAM, WOODBURY), earlier=marked)
-    assert [record["method"] for record in again] == [ADAM_CONSTANT, ADAM, ADAM, WOODBURY, EQUAL_SECONDS]
-    assert [record["train_loss"] == 123.0 for record in again] == [False, True, True, False, False]
-    longer = rivals.run_problem(Runs("tiny", replace(TINY, epochs=3)), (0,), (ADAM,), earlier=marked)
+    again = rivals.run_problem(TINY, (0,), (ADAM, WOODBURY), earlier=marked)
+    assert [record["method"] for record in again] == [ADAM, ADAM, WOODBURY, EQUAL_SECONDS]
+    assert [record["train_loss"] == 123.0 for record in again] == [True, True, False, False]
+    longer = rivals.run_problem(replace(TINY, epochs=3), (0,), (ADAM,), earlier=marked)
     assert [record["steps"] for record in longer] == [9, 9]
 
 
@@ -306,6 +278,7 @@ def test_a_summary_takes_medians_the_best_rate_and_ratios():
     assert row[WOODBURY]["ratio"] == pytest.approx(0.6) and row[WOODBURY]["seconds_ratio"] == pytest.approx(3.0)
     assert row[EQUAL_SECONDS]["ratio"] == pytest.approx(1.2) and not row[WOODBURY]["edge"]
     assert row[ADAM]["test"] == pytest.approx(0.2) and row[ADAM]["test_range"] == (0.2, 0.2)
+    assert row[WOODBURY]["left"] == 0.9 / 2.0  # the worst of the seeds
 
 
 def test_a_run_that_failed_counts_as_the_worst():
@@ -359,6 +332,7 @@ def test_noise_is_two_standard_errors():
 def test_faults_name_the_run_and_what_is_wrong():
     records = [record(WOODBURY, 2.0, 0), record(WOODBURY, 2.5, 1), record(WOODBURY, None, 2)]
     records += [record(WOODBURY, 0.1, 3, finite=False), record(WOODBURY, 0.1, 4, error="ValueError: no")]
+    records += [record(ADAM, 9.0, rate=0.1)]  # not ours
     assert standings.faults(records) == [
         "one, woodbury, seed 1: the loss rose from 2 to 2.5",
         "one, woodbury, seed 2: the loss rose from 2 to inf",
@@ -384,7 +358,7 @@ def test_the_tables_and_the_figure_of_problems(tmp_path):
         record(WOODBURY, 0.5, problem="two"),
         record(ADAM, 0.1, rate=0.1),
     ]
-    figure = standings.draw_problems([records])
+    figure = standings.draw_problems(records)
     # what runs away is cut off
     assert figure.axes[0].get_ylim() == pytest.approx((0.1 / 1.3, 3.0)) and len(figure.axes[0].lines) == 2
 
@@ -392,80 +366,37 @@ def test_the_tables_and_the_figure_of_problems(tmp_path):
 # -- the command ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny(monkeypatch):
+def test_the_command_writes_records_and_a_figure_and_ends_with_status_1_at_a_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setitem(PROBLEMS, "tiny", TINY)
-
-
-def test_the_command_writes_records_tables_and_a_figure_and_takes_over_rivals(tiny, tmp_path, capsys):
     command = ["problems", "--only", "tiny", "--seeds", "2", "--json", "--out"]
     assert program.main([*command, str(tmp_path / "a")]) == 0
     printed = capsys.readouterr()
-    assert "tiny: 14 runs" in printed.err and (tmp_path / "a" / "summary.json").read_text() == printed.out
+    assert "tiny: 14 runs" in printed.err
     result = json.loads(printed.out.splitlines()[-1])
-    assert set(result) == {"machine", "versions", "problems", "bars"}
+    assert set(result) == {"machine", "versions", "problems", "bars", "faults"} and result["faults"] == []
     assert set(result["problems"]["tiny"]) == {"kind", *METHODS, EQUAL_SECONDS}
-    assert "Test error or test loss" in (tmp_path / "a" / "table.txt").read_text()
-    if pytest.importorskip("matplotlib"):
-        files = [str(tmp_path / "a" / "records.jsonl"), "--out", str(tmp_path)]
-        assert program.main(["draw", "problems", *files]) == 0
-        for path in (tmp_path, tmp_path / "a"):
-            assert (path / "bench-problems.png").read_bytes().startswith(b"\x89PNG")
-    CALLS.clear()
-    more = ["--rivals", str(tmp_path / "a" / "records.jsonl"), "--woodbury", "test_bench_problems:variant"]
-    assert program.main([*command, str(tmp_path / "b"), *more]) == 0
-    assert len(CALLS) == 5  # to warm up, and twice per seed
+    monkeypatch.setattr(rivals, "fit", broken)
+    path = tmp_path / "a" / "records.jsonl"
+    assert program.main([*command, str(tmp_path / "b"), "--rivals", str(path)]) == 1
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["faults"] == [
+        f"tiny, {method}, seed {seed}: ArithmeticError: it does not work"
+        for seed in (0, 1)
+        for method in (WOODBURY, EQUAL_SECONDS)
+    ]
     first, second = (standings.read_records(tmp_path / folder / "records.jsonl") for folder in ("a", "b"))
-    for old, new in zip(first, second, strict=True):  # the variant does not move
-        same = (old["train_loss"], old["seconds"]) == (new["train_loss"], new["seconds"])
-        assert old["method"] == new["method"] and same == (old["method"] in (ADAM_CONSTANT, ADAM, SGD))
+    assert [old == new for old, new in zip(first, second, strict=True)] == 2 * ([True] * 5 + [False] * 2)
+    assert second[-1]["steps"] == 1 and not second[-1]["finite"] and second[-1]["train_loss"] is None
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "a" / "bench-problems.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_jobs_are_processes_and_keep_the_order(tmp_path, monkeypatch):
+def test_jobs_are_processes_and_keep_the_order(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = [
-        "problems",
-        "--only",
-        "noisy",
-        "friedman",
-        "--methods",
-        ADAM_CONSTANT,
-        "--seeds",
-        "1",
-        "--jobs",
-        "2",
+    found = rivals.bench_problems(["noisy", "friedman"], jobs=2, seeds=(0,), methods=(ADAM_CONSTANT,))
+    assert [[(run["problem"], run["method"]) for run in records] for records in found] == [
+        [("noisy", ADAM_CONSTANT)],
+        [("friedman", ADAM_CONSTANT)],
     ]
-    assert program.main([*command, "--out", str(tmp_path)]) == 0
-    records = standings.read_records(tmp_path / "records.jsonl")
-    assert [(record["problem"], record["method"]) for record in records] == [
-        ("noisy", ADAM_CONSTANT),
-        ("friedman", ADAM_CONSTANT),
-    ]
-
-
-def test_guard_runs_woodbury_alone_and_ends_with_status_1_at_a_fault(tiny, tmp_path, capsys):
-    command = ["problems", "--only", "tiny", "--guard", "--out", str(tmp_path)]
-    assert program.main(command) == 0
-    assert "no run raised" in capsys.readouterr().out
-    records = standings.read_records(tmp_path / "guard.jsonl")
-    assert [(record["method"], record["seed"]) for record in records] == [(WOODBURY, seed) for seed in range(10)]
-    assert program.main([*command, "--seeds", "2", "--json", "--woodbury", "test_bench_problems:broken"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["faults"] == [
-        f"tiny, woodbury, seed {seed}: ArithmeticError: it does not work" for seed in (0, 1)
-    ]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--only", "none"], "argument --only: invalid choice: 'none'"),
-        (["--methods", "lbfgs"], "argument --methods: invalid choice: 'lbfgs'"),
-        (["--rivals", "absent.jsonl"], "absent.jsonl: No such file or directory"),
-    ],
-)
-def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, tiny, tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        program.main(["problems", *arguments, "--out", str(tmp_path)])
-    assert caught.value.code == 2 and message in capsys.readouterr().err
