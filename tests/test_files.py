@@ -287,7 +287,9 @@ def change_records(folder: Path, change: Callable[[list[str]], list[str]]) -> Pa
 LINE_FAULTS: dict[str, Callable[[list[str]], list[str]]] = {
     "digit": lambda lines: [*lines[:3], lines[3].replace('": 0.', '": 1.'), *lines[4:]],
     "lost": lambda lines: [*lines[:5], *lines[6:]],
+    "twice": lambda lines: [*lines[:5], lines[4], *lines[5:]],
     "exchanged": lambda lines: [*lines[:5], lines[6], lines[5], *lines[7:]],
+    "end": lambda lines: lines[:-1],
     "end of line": lambda lines: [*lines[:-1], lines[-1].rstrip("\n")],
     "empty": lambda lines: [],
 }
