@@ -155,12 +155,9 @@ def test_the_error_for_a_damaged_file_has_both_checksums(
     assert f"{folder / 'toy' / name} is damaged: expected sha256 {sha256(CONTENT)}, found " in message
     if readable is not None:
         assert f"found {sha256(readable)}" in message
-
-
-def test_a_stream_that_ends_early_raises_an_error_without_a_known_checksum(folder: Path) -> None:
-    (folder / "toy" / "table.xz").write_bytes(lzma.compress(CONTENT)[:-20])
-    message = refusal(Files("toy", folder), DataFile("table", None, UNREACHABLE))
-    assert "table.xz is damaged: expected sha256 unknown" in message
+    else:  # noticed without a known checksum as well
+        message = refusal(Files("toy", folder), DataFile("table", None, UNREACHABLE))
+        assert f"{name} is damaged: expected sha256 unknown" in message
 
 
 @pytest.mark.parametrize("named_by", ["--data-dir", ENVIRONMENT_VARIABLE])
@@ -242,8 +239,8 @@ def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def link(name: str, target: str, kind: bytes) -> tuple[tarfile.TarInfo, bytes]:
-    member = tarfile.TarInfo(name)
+def link(target: str, kind: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo("batches/table")
     member.type, member.linkname = kind, target
     return member, b""
 
@@ -262,24 +259,16 @@ def test_an_archive_gives_the_one_member_that_is_asked_for(server: Server, cache
     assert not (cache.parent / "outside").exists()
 
 
-def archive_with(member: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    return archive(plain("secret"), member)
-
-
 @pytest.mark.parametrize(
     ("published", "fault"),
     [
-        (archive_with(link("batches/table", "/etc/passwd", tarfile.SYMTYPE)), "is not a plain file"),
-        (archive_with(link("batches/table", "../secret", tarfile.SYMTYPE)), "is not a plain file"),
-        (archive_with(link("batches/table", "secret", tarfile.LNKTYPE)), "is not a plain file"),
-        (archive_with(link("batches/table", "", tarfile.FIFOTYPE)), "is not a plain file"),
-        (archive_with(link("batches/table", "", tarfile.DIRTYPE)), "is not a plain file"),
-        (archive_with(plain("batches/../batches/table")), "is absent"),
-        (archive_with(plain("./batches/table")), "is absent"),
-        (
-            archive_with(plain("batches/table", b"another")),
-            f"expected sha256 {sha256(CONTENT)}, found {sha256(b'another')}",
-        ),
+        (archive(plain("secret"), link("../secret", tarfile.SYMTYPE)), "is not a plain file"),
+        (archive(plain("secret"), link("secret", tarfile.LNKTYPE)), "is not a plain file"),
+        (archive(link("", tarfile.FIFOTYPE)), "is not a plain file"),
+        (archive(link("", tarfile.DIRTYPE)), "is not a plain file"),
+        (archive(plain("batches/../batches/table")), "is absent"),
+        (archive(plain("./batches/table")), "is absent"),
+        (archive(plain("batches/table", b"another")), f"{sha256(CONTENT)}, found {sha256(b'another')}"),
         (b"not an archive", "cannot read batches/table"),
     ],
 )
@@ -364,11 +353,19 @@ read_webspam = functools.partial(read_libsvm, rows=5, features=254)
         (read_covtype, covtype_lines([[1] * 54, [1] * 56]) + covtype_lines([[1] * 54]), "integers"),
         (read_covtype, covtype_lines([[1] * 55, [1] * 55]).replace(b"1,1", b"1,one", 1), "integers"),
         (read_covtype, covtype_lines([[1] * 54 + [8]]), "class outside"),
+        *(
+            (read_covtype, covtype_lines([[1] * 55]).replace(b"1", entry, 1), None)
+            for entry in (b"99999999999", b"4294967297", b"--1", b"", b"x", b"1e3", b"0x1")
+        ),
         (read_webspam, WEBSPAM_LINES.removesuffix(b"-1 7:2\n"), "4 rows instead of 5"),
         (read_webspam, WEBSPAM_LINES.replace(b"254:0.25", b"255:0.25"), None),
         (read_webspam, WEBSPAM_LINES.replace(b"1:0.5", b"0:0.5"), None),
         (read_webspam, WEBSPAM_LINES.replace(b"+1 254", b"2 254"), "a label other than"),
-        (read_webspam, WEBSPAM_LINES.replace(b"0.25", b"a"), None),
+        *((read_webspam, WEBSPAM_LINES.replace(b"0.25", b), None) for b in (b"a", b"nan", b"-inf", b"1e999", b"")),
+        *(
+            (read_webspam, WEBSPAM_LINES.replace(b"254:0.25", b"%s:0.25" % index), None)
+            for index in (b"99999999999", b"2147483648", b"9" * 30, b"2147483647", b"-1", b"1.5", b"")
+        ),
     ],
 )
 def test_a_reader_raises_an_error_for_other_content(
@@ -380,15 +377,13 @@ def test_a_reader_raises_an_error_for_other_content(
         read(bytearray(content))
 
 
-def test_webspam_is_checked_by_its_shape(folder: Path) -> None:
+def test_webspam_is_checked_by_its_shape(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    (folder / "webspam").mkdir()
-    path = folder / "webspam" / "webspam_wc_normalized_unigram.svm.xz"
+    path = tmp_path / "webspam" / "webspam_wc_normalized_unigram.svm.xz"
+    path.parent.mkdir()
     path.write_bytes(lzma.compress(WEBSPAM_LINES))
-    with pytest.raises(DataError) as caught:
-        load_dataset("webspam", folder)
-    message = str(caught.value)
-    assert message.startswith(f"{path} is not what https://") and message.endswith("5 rows instead of 350000")
+    with pytest.raises(DataError, match=f"{path} is not what https://.* 5 rows instead of 350000"):
+        load_dataset("webspam", tmp_path)
 
 
 # Scaling and splits.
@@ -428,12 +423,8 @@ def test_a_small_deviation_around_a_large_mean_keeps_its_digits() -> None:
 
 
 def test_a_split_is_complete_without_overlap_and_the_same_every_time() -> None:
-    torch.manual_seed(99)
     train, test = split(1000, 700)
-    assert (len(train), len(test)) == (700, 300)
-    assert sorted([*train.tolist(), *test.tolist()]) == list(range(1000))
-    again, _ = split(1000, 700)
-    assert torch.equal(train, again)
+    assert len(train) == 700 and sorted([*train.tolist(), *test.tolist()]) == list(range(1000))
     # The rows themselves belong to the data sets: other ones would be other data sets under the same names.
     assert split(10, 7)[0].tolist() == [4, 1, 7, 5, 3, 9, 0]
 

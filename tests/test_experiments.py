@@ -15,6 +15,8 @@ import torch
 pytest.importorskip("sklearn")
 
 import processes
+from fuzz.files import stop_after
+from run_folders import assert_same_end, contents, records_of
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig, full_settings
@@ -32,35 +34,6 @@ def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **settings
     """A run on the digits with a network that trains in a moment."""
     config = PRESETS["digits"].config("digits", optimizer, seed, epochs=epochs, settings=settings)
     return dataclasses.replace(config, widths=(64, 8, 10))
-
-
-def records_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    """All records without their clock."""
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-
-
-def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
-    values: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
-    return values
-
-
-def assert_same_run(first: Path, second: Path) -> None:
-    assert timeless(first) == timeless(second)
-    one, other = parameters_of(first), parameters_of(second)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def stop_after(steps: int) -> Any:
-    """A `stop` that is true from that call on."""
-    calls = iter(range(1, 10**9))
-    return lambda: next(calls) >= steps
 
 
 @pytest.fixture(scope="module")
@@ -143,21 +116,19 @@ def test_a_damping_policy_is_saved_and_reloaded_by_its_name_and_fields(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("damping", "message"),
+    ("settings", "message"),
     [
-        ({"Newton": {"initial": 1.0}}, "there is no policy 'Newton', only LevenbergMarquardt, Constant"),
-        ({"initial": 1.0, "bost": 2.0}, "LevenbergMarquardt has no field 'bost'"),
-        ({"Constant": {"initial": -1.0}}, "damping must be positive and finite, got -1.0"),
+        (
+            {"damping": {"Newton": {"initial": 1.0}}},
+            "there is no policy 'Newton', only LevenbergMarquardt, Constant",
+        ),
+        ({"damping": {"Constant": {"initial": -1.0}}}, "damping must be positive and finite, got -1.0"),
+        ({"rate": 1.0}, r"no setting 'rate', only .*lr"),
     ],
 )
-def test_an_unknown_or_improper_damping_is_named(damping: dict[str, Any], message: str) -> None:
+def test_an_unknown_or_improper_setting_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        small_run("smw-gn", damping=damping)
-
-
-def test_a_setting_the_optimizer_does_not_have_is_named() -> None:
-    with pytest.raises(TypeError, match=r"no setting 'rate', only .*lr"):
-        small_run("smw-gn", rate=1.0)
+        small_run("smw-gn", **settings)
 
 
 def test_a_folder_without_a_configuration_is_no_run_folder(tmp_path: Path) -> None:
@@ -186,11 +157,11 @@ def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path,
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
     assert [line["step"] for line in steps] == list(range(1, 2 * math.ceil(1347 / 60) + 1))
     assert all(line["damping"] is None for line in steps)  # SGD has none, and NaN is not JSON
-    seconds = [json.loads(line)["seconds"] for line in (run_folder / "records.jsonl").read_text().splitlines()]
+    seconds = [line["seconds"] for line in records_of(run_folder, "step", "epoch")]
     assert seconds == sorted(seconds)
 
     model = mlp(RunConfig.load(run_folder).widths, seed=99)
-    model.load_state_dict(parameters_of(run_folder))
+    model.load_state_dict(torch.load(run_folder / "model.pt", weights_only=True))
     loss, error = evaluate(model, torch.nn.CrossEntropyLoss(), digits.test_inputs, digits.test_targets)
     assert loss == pytest.approx(epochs[-1]["test_loss"], rel=1e-6)
     assert error == epochs[-1]["test_error"]
@@ -274,13 +245,14 @@ def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_b
         assert not is_complete(tmp_path / "cut")
     assert len(records_of(tmp_path / "cut", "step")) == 10
     train(config, tmp_path / "cut", data=few, resume=True)
-    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert_same_end(tmp_path / "whole", tmp_path / "cut")
     assert {path.name for path in (tmp_path / "cut").iterdir()} == FILES
     seconds = [record["seconds"] for record in records_of(tmp_path / "cut", "step")]
     assert seconds == sorted(seconds)  # the clock went on where it was
     epochs = records_of(tmp_path / "cut", "epoch")
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
-    assert all(value.dtype is getattr(torch, dtype) for value in parameters_of(tmp_path / "cut").values())
+    weights = torch.load(tmp_path / "cut" / "model.pt", weights_only=True)
+    assert all(value.dtype is getattr(torch, dtype) for value in weights.values())
 
 
 def train_until_killed(whole: Path, cut: Path) -> None:
@@ -308,7 +280,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
         records_file.write(b'{"kind": "step", "epo')  # a line cut in two by the kill
 
     train(config, cut, data=digits, resume=True)
-    assert_same_run(tmp_path / "whole", cut)
+    assert_same_end(tmp_path / "whole", cut)
 
 
 def test_files_that_a_killed_run_left_behind_are_removed(tmp_path: Path, digits: Dataset) -> None:
@@ -324,12 +296,12 @@ def test_files_that_a_killed_run_left_behind_are_removed(tmp_path: Path, digits:
 def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path: Path, digits: Dataset) -> None:
     with pytest.raises(InterruptedRunError):
         train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    before = contents(tmp_path / "run")
     with pytest.raises(RunFolderError, match="it has epochs 1, and 2 was asked for"):
         train(small_run("smw-ng", epochs=2), tmp_path / "run", data=digits, resume=True)
     with pytest.raises(RunFolderError, match=r"it has settings lr 0.3, and 0.5 was asked for"):
         train(small_run("smw-ng", lr=0.5), tmp_path / "run", data=digits, resume=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert contents(tmp_path / "run") == before
 
 
 def test_a_complete_run_is_left_alone_and_an_absent_one_started(

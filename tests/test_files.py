@@ -21,14 +21,13 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 import processes
+from fuzz.files import DATA, stop_after, tiny_config
+from run_folders import assert_same_end, contents
 from woodbury import cli
 from woodbury.experiments import checkpoint, report
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
-from woodbury.experiments.data import Dataset, read_covtype, read_libsvm
 from woodbury.experiments.errors import DataError, RunFolderError
-from woodbury.experiments.files import DataFile, Files, Home
-from woodbury.experiments.presets import PRESETS
 from woodbury.experiments.records import Records
 from woodbury.experiments.runs import compact
 from woodbury.experiments.storage import FORMAT, with_checksum
@@ -38,49 +37,14 @@ STEPS = 12  # after which the unfinished run stands
 NEWER = FORMAT + 1
 
 
-def tiny_data() -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator)
-    return Dataset(inputs[:40], targets[:40], inputs[40:], targets[40:], classes=3)
-
-
-DATA = tiny_data()
-
-
-def tiny_run(optimizer: str = "smw-gn", **settings: Any) -> RunConfig:
-    """A run of 20 steps, 5 to an epoch."""
-    preset = PRESETS["digits"]
-    config = preset.config("digits", optimizer, seed=1, epochs=4, batch_size=8, settings=settings)
-    return dataclasses.replace(config, widths=(6, 4, 3))
-
-
-def stop_after(steps: int) -> Callable[[], bool]:
-    calls = iter(range(1, 10**9))
-    return lambda: next(calls) >= steps
-
-
 def unfinished(folder: Path, optimizer: str = "smw-gn") -> Path:
     with pytest.raises(InterruptedRunError):
-        train(tiny_run(optimizer), folder, data=DATA, stop=stop_after(STEPS))
+        train(tiny_config(optimizer), folder, data=DATA, stop=stop_after(STEPS))
     return folder
 
 
 def resume(folder: Path, optimizer: str = "smw-gn") -> None:
-    train(tiny_run(optimizer), folder, data=DATA, resume=True)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def assert_same_end(first: Path, second: Path) -> None:
-    """The same weights and records, bit for bit, but for the times in the records."""
-    ends = []
-    for folder in (first, second):
-        lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-        timeless = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-        ends.append((timeless, (folder / "model.pt").read_bytes()))
-    assert ends[0] == ends[1]
+    train(tiny_config(optimizer), folder, data=DATA, resume=True)
 
 
 def refusal(call: Callable[[], Any], *facts: object) -> None:
@@ -109,7 +73,7 @@ def assert_one_line(result: Result, *facts: str) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without a break."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    train(tiny_run(), folder, data=DATA)
+    train(tiny_config(), folder, data=DATA)
     return folder
 
 
@@ -156,20 +120,17 @@ class _RunsCode:
         return (os.mkdir, (str(self.path),))
 
 
-def test_a_checkpoint_cannot_run_code_even_if_its_checksum_agrees(tmp_path: Path) -> None:
-    folder = unfinished(tmp_path / "run")
-    checkpoint.write_checkpoint(folder / "checkpoint.pt", {"model": _RunsCode(tmp_path / "made")})
-    refusal(lambda: resume(folder), folder / "checkpoint.pt", "delete it to train from the start")
-    assert not (tmp_path / "made").exists()
-
-
-def test_nothing_is_unpickled_before_the_checksum_was_compared(
+def test_a_checkpoint_cannot_run_code_and_is_not_unpickled_unless_its_checksum_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = unfinished(tmp_path / "run") / "checkpoint.pt"
+    folder = unfinished(tmp_path / "run")
+    path = folder / "checkpoint.pt"
+    checkpoint.write_checkpoint(path, {"model": _RunsCode(tmp_path / "made")})
+    refusal(lambda: resume(folder), path, "delete it to train from the start")
+    assert not (tmp_path / "made").exists()
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.setattr(torch, "load", lambda *arguments, **options: pytest.fail("unpickled"))
-    refusal(lambda: checkpoint.read_checkpoint(path), "has changed since it was written")
+    refusal(lambda: resume(folder), path, "has changed since it was written")
 
 
 def test_a_checkpoint_of_another_run_is_not_resumed(tmp_path: Path) -> None:
@@ -185,10 +146,10 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tmp_path: Path) -> None:
     assert (folder / "records.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("damping", [{"initial": 10}, {"Constant": {"initial": 2}}, {"boost": 2, "drop": 1}, 3])
+@pytest.mark.parametrize("damping", [{"initial": 10}, {"Constant": {"initial": 2}}, 3])
 def test_a_whole_number_as_damping_is_resumed_from(damping: Any, tmp_path: Path) -> None:
     """It becomes a fraction on the way."""
-    config = tiny_run(damping=damping)
+    config = tiny_config(damping=damping)
     train(config, tmp_path / "whole", data=DATA)
     with pytest.raises(InterruptedRunError):
         train(config, tmp_path / "cut", data=DATA, stop=stop_after(STEPS))
@@ -246,17 +207,12 @@ def test_a_checkpoint_goes_only_after_the_end_is_on_disk(tmp_path: Path, monkeyp
     assert set(contents(folder)) == before - {"checkpoint.pt"} | {"complete"}
 
 
-def test_complete_holds_checksums_that_sha256sum_would_find(whole: Path) -> None:
-    lines = [line.split("  ") for line in (whole / "complete").read_text().splitlines()]
-    files = {
-        name: hashlib.sha256((whole / name).read_bytes()).hexdigest() for name in ("records.jsonl", "model.pt")
-    }
-    assert {name: sha256 for sha256, name in lines} == files
-
-
 def test_a_damaged_model_of_a_complete_run_is_named(whole: Path, copied: Path) -> None:
     path = copied / "model.pt"
     good = path.read_bytes()
+    for name in ("records.jsonl", "model.pt"):  # as sha256sum writes it
+        line = f"{hashlib.sha256((copied / name).read_bytes()).hexdigest()}  {name}\n"
+        assert line in (copied / "complete").read_text()
     for place in (0, len(good) // 2, len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
         refusal(lambda: resume(copied), path, "is damaged", "delete complete, and the run counts as unfinished")
@@ -281,7 +237,6 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
     [
         ('"seed": 1', '"seed": 2'),
         ('"lr": 0.3', '"lr": 0.8'),
-        ('"threads": ', '"threads": 1'),
         ("[\n    6", "[\n    7"),
         ('"sha256"', '"sha255"'),
     ],
@@ -298,7 +253,7 @@ def test_a_changed_value_of_a_configuration_is_noticed(old: str, new: str, whole
 
 @pytest.mark.parametrize("name", ["config.json", "records.json"])
 @pytest.mark.parametrize(
-    "content", ["", "null", "5", "[" * 100_000, '{"a": NaN}', "\ufeff{}", f'{{"format": {FORMAT}}}', "\0" * 99]
+    "content", ["", "null", "5", "[" * 100_000, "\ufeff{}", f'{{"format": {FORMAT}}}', "\0" * 99, "[]"]
 )
 def test_a_file_that_is_no_file_of_a_run_is_refused(content: str, name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
@@ -323,9 +278,10 @@ def test_a_file_of_another_format_is_refused_by_its_number(name: str, tmp_path: 
     refusal(call, folder / name, f"another version of woodbury (format {NEWER}, this one reads {FORMAT})")
 
 
-def changed_lines(folder: Path, change: Callable[[list[str]], list[str]]) -> None:
+def change_records(folder: Path, change: Callable[[list[str]], list[str]]) -> Path:
     path = folder / "records.jsonl"
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+    return path
 
 
 LINE_FAULTS: dict[str, Callable[[list[str]], list[str]]] = {
@@ -341,8 +297,8 @@ LINE_FAULTS: dict[str, Callable[[list[str]], list[str]]] = {
 
 @pytest.mark.parametrize("fault", LINE_FAULTS)
 def test_a_change_in_the_records_of_a_complete_run_is_noticed(fault: str, copied: Path) -> None:
-    changed_lines(copied, LINE_FAULTS[fault])
-    refusal(lambda: report.load([copied]), copied / "records.jsonl", "its SHA-256 does not agree with")
+    path = change_records(copied, LINE_FAULTS[fault])
+    refusal(lambda: report.load([copied]), path, "its SHA-256 does not agree with")
 
 
 def test_the_records_of_an_unfinished_run_are_read_up_to_the_cut(tmp_path: Path) -> None:
@@ -353,12 +309,9 @@ def test_the_records_of_an_unfinished_run_are_read_up_to_the_cut(tmp_path: Path)
     for length in range(len(content), len(content) // 2, -37):
         path.write_bytes(content[:length])
         (shorter,) = report.load([folder])
-        lines = content[:length].count(b"\n")
-        assert len(shorter.steps) + len(shorter.epochs) == lines
-        assert (
-            shorter.steps == run.steps[: len(shorter.steps)]
-            and shorter.epochs == run.epochs[: len(shorter.epochs)]
-        )
+        assert len(shorter.steps) + len(shorter.epochs) == content[:length].count(b"\n")
+        assert shorter.steps == run.steps[: len(shorter.steps)]
+        assert shorter.epochs == run.epochs[: len(shorter.epochs)]
 
 
 def test_records_after_the_checkpoint_go_and_a_change_before_it_stops_the_resume(
@@ -377,34 +330,18 @@ def test_records_after_the_checkpoint_go_and_a_change_before_it_stops_the_resume
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    "line",
     [
-        ("train_loss", "NaN", "is not JSON"),
-        ("train_loss", "1e999", "has no number 'train_loss'"),
-        ("seconds", "1e999", "has no number 'seconds'"),
-        ("seconds", "-1", "has no number 'seconds'"),
-        ("step", "9" * 400, "has no number 'step'"),
-        ("step", "9" * 5000, "is not JSON"),
-        ("epoch", "null", "has no number 'epoch'"),
-        ("test_error", '"[red]x[/]"', "has no number 'test_error'"),
-        ("test_error", "[" * 100_000, "is not JSON"),
-        ("kind", '"step\\ud800"', "is not the record of a step or an epoch"),
-        ("kind", "[]", "is not the record of a step or an epoch"),
+        *("", "{", "[" * 100_000, "[1, 2]", "5", "null", "9" * 5000, '{"step": 1, "damping": null}'),
+        *('{"kind": "step", "step": 1}', '{"kind": "epoch", "epoch": 0, "step": 0, "seconds": 0.0}'),
+        *('{"kind": "other", "step": 1, "damping": 1.0}', '{"kind": [], "step": 1, "damping": 1.0}'),
     ],
 )
-def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(
-    key: str, value: str, message: str, copied: Path, tmp_path: Path
-) -> None:
+def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(line: str, copied: Path, tmp_path: Path) -> None:
     (copied / "complete").unlink()
-    changed_lines(
-        copied,
-        lambda lines: [
-            json.dumps({**json.loads(lines[0]), key: "here"}).replace('"here"', value) + "\n",
-            *lines[1:],
-        ],
-    )
+    path = change_records(copied, lambda lines: [lines[0], f"{line}\n", *lines[1:]])
     result = invoke("report", copied, "--out", tmp_path / "out")
-    assert_one_line(result, f"{copied / 'records.jsonl'} is damaged: line 1 {message}")
+    assert_one_line(result, f"{path} is damaged: line 2 is not the record of a step or an epoch")
     assert not (tmp_path / "out").exists()
 
 
@@ -429,16 +366,8 @@ def test_the_published_results_can_be_read(name: str) -> None:
 # -- names in tables, figures and pages ------------------------------------------------------------------------
 
 MARKUP = [
-    "[red]a[/red]",
-    "[/]",
-    "[link=x]",
-    "$\\frac$",
-    "a$b$c_{",
-    "_hidden",
-    "<b>&amp;",
-    "](x)`|`",
-    "../up",
-    "日本",
+    *("[red]a[/red]", "[/]", "[link=x]", "$\\frac$", "a$b$c_{"),
+    *("_hidden", "<b>&amp;", "](x)`|`", "../up", "日本"),
 ]
 
 
@@ -494,51 +423,15 @@ def test_a_hostile_argument_ends_in_one_line(command: list[str], name: str, tmp_
     assert not (tmp_path / "runs").exists()
 
 
-# -- data files ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("index", ["99999999999", "2147483648", "9" * 30, "2147483647", "-1", "0", "1.5", ""])
-def test_a_huge_or_improper_libsvm_index_ends_in_one_line(index: str, tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "file").write_text(f"1 {index}:1\n")
-    file = DataFile("file", None, Home("https://example.org/file", None))
-    read = Files("set", tmp_path)
-    refusal(lambda: read.read(file, lambda content: read_libsvm(content, 1, 3)), str(tmp_path / "set" / "file"))
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999", "", "x"])
-def test_a_libsvm_value_that_is_no_finite_number_is_refused(value: str) -> None:
-    with pytest.raises(ValueError):
-        read_libsvm(bytearray(f"1 1:{value}\n".encode()), 1, 3)
-    assert read_libsvm(bytearray(b"-1 3:2.5\n"), 1, 3)[0].tolist() == [[0, 0, 2.5]]
-
-
-@pytest.mark.parametrize("entry", ["99999999999", "4294967297", "--1", "", "x", "1e3", "0x1"])
-def test_a_covtype_entry_that_is_no_integer_is_refused(entry: str) -> None:
-    good = ",".join(["7"] * 54) + ",2\n"
-    assert read_covtype(bytearray(good.encode()))[0].tolist() == [[7] * 54]
-    with pytest.raises(ValueError):
-        read_covtype(bytearray(good.replace("7", entry, 1).encode()))
-
-
 # -- fields of a policy on the command line --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (["damping.initial=10"], {"LevenbergMarquardt": {"initial": 10}}),
         (["damping.initial=10", "damping.floor=0.5"], {"LevenbergMarquardt": {"initial": 10, "floor": 0.5}}),
         (["damping.initial=10", "damping.initial=20"], {"LevenbergMarquardt": {"initial": 20}}),
-        (
-            ['damping={"boost": 2, "initial": 3}', "damping.initial=10"],
-            {"LevenbergMarquardt": {"initial": 10, "boost": 2}},
-        ),
         (["damping.initial=10", 'damping={"boost": 2}'], {"LevenbergMarquardt": {"initial": 10, "boost": 2}}),
-        (
-            ['damping={"Constant": {"initial": 2}}', "damping.floor=0.5"],
-            {"Constant": {"initial": 2, "floor": 0.5}},
-        ),
         (["damping=2", "damping.floor=0.5"], {"Constant": {"initial": 2.0, "floor": 0.5}}),
     ],
 )
@@ -561,11 +454,9 @@ def test_a_field_of_a_policy_can_be_set(
     [
         ("damping.bost=2", "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost"),
         ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18, got -1"),
-        ("damping.initial=NaN", "smw-gn: LevenbergMarquardt: initial must be finite"),
         ("momentum.initial=2", "smw-gn: momentum has no field 'initial': it is 0.9"),
         ("dampin.initial=2", "smw-gn: there is no setting 'dampin', only "),
         ("damping.=2", "--set takes NAME=VALUE, got 'damping.=2'"),
-        (".initial=2", "--set takes NAME=VALUE, got '.initial=2'"),
         ("damping.initial.x=2", "--set takes NAME=VALUE, got 'damping.initial.x=2'"),
         ("damping=" + "[" * 100_000, "smw-gn: "),
     ],
@@ -593,5 +484,4 @@ def test_two_processes_with_the_same_command_end_bit_identically(tmp_path: Path)
         [*command, *arguments, str(tmp_path / "second")], check=True, capture_output=True, env=environment
     )
     first, second = (tmp_path / name / "digits-1" / "smw-gn-seed5" for name in ("first", "second"))
-    assert (first / "model.pt").read_bytes() == (second / "model.pt").read_bytes()
     assert_same_end(first, second)

@@ -31,7 +31,7 @@ def test_damaged_files_give_the_right_result_or_are_refused(fuzzer: Fuzzer) -> N
 
 def test_a_whole_file_is_right_and_one_that_is_empty_or_cut_is_refused_or_right(fuzzer: Fuzzer) -> None:
     for name, target in fuzzer.targets.items():
-        if target.use is commanded:
+        if target.read is commanded:
             continue  # the same files, drawn, which takes a while
         whole = (fuzzer.root / name / target.file).read_bytes()
         assert fuzzer.judge(name, whole) == ("right", ""), name

@@ -107,7 +107,7 @@ def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
 def test_what_is_no_step_is_refused() -> None:
     with pytest.raises(TypeError, match="not float"):
         ListLog().step(0.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="one real number"):
+    with pytest.raises(TypeError, match="one element"):
         ListLog().step(loss=torch.zeros(3))
 
 

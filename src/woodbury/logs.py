@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from woodbury.experiments.readings import READ_EVERY, Reading, plain_number, read_number
+from woodbury.experiments.readings import READ_EVERY, Reading
 from woodbury.fit import Fit
 from woodbury.optim import StepInfo
 
@@ -54,7 +54,7 @@ class Log(ABC):
     def epoch(self, **numbers: Any) -> None:
         """Log an evaluation at the last step, as that of the next epoch: train_loss=, test_loss=, ..."""
         self._write_waiting()
-        values = {name: read_number(plain_number(name, value)) for name, value in numbers.items()}
+        values = Reading.of(None, numbers).read()
         self.epochs += 1
         self._hand_on("epoch", self.steps, {"epoch": self.epochs, **values})
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from woodbury.policies import change, from_plain, to_plain
 CONFIG_FILE = "config.json"  # in a run folder
 # What a `woodbury.Recorder` does not know of a run, with what stands for it.
 UNKNOWN: dict[str, Any] = {"widths": (), "batch_size": 0, "epochs": 0, "dtype": ""}
-_LONGEST = 100  # characters of a name
+NAMES_IN_LOOPS = {"dataset": "problem", "optimizer": "method"}  # what a recorder calls them
+_LONGEST = 100  # characters of the name of a data set
 
 # Arguments of an optimizer that are objects, not settings.
 _NOT_SETTINGS = ("model", "loss", "params", "forward")
@@ -30,12 +32,10 @@ _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 
 def installed_versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change the numbers of a run."""
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), **dict.fromkeys(_RECORDED_PACKAGES, NOT_INSTALLED)}
     for package in _RECORDED_PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = NOT_INSTALLED
     return versions
 
 
@@ -52,12 +52,11 @@ def this_machine() -> dict[str, Any]:
 
 def _processor() -> str:
     """The name of the processor where the system gives it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({platform.machine()})" if names else platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()} ({platform.machine()})"
+    return platform.machine()
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,10 @@ class RunConfig:
     machine: Mapping[str, Any] = dataclasses.field(default_factory=this_machine)
 
     @classmethod
-    def of_loop(cls, problem: str, method: str, settings: Mapping[str, Any], seed: int) -> "RunConfig":
+    def of_loop(cls, dataset: str, optimizer: str, settings: Mapping[str, Any], seed: int) -> "RunConfig":
         """What is known of a run that a training loop of the user's own records."""
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-        return cls(problem, method, settings, seed=seed, device=device, **UNKNOWN)
+        return cls(dataset, optimizer, settings, seed=seed, device=device, **UNKNOWN)
 
     @classmethod
     def from_plain(cls, values: Mapping[str, Any]) -> "RunConfig":
@@ -117,20 +116,21 @@ class RunConfig:
         pairs = {name: (own.get(name), others.get(name)) for name in own | others}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
+    def check_same(self, asked: "RunConfig", folder: Path, way_out: str) -> None:
+        """Raise RunFolderError, which names a difference, if this run of a folder is not the one asked for."""
+        for field, (there, here) in self.differences(asked).items():
+            name = NAMES_IN_LOOPS.get(field, field) if self.recorded else field
+            reason = f"it has {name} {there}, and {here} was asked for"
+            raise RunFolderError(f"cannot resume {folder}: {reason}; {way_out}")
+
     def _flat(self) -> dict[str, Any]:
         values = json.loads(json.dumps(dataclasses.asdict(self)))  # a tuple becomes a list, as in a saved one
-        for name in ("versions", "machine"):
-            del values[name]
+        del values["versions"], values["machine"]
         return {f"settings {name}": value for name, value in values.pop("settings").items()} | values
 
     def optimizer_settings(self) -> dict[str, Any]:
         """The settings as the optimizer takes them: the damping a policy again, not a dictionary."""
         return {name: from_plain(value) for name, value in self.settings.items()}
-
-
-def is_name(value: Any) -> bool:
-    """Whether a value can stand in a table, a figure and a file name: a short line of printable characters."""
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST and value.isprintable()
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:

@@ -35,26 +35,20 @@ def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
     mismatch: RunFolderError | None = None  # in the newest folder with runs of these names
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
         folder = out / f"{dataset}-{number}"
-        present = [config for config in configs if RunConfig.is_in(run_folder(folder, config))]
         try:
-            for config in present:
-                check_same_run(config, run_folder(folder, config))
+            begun = [check_same_run(config, run_folder(folder, config)) for config in configs]
+            if any(begun):
+                return folder
         except RunFolderError as error:  # another experiment with the same optimizer; try an older folder
             mismatch = mismatch or error
-            continue
-        if present:
-            return folder
     if mismatch is not None:
         raise mismatch
     return None
 
 
-def check_same_run(config: RunConfig, folder: Path) -> None:
-    """Raise RunFolderError if the folder holds another run than this one."""
+def check_same_run(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds a run; raises RunFolderError if that is another one than this."""
     if not RunConfig.is_in(folder):
-        return
-    for name, (there, here) in RunConfig.load(folder).differences(config).items():
-        raise RunFolderError(
-            f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; "
-            "without --resume the run gets a new folder"
-        )
+        return False
+    RunConfig.load(folder).check_same(config, folder, "without --resume the run gets a new folder")
+    return True

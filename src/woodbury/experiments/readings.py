@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,31 +17,37 @@ READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait
 
 @dataclass(frozen=True)
 class Reading:
-    """The record of a step before its numbers are read."""
+    """The numbers of a step or an evaluation before they are read."""
 
-    counts: dict[str, Any]
     info: StepInfo | None
-    values: dict[str, Any]
+    values: dict[str, Any]  # plain numbers, and tensors that are on a device
+    counts: dict[str, Any] = field(default_factory=dict)  # the first of the record
 
     @classmethod
     def of(cls, info: StepInfo | Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> "Reading":
-        """What `optimizer.step` returned, or numbers by name, and more of them; without counts as yet."""
+        """What `optimizer.step` returned, or numbers by name, and more of them."""
         if info is not None and not isinstance(info, StepInfo | Mapping):
             raise TypeError(
                 f"step takes a StepInfo, a mapping, or numbers by name such as loss=0.5, not {type(info).__name__}"
             )
-        given = {**info, **numbers} if isinstance(info, Mapping) else numbers
-        values = {name: plain_number(name, value) for name, value in given.items()}
-        return cls({}, info if isinstance(info, StepInfo) else None, values)
+        if isinstance(info, Mapping):
+            numbers = {**info, **numbers}
+            info = None
+        return cls(info, {name: _plain(name, value) for name, value in numbers.items()})
 
     def is_on_device(self) -> bool:
-        return any(isinstance(value, Tensor) for value in self.values.values()) or (
-            self.info is not None and on_device(self.info.loss)
-        )
+        """Whether to read it is to wait."""
+        tensors = any(isinstance(value, Tensor) for value in self.values.values())
+        return tensors or (self.info is not None and on_device(self.info.loss))
+
+    def take(self, name: str) -> Any:
+        """Read one of the values and leave it out from then on; None if it was not given."""
+        return _read(self.values.pop(name, None))
 
     def read(self) -> dict[str, Any]:
+        """All of it as plain numbers."""
         told = {} if self.info is None else self.info.as_dict()
-        return {**self.counts, **told, **{name: read_number(value) for name, value in self.values.items()}}
+        return {**self.counts, **told, **{name: _read(value) for name, value in self.values.items()}}
 
 
 class Clock:
@@ -71,7 +77,6 @@ class Clock:
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether to read the tensor is to wait."""
     return tensor.device.type != "cpu"
 
 
@@ -81,21 +86,17 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def plain_number(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any) -> Any:
     """The value as a plain number, or None; a tensor on a device as a copy of its own, to be read later."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise TypeError(f"{name} must be one real number, got a tensor of shape {tuple(value.shape)}")
-        if on_device(value):
-            return value.detach().clone()  # without its graph, and whatever the loop adds to it
-        return value.item()
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        # without its graph, and whatever the loop adds to it later
+        return value.detach().clone() if on_device(value) else value.item()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    raise TypeError(f"{name} must be a number or a tensor with one element, got {type(value).__name__}")
+    raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r:.80}")
 
 
-def read_number(value: Any) -> Any:
-    """A number that `plain_number` may have left on a device."""
+def _read(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value

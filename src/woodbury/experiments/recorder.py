@@ -1,29 +1,25 @@
 """A run folder from any training loop: `woodbury.Recorder`.
 
-config.json     problem, method, settings, seed, versions, machine, with a checksum
-records.jsonl   {"kind": "step", ...} for each call of `step`, {"kind": "epoch", ...} for each of `epoch`
-complete        the checksum of the records; where it exists the run is complete
+It writes config.json, records.jsonl and complete, as `woodbury.experiments.train` does.
 """
 
 import dataclasses
 import json
 import math
+import operator
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, RunConfig, is_name
+from woodbury.experiments.config import CONFIG_FILE, NAMES_IN_LOOPS, RunConfig
 from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.readings import READ_EVERY, Clock, Reading, plain_number, read_number, wait_for_device
+from woodbury.experiments.readings import READ_EVERY, Clock, Reading, wait_for_device
 from woodbury.experiments.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
 from woodbury.experiments.storage import remove_unfinished
 from woodbury.optim import StepInfo
 from woodbury.policies import from_plain, to_plain
-
-_ARGUMENTS = {"dataset": "problem", "optimizer": "method"}  # of a recorder, by the names they have in a RunConfig
 
 
 class Recorder:
@@ -37,11 +33,11 @@ class Recorder:
                     train_loss, test_loss = evaluate(model)
                 record.epoch(train_loss=train_loss, test_loss=test_loss)
 
-    Steps, epochs and seconds are counted here. Seconds run from the start of the `with` block, without the time in
-    `paused` blocks and in the recorder itself. A process that is killed loses at most the line it was writing, and
-    numbers that are on a GPU: these are read every 100 steps and at each `epoch`, so that no step waits for the
-    device. The end of the block marks the run as complete; an error or Ctrl-C in it leaves a folder that can be
-    read and resumed. Without a `with` block, call `close`.
+    The attributes `steps`, `epochs` and `seconds` say how far the run is. Seconds run from the start of the `with`
+    block, without the time in `paused` blocks and in the recorder itself. A process that is killed loses at most
+    the line it was writing, and numbers that are on a GPU: these are read every 100 steps and at each `epoch`, so
+    that no step waits for the device. The end of the block marks the run as complete; an error or Ctrl-C in it
+    leaves a folder that can be read and resumed. Without a `with` block, call `close`.
 
     Args:
         folder: where the files go; it is created.
@@ -72,15 +68,14 @@ class Recorder:
         if resume and overwrite:
             raise ValueError("resume=True goes on with the records and overwrite=True removes them: choose one")
         self.folder = Path(folder)
-        asked = _checked(dataset=problem, optimizer=method, settings=settings, seed=seed)
-        self._step = 0  # of the last record
-        self._epoch: float | None = None
+        asked = _asked(problem, method, settings, seed)
+        self.steps = 0
+        self.epochs: float = 0
         self._waiting: deque[Reading] = deque()  # with numbers that are still on a device
         self._clock = Clock()
-        self._records: Records | None = None
         self._config(asked, resume, overwrite)  # before anything is touched
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._records = Records(self.folder)
+        self._records: Records | None = Records(self.folder)
         try:
             config = self._config(asked, resume, overwrite)  # another process may just have been here
             self._begin(self._records, config, resume)
@@ -102,18 +97,12 @@ class Recorder:
         if has_records and resume and saved is None:
             raise RunFolderError(f"cannot resume {folder}: it has no {CONFIG_FILE}; {ways_out}")
         if resume and saved is not None:
-            for field, (there, here) in saved.differences(dataclasses.replace(saved, **asked)).items():
-                name = _ARGUMENTS.get(field, field)
-                raise RunFolderError(
-                    f"cannot resume {folder}: it has {name} {there}, and {here} was asked for; {ways_out}"
-                )
+            saved.check_same(dataclasses.replace(saved, **asked), folder, ways_out)
             return saved
-        for field, name in _ARGUMENTS.items():
+        for field, name in NAMES_IN_LOOPS.items():
             if field not in asked:
                 raise ValueError(f"a new run in {folder} needs its {name}: Recorder(folder, {name}=...)")
-        return RunConfig.of_loop(
-            asked["dataset"], asked["optimizer"], asked.get("settings", {}), asked.get("seed", 0)
-        )
+        return RunConfig.of_loop(**{"settings": {}, "seed": 0, **asked})
 
     def _begin(self, records: Records, config: RunConfig, resume: bool) -> None:
         """Get the files ready for the first new record, in steps that each leave a folder that can be read."""
@@ -121,30 +110,16 @@ class Recorder:
             remove_unfinished(self.folder / name)
         length = 0
         if resume:
-            self._restore()
+            kinds = read_records(self.folder)
+            for last in (*kinds["step"][-1:], *kinds["epoch"][-1:]):
+                self.steps = max(self.steps, last["step"])
+                self._clock.seconds = max(self._clock.seconds, last.get("seconds") or 0.0)
+            if kinds["epoch"]:
+                self.epochs = kinds["epoch"][-1]["epoch"]
             length = (self.folder / RECORDS_FILE).read_bytes().rfind(b"\n") + 1  # of whole lines
         (self.folder / COMPLETE_FILE).unlink(missing_ok=True)
         records.go_back(length)
         config.save(self.folder)
-
-    def _restore(self) -> None:
-        """Take up the numbers of the last whole records."""
-        kinds = read_records(self.folder)
-        last = [records[-1] for records in kinds.values() if records]
-        self._step = max((record["step"] for record in last), default=0)
-        self._clock.seconds = max((record.get("seconds") or 0.0 for record in last), default=0.0)
-        if kinds["epoch"]:
-            self._epoch = kinds["epoch"][-1]["epoch"]
-
-    @property
-    def steps(self) -> int:
-        """The number of the last step."""
-        return self._step
-
-    @property
-    def epochs(self) -> float:
-        """The number of the last epoch that was recorded, 0 before the first one."""
-        return self._epoch or 0
 
     @property
     def seconds(self) -> float:
@@ -166,13 +141,13 @@ class Recorder:
             reading = Reading.of(info, numbers)
             if "kind" in reading.values:
                 raise ValueError("'kind' cannot be the name of a number: give it another one")
-            step = read_number(reading.values.pop("step", self._step + 1))
-            if not isinstance(step, int) or step <= self._step:
-                raise ValueError(f"step must be a whole number above {self._step}, the last one, got {step!r}")
-            seconds = self._set_clock(reading.values.pop("seconds", None))
-            self._step = step
-            epoch = math.floor(self.epochs) + 1
-            reading.counts.update(kind="step", epoch=epoch, step=step, seconds=seconds, damping=None)
+            step, seconds = reading.take("step"), reading.take("seconds")
+            if step is not None and step <= self.steps:
+                raise ValueError(f"step must be above {self.steps}, the last one, got {step}")
+            self.steps = self.steps + 1 if step is None else step
+            reading.counts.update(
+                kind="step", epoch=math.floor(self.epochs) + 1, **self._place(seconds), damping=None
+            )
             self._waiting.append(reading)
             if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
                 self._write_waiting()
@@ -199,28 +174,24 @@ class Recorder:
         wait_for_device()  # for the steps, whose time counts; what follows does not
         with self._clock.stopped():
             records = self._open_records()
-            given = {"train_loss": train_loss, "test_loss": test_loss, "test_error": test_error}
-            values = {name: read_number(plain_number(name, value)) for name, value in given.items()}
+            counts = Reading.of(None, {"epoch": epoch, "seconds": seconds}).read()
+            losses = {"train_loss": train_loss, "test_loss": test_loss, "test_error": test_error}
+            values = Reading.of(None, losses).read()
             if values["train_loss"] is None:
                 raise TypeError("train_loss is None: every epoch needs the train loss")
-            number = math.floor(self.epochs) + 1 if epoch is None else read_number(plain_number("epoch", epoch))
-            if not 0 <= number < math.inf or (self._epoch is not None and number <= self._epoch):
-                behind = "" if self._epoch is None else f" above {self._epoch}, the last one"
-                raise ValueError(f"epoch must be a number from 0 on{behind}, got {number!r}")
-            at = self._set_clock(None if seconds is None else plain_number("seconds", seconds))
+            number = math.floor(self.epochs) + 1 if epoch is None else counts["epoch"]
+            if number < self.epochs or number == self.epochs > 0:
+                raise ValueError(f"epoch must be above {self.epochs}, the last one, got {number}")
             self._write_waiting()
-            self._epoch = number
+            self.epochs = number
             measured = {name: value for name, value in values.items() if value is not None}
-            records.write({"kind": "epoch", "epoch": number, "step": self._step, "seconds": at, **measured})
+            records.write({"kind": "epoch", "epoch": number, **self._place(counts["seconds"]), **measured})
 
-    def _set_clock(self, seconds: Any) -> float:
-        """The seconds of a record: those given, from which the clock goes on, or those of the clock."""
+    def _place(self, seconds: float | None) -> dict[str, Any]:
+        """The step and the seconds of a record; the clock goes on from those that were given."""
         if seconds is not None:
-            value = read_number(seconds)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"seconds must be a finite number from 0 on, got {value!r}")
-            self._clock.seconds = float(value)
-        return self._clock.seconds
+            self._clock.seconds = seconds
+        return {"step": self.steps, "seconds": self._clock.seconds}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -272,26 +243,25 @@ class Recorder:
             self._open_records().write(step.read())
 
 
-def _checked(**arguments: Any) -> dict[str, Any]:
-    """The arguments that were given, by the names they have in a RunConfig."""
-    given = {name: value for name, value in arguments.items() if value is not None}
-    for field, name in _ARGUMENTS.items():
-        if field in given and not is_name(given[field]):
-            raise ValueError(f"{name} must be a short line of printable text, got {given[field]!r:.80}")
-    if "settings" in given:
-        given["settings"] = {str(name): _setting(name, value) for name, value in given["settings"].items()}
-    if "seed" in given:
-        if not isinstance(given["seed"], Integral) or given["seed"] < 0:
-            raise ValueError(f"seed must be a whole number from 0 on, got {given['seed']!r:.80}")
-        given["seed"] = int(given["seed"])
-    return given
+def _asked(problem: Any, method: Any, settings: Any, seed: Any) -> dict[str, Any]:
+    """The arguments that were given, by the names of a RunConfig and as JSON gives them back."""
+    asked = {"dataset": problem, "optimizer": method, "settings": settings, "seed": seed}
+    asked = {field: value for field, value in asked.items() if value is not None}
+    for field, name in NAMES_IN_LOOPS.items():
+        if not isinstance(asked.get(field, ""), str):
+            raise TypeError(f"{name} must be a text, got {asked[field]!r:.80}")
+    if "seed" in asked:
+        asked["seed"] = operator.index(asked["seed"])
+    if "settings" in asked:
+        asked["settings"] = {str(name): _setting(name, value) for name, value in asked["settings"].items()}
+    return asked
 
 
 def _setting(name: str, value: Any) -> Any:
-    """A setting as JSON gives it back, so that a saved run can be compared with the one asked for."""
+    """A setting as a saved run has it, for comparison."""
 
     def number(item: Any) -> Any:  # one that json does not know, such as numpy's
-        return read_number(plain_number(name, item))
+        return Reading.of(None, {name: item}).take(name)
 
     try:
         return json.loads(json.dumps(to_plain(from_plain(value)), allow_nan=False, default=number))

@@ -3,10 +3,10 @@
 Of an unfinished run a report shows what has been recorded.
 """
 
-import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """All that two runs of an optimizer on the same data set can differ in, except the seed: {name: value}."""
-        values = dataclasses.asdict(self.config)
-        for name in ("dataset", "optimizer", "seed", "versions", "machine"):
-            del values[name]
+        values = asdict(self.config)
+        del values["dataset"], values["optimizer"], values["seed"], values["versions"], values["machine"]
         settings = {key: value for key, value in values.pop("settings").items() if key != "seed"}
         values["widths"] = network_name(self.config.widths)
         if self.config.recorded:
@@ -66,16 +65,11 @@ def load(paths: Iterable[Path]) -> list[Run]:
     runs = []
     for source in sources.values():
         runs += _load_compact(source) if source.is_file() else [_load_run(source)]
-    # The same run may also be in a compact file: it counts once.
-    runs = list({_identity(run): run for run in runs if run.epochs}.values())
-    if not runs:
+    # The same run may also be in a compact file, with few digits: it counts once.
+    different = {json.dumps([asdict(run.config), _rows(run.epochs)]): run for run in runs if run.epochs}
+    if not different:
         raise RunFolderError(f"{', '.join(map(str, paths))}: no run has a result yet")
-    return sorted(runs, key=_order)
-
-
-def _identity(run: Run) -> str:
-    """A key that two copies of a run share, even if one of them has the few digits of a compact file."""
-    return json.dumps([dataclasses.asdict(run.config), _rows(run.epochs)], sort_keys=True)
+    return sorted(different.values(), key=_order)
 
 
 def _sources(path: Path) -> list[Path]:
@@ -104,29 +98,21 @@ def _load_compact(path: Path) -> list[Run]:
     entries = read_checked(path).get("runs")
     if entries is None:
         raise RunFolderError(f"{path} is no {COMPACT}: it lists no runs")
-    return [
-        Run(
-            RunConfig.from_plain(entry["config"]),
-            _from_rows(entry["steps"]),
-            _from_rows(entry["epochs"]),
-            entry["day"],
-        )
-        for entry in entries
-    ]
+    runs = []
+    for entry in entries:
+        steps, epochs = _from_rows(entry["steps"]), _from_rows(entry["epochs"])
+        runs.append(Run(RunConfig.from_plain(entry["config"]), steps, epochs, entry["day"]))
+    return runs
 
 
 def _order(run: Run) -> tuple[Any, ...]:
-    known = list(OPTIMIZERS)
-    name = run.config.optimizer
+    known, name = list(OPTIMIZERS), run.config.optimizer
     rank = known.index(name) if name in known else len(known)
-    settings = [(key, _sortable(value)) for key, value in sorted(run.settings().items())]
+    settings = []
+    for key, value in sorted(run.settings().items()):
+        size = value if isinstance(value, int | float) else math.inf  # numbers by size, before everything else
+        settings.append((key, size, str(value)))
     return run.config.dataset, rank, name, settings, run.config.seed
-
-
-def _sortable(value: Any) -> tuple[bool, float, str]:
-    """A key that sorts numbers by size and before everything else."""
-    number = isinstance(value, int | float)
-    return not number, float(value) if number else 0.0, str(value)
 
 
 def compact(runs: Sequence[Run]) -> str:
@@ -134,7 +120,7 @@ def compact(runs: Sequence[Run]) -> str:
     entries = []
     for run in runs:
         steps = [run.steps[index] for index in even_indices(len(run.steps))]
-        entry = {"config": dataclasses.asdict(run.config), "day": run.day}
+        entry = {"config": asdict(run.config), "day": run.day}
         entries.append({**entry, "epochs": _rows(run.epochs), "steps": _rows(steps)})
     text = json.dumps(with_checksum({"runs": entries}), separators=(",", ":"))
     return text.replace('{"config":', '\n{"config":') + "\n"
@@ -143,10 +129,8 @@ def compact(runs: Sequence[Run]) -> str:
 def _rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The records as rows of numbers below their names; `_ABSENT` stands for what a record has not."""
     names = list(dict.fromkeys(name for record in records for name in record if name != "kind"))
-    return {
-        "names": names,
-        "rows": round_numbers([[record.get(name, _ABSENT) for name in names] for record in records]),
-    }
+    rows = [[record.get(name, _ABSENT) for name in names] for record in records]
+    return {"names": names, "rows": round_numbers(rows)}
 
 
 def _from_rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from woodbury.experiments.errors import RunFolderError, one_line
 
@@ -61,21 +61,6 @@ def read_file(path: Path) -> bytes:
         raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
 
 
-def read_json(content: bytes) -> Any:
-    """The value that JSON text describes; raises ValueError for anything that is not JSON.
-
-    Python's own reader also takes NaN and Infinity, and may raise errors of other kinds.
-    """
-    try:
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("too many brackets inside one another") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
 def checksum(values: Mapping[str, Any]) -> str:
     """The SHA-256 of a JSON object without its checksum, the same for any spacing and order."""
     rest = {key: value for key, value in values.items() if key != _CHECKSUM}
@@ -91,16 +76,13 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 def read_checked(path: Path) -> dict[str, Any]:
     """The values that `with_checksum` was given, from a JSON file; raises RunFolderError if they have changed."""
     try:
-        values = read_json(read_file(path))
-    except ValueError as error:
-        raise RunFolderError(f"{path} is damaged, or no file of a run: {one_line(error)}; {_REMEDY}") from None
-    if not isinstance(values, dict):
-        raise RunFolderError(f"{path} is damaged, or no file of a run: it is no JSON object; {_REMEDY}")
-    check_format(values.get("format", "unknown"), path)
+        values = json.loads(read_file(path))
+        version = values["format"]
+    except (ValueError, RecursionError, TypeError, KeyError):  # a list or a number has no such key
+        raise RunFolderError(f"{path} is damaged, or no file of a run; {_REMEDY}") from None
+    check_format(version, path)
     if values.get(_CHECKSUM) != checksum(values):
-        raise RunFolderError(
-            f"{path} is damaged: it has changed since it was written ('{_CHECKSUM}' does not agree); {_REMEDY}"
-        )
+        raise RunFolderError(f"{path} is damaged: it has changed since it was written; {_REMEDY}")
     return {name: value for name, value in values.items() if name not in ("format", _CHECKSUM)}
 
 
