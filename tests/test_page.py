@@ -26,16 +26,10 @@ NEEDED = {"selenium": webdriver, "chromium": CHROMIUM, "chromedriver": CHROMEDRI
 ABSENT = [name for name, path in NEEDED.items() if path is None]
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"needs a browser: {', '.join(ABSENT)} not installed")
 
-OPTIONS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
 
 # After each epoch from epoch 0 on, by seed.
 LOSSES = {
@@ -52,7 +46,7 @@ CHARTS = ["train_loss", "test_error", "damping", "ratio"]
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for option in [*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+    for option in [*OPTIONS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
@@ -66,16 +60,9 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name, losses in LOSSES.items():
         for seed, values in enumerate(losses):
-            write_run(
-                folder / f"{name}-{seed}",
-                name,
-                seed,
-                values,
-                errors=ERRORS[name],
-                steps_per_epoch=20,
-                seconds_per_epoch=SECONDS[name],
-                settings={"lr": 0.1 if name == "sgd" else 0.3, "momentum": 0.9, "seed": seed},
-            )
+            settings = {"lr": 0.1 if name == "sgd" else 0.3, "momentum": 0.9, "seed": seed}
+            more = {"errors": ERRORS[name], "steps_per_epoch": 20, "seconds_per_epoch": SECONDS[name]}
+            write_run(folder / f"{name}-{seed}", name, seed, values, settings=settings, **more)
     return page_of(folder)
 
 
@@ -124,10 +111,13 @@ class Page:
         texts = self.all(f"[data-quantity={chart}] text.{axis}")
         return {text.text: float(text.get_attribute("data-at")) for text in texts}
 
-    def scale(self, chart: str, axis: str, shape: Callable[[float], float] = float) -> Callable[[float], float]:
-        """From pixels to `shape` of a value, by the first and the last label."""
-        (first, from_), *_, (last, to) = self.ticks(chart, axis).items()
-        low, high = shape(float(first)), shape(float(last))
+    def scale(
+        self, chart: str, axis: str, shape: Callable[[float], float] = float, first: int = 0
+    ) -> Callable[[float], float]:
+        """From pixels to `shape` of a value, by the first label, or a later one, and the last."""
+        labels = list(self.ticks(chart, axis).items())
+        (least, from_), (most, to) = labels[first], labels[-1]
+        low, high = shape(float(least)), shape(float(most))
         return lambda pixel: low + (pixel - from_) / (to - from_) * (high - low)
 
     def axis_title(self, chart: str) -> str:
@@ -199,10 +189,13 @@ def test_the_axes_can_be_time_or_epochs_and_logarithmic_or_linear(visit: Any, co
     assert page.pressed("[data-value=seconds]") and not page.pressed("[data-value=epochs]")
     for chart in ("train_loss", "test_error"):
         assert page.axis_title(chart) == "seconds of training, logarithmic"
-        seconds = page.scale(chart, "x", lambda time: math.asinh(time / 0.5))
+        zero = page.ticks(chart, "x").pop("0")
+        seconds = page.scale(chart, "x", math.log, first=1)  # the label before it is that of zero
         for name, per_epoch in SECONDS.items():
-            times = [0.5 * math.sinh(seconds(x)) for x, _ in page.points(chart, name)]
-            assert times == pytest.approx([0, per_epoch, 2 * per_epoch, 3 * per_epoch], rel=0.02, abs=0.01)
+            start, *pixels = [x for x, _ in page.points(chart, name)]
+            assert start == pytest.approx(zero, abs=0.1)
+            times = [per_epoch, 2 * per_epoch, 3 * per_epoch]
+            assert [math.exp(seconds(x)) for x in pixels] == pytest.approx(times, rel=0.02)
     assert page.axis_title("damping") == "epochs"
     page.choose("epochs")
     assert page.axis_title("train_loss") == "epochs"
@@ -213,25 +206,18 @@ def test_the_axes_can_be_time_or_epochs_and_logarithmic_or_linear(visit: Any, co
     assert min(page.ticks("train_loss", "y"), key=float) == "0"
 
 
-def test_curves_can_be_hidden_or_left_alone_with_the_mouse_and_the_keyboard(visit: Any, comparison: Path) -> None:
+def test_curves_can_be_hidden_with_the_mouse_and_the_keyboard(visit: Any, comparison: Path) -> None:
     page, keys = visit(comparison), webdriver.Keys
     page.toggle("smw-gn").click()
     assert not page.pressed('.toggle[data-label="smw-gn"]')
     assert [page.labels(chart) for chart in CHARTS] == [["hf", "sgd"], ["hf", "sgd"], ["hf"], ["hf"]]
-    page.toggle("smw-gn").send_keys(keys.SPACE)
-    assert page.pressed('.toggle[data-label="smw-gn"]')
-    assert page.labels("train_loss") == ["smw-gn", "hf", "sgd"]
-    webdriver.ActionChains(page.browser, duration=0).double_click(page.toggle("sgd")).perform()
-    assert [page.labels(chart) for chart in CHARTS] == [["sgd"], ["sgd"], [], []]
     page.toggle("sgd").send_keys(keys.ENTER)
+    page.toggle("hf").send_keys(keys.SPACE)
     assert [page.labels(chart) for chart in CHARTS] == [[], [], [], []]
     page.hover("train_loss", 200)
     assert page.tip("train_loss") == []
-    page.toggle("hf").send_keys(keys.SHIFT, keys.ENTER)
-    assert page.labels("train_loss") == ["hf"]
-    page.one(".all").click()
-    assert page.labels("train_loss") == ["smw-gn", "hf", "sgd"]
-    assert not page.one(".all").is_displayed()
+    page.toggle("smw-gn").send_keys(keys.SPACE)
+    assert page.pressed('.toggle[data-label="smw-gn"]') and page.labels("train_loss") == ["smw-gn"]
 
 
 def test_the_box_at_the_crosshair_lists_all_visible_curves(visit: Any, comparison: Path) -> None:
@@ -281,16 +267,8 @@ def test_verdict_tables_and_words_are_on_the_page(visit: Any, comparison: Path) 
     assert page.one(".words").text == "Words on this page"
     page.one(".words summary").click()
     explained = [word.text for word in page.all(".words dt")]
-    for word in (
-        "seed",
-        "train loss",
-        "test error",
-        "seconds to",
-        "damping",
-        "reduction ratio",
-        "ms / step",
-        *LOSSES,
-    ):
+    words = ["seed", "train loss", "test error", "seconds to", "damping", "reduction ratio", "ms / step", *LOSSES]
+    for word in words:
         assert any(word in entry for entry in explained), word
 
 

@@ -3,12 +3,11 @@
 import difflib
 import inspect
 import json
-import math
 import os
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,7 +45,6 @@ console = Console()
 
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun puts into the environment
-_WORDS = {"data set", "optimizer", "preset", "description"}  # columns of tables; the others hold numbers
 _PATIENCE = timedelta(minutes=30)  # of a process that waits for another, which may be loading data
 
 DataSetName = Annotated[str, typer.Argument(help="Name of a data set, see `woodbury list`.")]
@@ -125,18 +123,20 @@ def options(
 @app.command("list")
 def list_names() -> None:
     """List the data sets, the optimizers and the presets of the paper."""
-    described: dict[str, Mapping[str, object]] = {"data set": DATASETS, "optimizer": OPTIMIZERS}
-    for kind, entries in described.items():
+    for kind, entries in {"data set": DATASETS, "optimizer": OPTIMIZERS}.items():
         first_lines = [(entry.__doc__ or "").strip().split("\n")[0] for entry in entries.values()]
-        _print_table({kind: entries, "description": first_lines}, box=None)
-    presets = {
-        "preset": PAPER,
-        "network": [network_name(preset.widths) for preset in PAPER.values()],
-        "batch size": [str(preset.batch_size) for preset in PAPER.values()],
-        "curvature samples": [str(preset.curvature_samples) for preset in PAPER.values()],
-        "epochs": [str(preset.epochs) for preset in PAPER.values()],
-    }
-    _print_table(presets, box=None)
+        _print_table([kind, "description"], zip(entries, first_lines, strict=True), words=2, box=None)
+    presets = [
+        (
+            name,
+            network_name(preset.widths),
+            str(preset.batch_size),
+            str(preset.curvature_samples),
+            str(preset.epochs),
+        )
+        for name, preset in PAPER.items()
+    ]
+    _print_table(["preset", "network", "batch size", "curvature samples", "epochs"], presets, box=None)
 
 
 @_training_command("train")
@@ -300,8 +300,9 @@ def _folder(configs: Sequence[RunConfig], options: Options) -> Path:
 def _report(paths: Sequence[Path], folder: Path) -> None:
     """Print the table, write the figures and the page."""
     runs = report.load(paths)
-    _print_summaries(report.summarise(runs))
-    page = next(path for path in report.write(runs, folder) if path.suffix == ".html")
+    for dataset, ends in report.ends_tables(runs).items():
+        _print_table(ends["columns"], ends["rows"], title=escape(f"{dataset}: medians over seeds"))
+    page, *_ = report.write(runs, folder)
     console.print(f"wrote [bold]{escape(str(page))}[/], with figures and records beside it", soft_wrap=True)
 
 
@@ -321,40 +322,18 @@ def _progress_bars(configs: Sequence[RunConfig], visible: bool) -> Iterator[Call
                 current[name] = config.seed
                 label = f"{name} {config.seed + 1}/{runs[name]}" if runs[name] > 1 else name
                 shown.reset(task, total=now.steps, completed=now.step, description=label)
-            shown.update(task, completed=now.step, loss=_short(now.loss), damping=_short(now.damping))
+            damping = f"{now.damping:.3g}".replace("nan", "-")  # of an optimizer without damping
+            shown.update(task, completed=now.step, loss=f"{now.loss:.3g}", damping=damping)
 
         yield show
 
 
-def _print_summaries(summaries: Sequence[report.Summary]) -> None:
-    """Show the medians, one line per group of runs; what no run has measured gets no column."""
-    columns = {
-        "optimizer": [each.label for each in summaries],
-        "data set": [each.dataset for each in summaries],
-        "epochs": [f"{each.epochs:g}" for each in summaries],
-        "seeds": [
-            f"{each.seeds}" if each.seeds == each.seeds_started else f"{each.seeds} of {each.seeds_started}"
-            for each in summaries
-        ],
-        "train loss": [_short(each.train_loss) for each in summaries],
-        "test loss": [_short(each.test_loss) for each in summaries],
-        "test error": [_short(100 * each.test_error, ".2f", " %") for each in summaries],
-        "seconds": [f"{each.seconds:.2f}" for each in summaries],
-        "damping": [_short(each.damping) for each in summaries],
-    }
-    if len(set(columns["data set"])) == 1:
-        del columns["data set"]
-    if "-" not in columns["test error"]:
-        del columns["test loss"]
-    measured = {heading: column for heading, column in columns.items() if set(column) != {"-"}}
-    _print_table(measured, title="Medians over seeds")
-
-
-def _print_table(columns: Mapping[str, Iterable[str]], **look: Any) -> None:
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, **look: Any) -> None:
+    """Print texts; all columns but the first few, which hold words, are numbers."""
     table = Table(header_style="bold", **look)
-    for heading in columns:
-        table.add_column(heading, justify="left" if heading in _WORDS else "right")
-    for row in zip(*columns.values(), strict=True):
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < words else "right")
+    for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
     console.print()
@@ -429,11 +408,6 @@ def _fail(message: str) -> NoReturn:
 
 def _say(message: str) -> None:
     typer.echo(f"woodbury: {printable(message, 2000)}", err=True)
-
-
-def _short(value: float, form: str = ".3g", unit: str = "") -> str:
-    """The value with few digits; a dash for NaN, which stands for what was not measured or does not exist."""
-    return "-" if math.isnan(value) else f"{value:{form}}{unit}"
 
 
 if __name__ == "__main__":

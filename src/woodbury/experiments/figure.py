@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from woodbury.experiments.looks import MARKERS, Look
+from woodbury.experiments.looks import Look
 from woodbury.experiments.medians import groups_of
 from woodbury.experiments.panels import Axis, Drawing, Panel, describe
 from woodbury.experiments.runs import Run
@@ -76,10 +76,7 @@ def images(figure: Figure) -> dict[str, bytes]:
 def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) -> None:
     """Draw one quantity of all the groups against epochs or seconds."""
     x, y = panel.x[horizontal], panel.y.get("log", panel.y["linear"])
-    place.set_title(panel.title)
-    place.set_xlabel(x.title)
-    place.set_xscale(x.scale, **({"linear_width": x.linear_width} if x.scale == "asinh" else {}))
-    place.set_yscale(y.scale)
+    place.set(title=panel.title, xlabel=x.title, xscale=x.scale, yscale=y.scale)
     for axis, ticks in ((place.xaxis, x.ticks), (place.yaxis, y.ticks)):
         axis.set_ticks([value for value, _ in ticks], labels=[label for _, label in ticks])
     place.minorticks_off()
@@ -89,7 +86,7 @@ def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) ->
     for index, (entry, curve) in enumerate(zip(drawing.legend, panel.curves, strict=True)):
         if curve is None:
             continue
-        along = getattr(curve, horizontal)
+        along = _inside(x, getattr(curve, horizontal))
         # Not at every point of a long curve, and not at the same points for two curves that may coincide.
         every = max(1, len(along) // 10)
         marks = (index * every // len(drawing.legend), every)
@@ -109,7 +106,7 @@ def _line_style(look: Look) -> dict[str, Any]:
         "color": look.colour,
         "linewidth": 1.4 if look.dashed else 1.7,
         "linestyle": (0, (3, 2.5)) if look.dashed else "-",
-        "marker": MARKERS[look.marker],
+        "marker": look.marker,
         "markersize": 5.5 if look.dashed else 5,
         "markerfacecolor": "none" if look.dashed else look.colour,
         "markeredgecolor": look.colour if look.dashed else "white",

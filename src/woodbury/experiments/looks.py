@@ -12,30 +12,20 @@ class Look:
 
     colour: str
     dark: str  # the same colour on a dark page
-    marker: str  # circle, square, triangle, diamond, wedge, plus or cross
+    marker: str  # as matplotlib names it
     dashed: bool = False  # with hollow markers
 
 
-MARKERS = {  # as matplotlib names them
-    "circle": "o",
-    "square": "s",
-    "triangle": "^",
-    "diamond": "D",
-    "wedge": "v",
-    "plus": "P",
-    "cross": "X",
-}
-
 # Okabe and Ito's palette, made for every common form of colour blindness; markers help in print.
 _OWN = {
-    "smw-gn": Look("#0072B2", "#4C97E8", "circle"),
-    "smw-ng": Look("#D55E00", "#F07C32", "square"),
-    "smw-ng-bd": Look("#009E73", "#22BC92", "triangle"),
+    "smw-gn": Look("#0072B2", "#4C97E8", "o"),
+    "smw-ng": Look("#D55E00", "#F07C32", "s"),
+    "smw-ng-bd": Look("#009E73", "#22BC92", "^"),
     # The step of SMW-GN by another method: over epochs the two curves coincide.
-    "hf": Look("#333333", "#D0D0D0", "diamond", dashed=True),
-    "kfac": Look("#CC79A7", "#DE93BE", "wedge"),
-    "sgd": Look("#E69F00", "#F0B429", "plus"),
-    "adam": Look("#56B4E9", "#7CCBF5", "cross"),
+    "hf": Look("#333333", "#D0D0D0", "D", dashed=True),
+    "kfac": Look("#CC79A7", "#DE93BE", "v"),
+    "sgd": Look("#E69F00", "#F0B429", "P"),
+    "adam": Look("#56B4E9", "#7CCBF5", "X"),
 }
 
 
@@ -44,13 +34,12 @@ def looks_of(optimizers: Sequence[str]) -> list[Look]:
 
     After all colours come the same with other markers.
     """
-    markers = list(MARKERS)
     unused = [look for name, look in _OWN.items() if name not in optimizers]
+    solid = [look for look in _OWN.values() if not look.dashed]
+    markers = "os^DvPX"
+    turned = [markers[shift:] + markers[:shift] for shift in range(len(markers))]
     others = [
-        dataclasses.replace(look, marker=markers[(markers.index(look.marker) + shift) % len(markers)])
-        for shift in range(len(markers))
-        for look in _OWN.values()
-        if not look.dashed
+        dataclasses.replace(look, marker=order[markers.index(look.marker)]) for order in turned for look in solid
     ]
     spare = itertools.cycle(dict.fromkeys(dataclasses.replace(look, dashed=True) for look in [*unused, *others]))
     looks: list[Look] = []

@@ -19,6 +19,7 @@ from woodbury.experiments.runs import Run, even_indices
 from woodbury.experiments.storage import round_numbers
 
 RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
+_HUGE = 1e300  # what is larger counts as infinite: no axis or mean overflows
 _LONGEST = 200  # characters of a label
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
 
@@ -35,6 +36,12 @@ class Group:
     def seeds(self) -> int:
         """How many different seeds there are: the same run may be here twice."""
         return len({run.config.seed for run in self.runs})
+
+    @property
+    def ended(self) -> list[Run]:
+        """The runs that reached the last epoch, one per seed."""
+        last = max(_place(run, run.epochs[-1]) for run in self.runs)
+        return list({run.config.seed: run for run in self.runs if _place(run, run.epochs[-1]) == last}.values())
 
 
 def by_dataset(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -62,12 +69,8 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
     tables = [group[0].settings() for group in variants]
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
-    return [
-        printable(
-            " ".join([optimizer, *(f"{name}={table[name]}" for name in differing if name in table)]), _LONGEST
-        )
-        for table in tables
-    ]
+    parts = [[f"{name}={table[name]}" for name in differing if name in table] for table in tables]
+    return [printable(" ".join([optimizer, *own]), _LONGEST) for own in parts]
 
 
 @dataclass(frozen=True)
@@ -111,15 +114,9 @@ def summarise(runs: Iterable[Run]) -> list[Summary]:
     return [summary_of(group) for members in by_dataset(runs).values() for group in groups_of(members)]
 
 
-def ended(group: Group) -> list[Run]:
-    """The runs of a group that reached its last epoch, one per seed."""
-    last = max(_place(run, run.epochs[-1]) for run in group.runs)
-    return list({run.config.seed: run for run in group.runs if _place(run, run.epochs[-1]) == last}.values())
-
-
 def ends_of(group: Group) -> dict[str, list[float]]:
     """Where each seed that reached the last epoch ended, by quantity: no values where it was not measured."""
-    runs = ended(group)
+    runs = group.ended
     ends = [run.epochs[-1] for run in runs]
     losses, errors = ([_measured(run, key) for run in runs] for key in ("test_loss", "test_error"))
     return {
@@ -135,7 +132,7 @@ def ends_of(group: Group) -> dict[str, list[float]]:
 
 def summary_of(group: Group) -> Summary:
     """Where the runs of a group ended."""
-    runs = ended(group)
+    runs = group.ended
     return Summary(
         dataset=runs[0].config.dataset,
         label=group.label,
@@ -163,34 +160,13 @@ def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
 
     The test loss is for problems without a test error: no group has it if each that could have it has an error.
     """
-    # How many steps an epoch has is not known from a run killed in its first epoch, but perhaps from another one.
-    per_epoch = {
-        run.config.batch_size: length
-        for group in groups
-        for run in group.runs
-        if run.config.batch_size and (length := _epoch_length([run])) is not None
-    }
-    lowest, highest = RATIO_RANGE
-    curves: dict[str, list[Curve | None]] = {
-        name: [] for name in ("train_loss", "test_error", "test_loss", "damping", "ratio")
-    }
-    for runs in (group.runs for group in groups):
-        steps = _epoch_length(runs) or per_epoch.get(runs[0].config.batch_size)
-        for name in ("train_loss", "test_error", "test_loss"):
-            curves[name].append(_epoch_curve(runs, name))
-        curves["damping"].append(_step_curve(runs, "damping", math.inf, steps))
-        ratio = _step_curve(runs, "ratio", -math.inf, steps, _RATIO_WINDOW)  # not finite: the step failed
-        curves["ratio"].append(ratio and ratio.map(lambda value: min(max(value, lowest), highest)))
+    evaluated, stepped = ("train_loss", "test_error", "test_loss"), ("damping", "ratio")
+    curves = {name: [_epoch_curve(group.runs, name) for group in groups] for name in evaluated}
+    curves |= {name: [_step_curve(group.runs, name) for group in groups] for name in stepped}
     pairs = zip(curves["test_loss"], curves["test_error"], strict=True)
     if not any(loss is not None and error is None for loss, error in pairs):
         curves["test_loss"] = [None] * len(groups)
     return curves
-
-
-def _epoch_length(runs: Sequence[Run]) -> float | None:
-    """Steps per epoch of the first run that has got through one; None if none has."""
-    ends = [run.epochs[-1] for run in runs]
-    return next((end["step"] / end["epoch"] for end in ends if end["epoch"] > 0 and end["step"] > 0), None)
 
 
 def _place(run: Run, record: dict[str, Any]) -> float:
@@ -216,38 +192,35 @@ def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
     return _curve(epochs, seconds, [[number(record[key]) for record in records] for records in points])
 
 
-def _step_curve(
-    runs: Sequence[Run],
-    key: str,
-    worst: float,  # in place of what is not finite
-    per_epoch: float | None,
-    window: float = 0.0,  # of the longest run: the span of a running median
-) -> Curve | None:
-    """A quantity recorded after each step, at evenly spaced steps."""
-    runs = [run for run in runs if run.steps]
+def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
+    """A quantity recorded after each step, at evenly spaced steps; of the ratio a running median.
+
+    None before the first epoch has ended: how many steps it has is not known.
+    """
+    ends = [run.epochs[-1] for run in runs]
+    per_epoch = next((end["step"] / end["epoch"] for end in ends if end["epoch"] > 0 and end["step"] > 0), None)
     if per_epoch is None or not any(_has_quantity(run, key) for run in runs):
         return None
+    worst = -math.inf if key == "ratio" else math.inf  # in place of what is not finite: the step failed
     series = []
     for run in runs:
-        records = sorted(run.steps, key=lambda record: record["step"])
-        steps = np.array([record["step"] for record in records], dtype=float)
-        series.append((steps, np.array([number(record.get(key), worst) for record in records])))
+        if run.steps:
+            records = sorted(run.steps, key=lambda record: record["step"])
+            steps = np.array([record["step"] for record in records], dtype=float)
+            series.append((steps, np.array([number(record.get(key), worst) for record in records])))
     longest = max((steps for steps, _ in series), key=lambda steps: steps[-1])
-    half = window / 2 * longest[-1]
-    grid = [float(longest[index]) for index in even_indices(len(longest))]
+    half = _RATIO_WINDOW / 2 * longest[-1] if key == "ratio" else 0.0
+    grid = longest[even_indices(len(longest))]
     points = [[_around(step, half, *one) for one in series if step <= one[0][-1]] for step in grid]
-    return _curve([step / per_epoch for step in grid], [], points)
+    curve = _curve((grid / per_epoch).tolist(), [], points)
+    return curve.map(lambda value: float(np.clip(value, *RATIO_RANGE))) if key == "ratio" else curve
 
 
 def _around(step: float, half: float, steps: "np.ndarray[Any, Any]", values: "np.ndarray[Any, Any]") -> float:
     """The median of the values recorded no further than `half` from a step, or else the nearest value."""
-    first, last = (
-        np.searchsorted(steps, step - half, side="left"),
-        np.searchsorted(steps, step + half, side="right"),
-    )
-    if last > first:
-        return float(median(values[first:last].tolist()))
-    return float(values[np.abs(steps - step).argmin()])
+    distances = np.abs(steps - step)
+    near = values[distances <= half]
+    return float(median(near.tolist()) if len(near) else values[distances.argmin()])
 
 
 def _curve(epochs: list[float], seconds: list[float], points: list[list[float]]) -> Curve:
@@ -263,7 +236,7 @@ def _curve(epochs: list[float], seconds: list[float], points: list[list[float]])
 
 def number(value: float | None, default: float = math.inf) -> float:
     """A recorded value, or the default for one that was not finite, which records hold as null."""
-    return float(value) if value is not None and math.isfinite(value) else default
+    return float(value) if value is not None and abs(value) < _HUGE else default
 
 
 def _has_quantity(run: Run, key: str) -> bool:

@@ -9,24 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.markers import MarkerStyle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Affine2D
 
 from woodbury.damping import LevenbergMarquardt
-from woodbury.experiments.looks import MARKERS, Look
+from woodbury.experiments.looks import Look
 from woodbury.experiments.medians import RATIO_RANGE, Curve, Group, curves_of
 from woodbury.experiments.models import network_name
 
-THRESHOLDS = (
-    LevenbergMarquardt.threshold,
-    1 - LevenbergMarquardt.threshold,
-)  # of the ratio: damping changes there
+_LOW_RATIO = LevenbergMarquardt.threshold
+THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there
 LOG_TIME_ABOVE = 8.0  # time of the slowest run over that of the fastest: a linear axis would hide the fast one
 
 _NEGLIGIBLE = 1e-30  # relative to the largest value: what is smaller is drawn as zero on a logarithmic axis
 _TICKS = 7  # of an axis, at most
-_HUGE = 1e300  # what is larger counts as infinite
-_MARGIN = 0.02  # of a horizontal axis, before the first and behind the last point
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -35,12 +31,11 @@ class Axis:
     """From values to places."""
 
     title: str
-    scale: str  # linear, log, or asinh of value / linear_width: logarithmic in the main, and yet it has a zero
+    scale: str  # linear or log
     low: float
     high: float
     ticks: list[tuple[float, str]]  # in ascending order
     least: float = -math.inf  # what lies below is drawn here: a logarithmic axis has no zero
-    linear_width: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,40 +74,22 @@ def describe(groups: Sequence[Group]) -> Drawing:
     """The panels that have curves: train loss, test error (test loss where there is no error), damping, ratio."""
     curves = curves_of(groups)
     curves["test_error"] = [curve and curve.map(lambda value: 100 * value) for curve in curves["test_error"]]
-    panels = [
-        _panel("train_loss", "Train loss", curves),
-        _panel("test_error", "Test error, %", curves, unit=" %"),
-        _panel("test_loss", "Test loss", curves),
-        _panel("damping", "Damping", curves, whole=True),
-        _ratio_panel(curves["ratio"]),
-    ]
+    titles = {"train_loss": "Train loss", "test_error": "Test error, %", "test_loss": "Test loss"}
+    titles |= {"damping": "Damping", "ratio": "Reduction ratio ρ, running median"}
+    panels = [_panel(name, title, curves[name]) for name, title in titles.items() if any(curves[name])]
     legend = [Entry(group.label, group.look, _outline(group.look.marker)) for group in groups]
-    return Drawing(_title(groups), legend, [panel for panel in panels if any(panel.curves)])
+    return Drawing(_title(groups), legend, panels)
 
 
-def _panel(
-    quantity: str, title: str, curves: dict[str, list[Curve | None]], unit: str = "", whole: bool = False
-) -> Panel:
-    own = curves[quantity]
-    present = [curve for curve in own if curve is not None]
-    return Panel(quantity, title, unit, own, _horizontal_axes(present), _vertical_axes(present, whole))
-
-
-def _ratio_panel(curves: list[Curve | None]) -> Panel:
-    """Linear around [0, 1], with the ratios at which damping changes."""
+def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     present = [curve for curve in curves if curve is not None]
-    low = min([0.0, *(value for curve in present for value in curve.low)]) - 0.05
-    high = max([1.0, *(value for curve in present for value in curve.high)]) + 0.05
-    lowest, highest = RATIO_RANGE
-    labels = {
-        lowest: f"≤−{-lowest:g}",
-        **{tick: f"{tick:g}" for tick in (0, *THRESHOLDS, 1)},
-        highest: f"≥{highest:g}",
-    }
-    ticks = [(tick, label) for tick, label in labels.items() if low <= tick <= high]
-    y = {"linear": Axis("", "linear", low, high, ticks)}
-    title = "Reduction ratio ρ, running median"
-    return Panel("ratio", title, "", curves, _horizontal_axes(present), y, THRESHOLDS, RATIO_RANGE)
+    x = {"epochs": _linear_axis("epochs", [curve.epochs[-1] for curve in present])}
+    if present[0].seconds:
+        x["seconds"] = _time_axis(present)
+    if quantity == "ratio":
+        return Panel(quantity, title, "", curves, x, {"linear": _ratio_axis(present)}, THRESHOLDS, RATIO_RANGE)
+    unit = " %" if quantity == "test_error" else ""
+    return Panel(quantity, title, unit, curves, x, _vertical_axes(present, whole=quantity == "damping"))
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -128,41 +105,38 @@ def _title(groups: Sequence[Group]) -> str:
 
 def _outline(marker: str) -> str:
     """The outline of matplotlib's marker as an SVG path, where y points down."""
-    style = MarkerStyle(MARKERS[marker])
+    style = MarkerStyle(marker)
     path = style.get_path().transformed(style.get_transform() + Affine2D().scale(100))  # fine steps along a curve
     (corners,) = np.array(path.to_polygons()) / 50
     return "M" + "L".join(f"{x:.2f} {-y:.2f}" for x, y in corners) + "z"
 
 
-# -- horizontal axes
-
-
-def _horizontal_axes(curves: Sequence[Curve]) -> dict[str, Axis]:
-    axes = {"epochs": _linear_axis("epochs", [curve.epochs[-1] for curve in curves])}
-    if any(curve.seconds for curve in curves):
-        axes["seconds"] = _time_axis(curves)
-    return axes
+# -- axes
 
 
 def _linear_axis(title: str, ends: Sequence[float]) -> Axis:
     end = max(ends, default=0) or 1.0
     ticks = _even_ticks(0, end, whole=title == "epochs" and end >= 2)
-    return Axis(title, "linear", -_MARGIN * end, (1 + _MARGIN) * end, ticks)
+    return Axis(title, "linear", -0.02 * end, 1.02 * end, ticks)
 
 
 def _time_axis(curves: Sequence[Curve]) -> Axis:
-    """Seconds of training; where the ends lie far apart by asinh(t / first), which keeps the common start."""
+    """Seconds of training, logarithmic where the ends lie far apart."""
     ends = [curve.seconds[-1] for curve in curves if curve.seconds[-1] > 0]
     if not ends or max(ends) <= LOG_TIME_ABOVE * min(ends):
         return _linear_axis("seconds of training", ends)
-    first = min(second for curve in curves for second in curve.seconds if second > 1e-9 * max(ends))
-    end = math.asinh(max(ends) / first)
-    ticks = [(0.0, "0"), *_log_ticks(first, max(ends))]
-    low, high = first * math.sinh(-_MARGIN * end), first * math.sinh((1 + _MARGIN) * end)
-    return Axis("seconds of training, logarithmic", "asinh", low, high, ticks, linear_width=first)
+    seconds = [second for curve in curves for second in curve.seconds]
+    return _log_axis("seconds of training, logarithmic", max(ends), seconds)
 
 
-# -- vertical axes
+def _ratio_axis(curves: Sequence[Curve]) -> Axis:
+    """Linear around [0, 1], with the ratios at which damping changes."""
+    low = min([0.0, *(value for curve in curves for value in curve.low)]) - 0.05
+    high = max([1.0, *(value for curve in curves for value in curve.high)]) + 0.05
+    lowest, highest = RATIO_RANGE
+    labels = {tick: f"{tick:g}" for tick in (0, *THRESHOLDS, 1)}
+    labels = {lowest: f"≤−{-lowest:g}", **labels, highest: f"≥{highest:g}"}
+    return Axis("", "linear", low, high, [(tick, label) for tick, label in labels.items() if low <= tick <= high])
 
 
 def _vertical_axes(curves: Sequence[Curve], whole: bool) -> dict[str, Axis]:
@@ -171,32 +145,31 @@ def _vertical_axes(curves: Sequence[Curve], whole: bool) -> dict[str, Axis]:
     Unless the `whole` of the curves is wanted, an axis ends where `_highest` says.
     """
     values = [value for curve in curves for value in [*curve.middle, *curve.low, *curve.high]]
-    finite = [value for value in values if abs(value) < _HUGE]
+    finite = [value for value in values if math.isfinite(value)]
     largest, smallest = max(finite, default=0), min(finite, default=0)
     if smallest < 0:
         room = 0.05 * (largest - smallest) or 1
         low, high = smallest - room, largest + room
         return {"linear": Axis("", "linear", low, high, _even_ticks(low, high))}
-    if largest == 0:
-        return {"linear": Axis("", "linear", 0, 1, _even_ticks(0, 1))}
     top = largest if whole else _highest(curves, largest)
-    return {
-        "log": _log_axis(top, [value for value in finite if value <= top]),
-        "linear": Axis("", "linear", 0, 1.04 * top, _even_ticks(0, 1.04 * top)),
-    }
+    high = 1.04 * top or 1
+    axes = {"linear": Axis("", "linear", 0, high, _even_ticks(0, high))}
+    if top > 0:
+        axes["log"] = _log_axis("", top, [value for value in finite if value <= top])
+    return axes
 
 
-def _log_axis(top: float, values: Sequence[float]) -> Axis:
+def _log_axis(title: str, top: float, values: Sequence[float]) -> Axis:
     """Logarithmic; a zero among the values is drawn, and labelled, near the lower edge."""
     bottom = min(value for value in values if value > _NEGLIGIBLE * top)
     room = max((top / bottom) ** 0.05, 1.05)
     if min(values) == bottom:
         low, high = bottom / room, top * room
-        return Axis("", "log", low, high, _log_ticks(low, high), least=low)
+        return Axis(title, "log", low, high, _log_ticks(low, high), least=low)
     gap = max((top / bottom) ** 0.12, 1.5)
     zero = bottom / gap
     ticks = [(zero, "0"), *_log_ticks(bottom, top * room)]
-    return Axis("", "log", bottom / gap**1.3, top * room, ticks, least=zero)
+    return Axis(title, "log", bottom / gap**1.3, top * room, ticks, least=zero)
 
 
 def _highest(curves: Sequence[Curve], largest: float) -> float:
@@ -204,15 +177,13 @@ def _highest(curves: Sequence[Curve], largest: float) -> float:
 
     Left out are a run on its way to infinity, and the common start where it lies far above all that follows.
     """
-    starts = [curve.middle[0] for curve in curves if 0 < curve.middle[0] < _HUGE]
-    later = [value for curve in curves for value in curve.middle[1:] if 0 < value < _HUGE]
-    if not starts or max(len(curve.middle) for curve in curves) < 4:
+    starts = [curve.middle[0] for curve in curves if 0 < curve.middle[0] < math.inf]
+    later = [value for curve in curves for value in curve.middle[1:] if 0 < value < math.inf]
+    if not starts or not later or max(len(curve.middle) for curve in curves) < 4:
         return largest
-    start = max(starts)
-    if not later or max(later) >= start:
-        return min(largest, 10 * start)
-    above, whole = math.log(start / max(later)), math.log(start / min(later))
-    return max(later) if above > 0.4 * whole else min(largest, 10 * start)
+    start, end = max(starts), max(later)
+    is_far_above = math.log(start / end) > 0.4 * math.log(start / min(later))
+    return end if is_far_above else min(largest, 10 * start)
 
 
 # -- ticks
@@ -220,26 +191,25 @@ def _highest(curves: Sequence[Curve], largest: float) -> float:
 
 def _log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     """A few round numbers between two bounds, about evenly spaced on a logarithmic axis."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in (range(1, 10) if high < 5 * low else (), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
-        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if 0 < len(ticks) <= _TICKS:
-            break
-    if len(ticks) < 3:
-        return _even_ticks(low, high)
-    return [(tick, _tick_label(tick)) for tick in ticks[:: math.ceil(len(ticks) / _TICKS)]]
+    for digits in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
+        ticks = _labelled(LogLocator(subs=digits, numticks=_TICKS).tick_values(low, high), low, high)
+        if 3 <= len(ticks) <= _TICKS:
+            return ticks
+    return _even_ticks(low, high)
 
 
 def _even_ticks(low: float, high: float, whole: bool = False) -> list[tuple[float, str]]:
     """A few round numbers between two bounds, evenly spaced."""
-    ticks = MaxNLocator(_TICKS, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high)
-    return [(float(tick), _tick_label(float(tick))) for tick in ticks if low <= tick <= high]
+    return _labelled(MaxNLocator(_TICKS, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high), low, high)
 
 
-def _tick_label(value: float) -> str:
-    """The number, with a power of ten where digits would be many."""
-    digits, _, power = f"{value:g}".partition("e")
-    if not power:
-        return digits
-    return ("" if digits == "1" else f"{digits}·") + "10" + str(int(power)).translate(_SUPERSCRIPTS)
+def _labelled(ticks: Sequence[float], low: float, high: float) -> list[tuple[float, str]]:
+    """The ticks between two bounds, each with its number: by a power of ten where digits would be many."""
+    labelled = []
+    for tick in ticks:
+        digits, _, power = f"{tick:g}".partition("e")
+        if power:
+            digits = ("" if digits == "1" else f"{digits}·") + "10" + str(int(power)).translate(_SUPERSCRIPTS)
+        if low <= tick <= high:
+            labelled.append((float(tick), digits))
+    return labelled

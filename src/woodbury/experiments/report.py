@@ -8,14 +8,14 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from woodbury.experiments.config import NOT_INSTALLED, RunConfig
+from woodbury.experiments.config import NOT_INSTALLED
 from woodbury.experiments.figure import draw, images
 from woodbury.experiments.medians import Group, Summary, by_dataset, groups_of, summarise, summary_of
 from woodbury.experiments.models import network_name
@@ -24,10 +24,19 @@ from woodbury.experiments.runs import COMPACT, Run, compact, load
 from woodbury.experiments.storage import round_numbers, write_whole
 from woodbury.experiments.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
-__all__ = ["Run", "Summary", "draw", "html", "load", "summarise", "write"]
+__all__ = ["Run", "Summary", "draw", "ends_tables", "html", "load", "summarise", "write"]
 
 PAGE = "report.html"
 _ABSENT = "–"  # what was not measured
+_BRIEF = (
+    "train_loss",
+    "test_loss",
+    "test_error",
+    "seconds",
+    "damping",
+    "seeds",
+    "epochs",
+)  # columns in a terminal
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -97,7 +106,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
         "drawing": dataclasses.asdict(drawing),
         "note": (bands if any(group.seeds > 1 for group in groups) else "") + _time_of(runs),
         "ratio_note": ratio if "ratio" in drawn else "",
-        "ends": _ends_table(groups, hidden={"test_loss"} - drawn),
+        "ends": _ends_table(groups),
         "ends_note": bold if len(groups) > 1 else "",
         "settings": _settings_tables(groups),
     }
@@ -106,10 +115,15 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
 # -- tables
 
 
-def _ends_table(groups: Sequence[Group], hidden: Collection[str]) -> dict[str, Any]:
-    """Where training ended: headings, and for each group a text below each and whether the group is ahead there.
+def ends_tables(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
+    """Where training ended on each data set, with the columns that a terminal has room for."""
+    return {name: _ends_table(groups_of(members), _BRIEF) for name, members in by_dataset(runs).items()}
 
-    Left out are `hidden` columns, and those that no group has.
+
+def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = ()) -> dict[str, Any]:
+    """Headings, and for each group its label, the texts below each heading and where the group is clearly ahead.
+
+    Of the `wanted` columns, or of all, those that some group has; the test loss is there for want of an error.
     """
     race = race_of(groups)
     rows = []
@@ -130,31 +144,28 @@ def _ends_table(groups: Sequence[Group], hidden: Collection[str]) -> dict[str, A
                 "epochs": _out_of(end.epochs, group.runs[0].config.epochs),
             }
         )
-    titles = {name: name.replace("_", " ") for name in rows[0]}
-    titles |= {"seconds_per_step": "ms / step", "damping": "final damping"}
+    needs_test_loss = any(row["test_error"] == _ABSENT != row["test_loss"] for row in rows)
+    absent = {name for name in rows[0] if all(row[name] == _ABSENT for row in rows)}
+    hidden = absent if needs_test_loss else absent | {"test_loss"}
+    shown = [name for name in wanted or rows[0] if name not in hidden]
+    titles = {name: name.replace("_", " ") for name in shown} | {"seconds_per_step": "ms / step"}
     if race is not None:
         titles["seconds_to_target"] = f"seconds to {race.target:.3g}"
-    shown = [name for name in titles if name not in hidden and any(row[name] != _ABSENT for row in rows)]
-    ahead = {(name, each.leader) for name, each in standings(groups).items() if each.is_clear}
-    cells = [
-        [{"text": row[name], "best": (name, group.label) in ahead} for name in shown]
-        for group, row in zip(groups, rows, strict=True)
-    ]
-    return {"columns": [titles[name] for name in shown], "rows": cells}
+    ahead = {(each.leader, name) for name, each in standings(groups).items() if each.is_clear}
+    return {
+        "columns": ["optimizer", *(titles[name] for name in shown)],
+        "rows": [[group.label, *(row[name] for name in shown)] for group, row in zip(groups, rows, strict=True)],
+        "best": [[False, *((group.label, name) in ahead for name in shown)] for group in groups],
+    }
 
 
 def _written(value: float) -> str:
     """Three digits."""
-    size = abs(value)
-    if math.isnan(value):
-        return _ABSENT
-    if math.isinf(value):
-        return "diverged"
-    if value == 0 or 1000 <= size < 1e5:
+    if not math.isfinite(value):
+        return _ABSENT if math.isnan(value) else "diverged"
+    if value == 0 or 1000 <= abs(value) < 1e5:
         return f"{value:.0f}"
-    if 1e-3 <= size < 1000:
-        return f"{value:#.3g}".rstrip(".")
-    return f"{value:.2e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:#.3g}".rstrip(".")
 
 
 def _percent(value: float) -> str:
@@ -165,16 +176,14 @@ def _out_of(reached: float, planned: float) -> str:
     return f"{reached:.3g} of {planned:g}" if reached < planned else f"{reached:.3g}"
 
 
-def _settings_tables(groups: Sequence[Group]) -> dict[str, list[list[str | None]]]:
-    """All settings, and those that differ: each a row of its name and its value in every group that has it."""
+def _settings_tables(groups: Sequence[Group]) -> dict[str, list[Any]]:
+    """Headings, all settings, and those that differ: each a row of its name and its value in every group."""
     tables = [group.runs[0].settings() for group in groups]
     names = dict.fromkeys(name for table in tables for name in table)
+    rows = {name: [name, *(str(table.get(name, _ABSENT)) for table in tables)] for name in names}
     differing = [name for name in names if len({table[name] for table in tables if name in table}) > 1]
-
-    def rows(names: Iterable[str]) -> list[list[str | None]]:
-        return [[name, *(str(table[name]) if name in table else None for table in tables)] for name in names]
-
-    return {"differing": rows(differing), "all": rows(names)}
+    columns = ["", *(group.label for group in groups)]
+    return {"columns": columns, "all": list(rows.values()), "differing": [rows[name] for name in differing]}
 
 
 # -- facts
@@ -195,30 +204,17 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         samples = config.settings.get("curvature_samples", "")
         # woodbury itself may not have been installed
         versions = [f"{name} {version}" for name, version in config.versions.items() if version != NOT_INSTALLED]
+        device = config.machine.get("gpu" if config.device.startswith("cuda") else "processor")
+        counts = [f"{name} {config.machine[name]}" for name in ("threads", "processes") if name in config.machine]
         values = {
             "network": network_name(config.widths),
             "batch": f"{config.batch_size} samples" if config.batch_size else "",
             "curvature samples": "the whole batch" if samples is None else str(samples),
             "date": run.day,
-            "machine": _machine(config),
+            "machine": ", ".join(filter(None, [device, *counts, config.dtype])),
             "software": ", ".join(versions),
         }
         for name, value in values.items():
             if value:
                 facts.setdefault(name, {})[value] = None
     return [(name, "; ".join(values)) for name, values in facts.items()]
-
-
-def _machine(config: RunConfig) -> str:
-    """What the seconds depend on: processor or GPU, processes, threads, system, precision."""
-    machine = config.machine
-    threads, processes = machine.get("threads"), machine.get("processes", 1)
-    parts = [
-        machine.get("gpu") if config.device.startswith("cuda") else None,
-        machine.get("processor"),
-        f"{processes} processes" if processes != 1 else None,
-        f"{threads} thread{'' if threads == 1 else 's'}" if threads else None,
-        machine.get("system"),
-        config.dtype,
-    ]
-    return ", ".join(str(part) for part in parts if part)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from woodbury.experiments.medians import Group, ended, ends_of, number
+from woodbury.experiments.medians import Group, ends_of, number
 from woodbury.experiments.runs import Run
 
 ENOUGH_SEEDS = 3
@@ -21,12 +21,13 @@ COMPARED = ("train_loss", "test_loss", "test_error", "best_test_error", "seconds
 class Standing:
     """How groups stand in one quantity, where less is better."""
 
-    leader: str  # the label with the lowest median
-    value: float  # that median
-    next: str  # the label with the second lowest
-    next_value: float
-    level: tuple[str, ...]  # labels of groups that are not clearly behind
+    medians: list[tuple[float, str]]  # with the labels, in ascending order
+    level: list[str]  # labels of groups that are not clearly behind the first one
     enough_seeds: bool
+
+    @property
+    def leader(self) -> str:
+        return self.medians[0][1]
 
     @property
     def is_clear(self) -> bool:
@@ -39,7 +40,7 @@ class Race:
 
     target: float  # that loss: the best one of the run whose best one is the highest
     seconds: dict[str, list[float]]  # by label, of each seed: training up to the first evaluation at the target
-    absent: tuple[str, ...]  # labels of groups with a seed that never got below its start: they do not race
+    absent: list[str]  # labels of groups with a seed that never got below its start: they do not race
 
 
 def standing(values: Mapping[str, Sequence[float]]) -> Standing | None:
@@ -47,11 +48,11 @@ def standing(values: Mapping[str, Sequence[float]]) -> Standing | None:
     values = {label: own for label, own in values.items() if own}
     if len(values) < 2:
         return None
-    leader, second, *_ = sorted(values, key=lambda label: median(values[label]))
+    medians = sorted(((median(own), label) for label, own in values.items()), key=lambda entry: entry[0])
+    leader = medians[0][1]
     worst = max(values[leader])
-    level = tuple(label for label, own in values.items() if label != leader and not worst < min(own))
-    enough = all(len(own) >= ENOUGH_SEEDS for own in values.values())
-    return Standing(leader, median(values[leader]), second, median(values[second]), level, enough)
+    level = [label for label, own in values.items() if label != leader and not worst < min(own)]
+    return Standing(medians, level, all(len(own) >= ENOUGH_SEEDS for own in values.values()))
 
 
 def standings(groups: Sequence[Group]) -> dict[str, Standing]:
@@ -65,7 +66,7 @@ def standings(groups: Sequence[Group]) -> dict[str, Standing]:
 
 def race_of(groups: Sequence[Group]) -> Race | None:
     """The seconds that each seed takes to the lowest train loss that all reach; None without two groups."""
-    losses = {group.label: [_below_start(run) for run in ended(group)] for group in groups}
+    losses = {group.label: [_below_start(run) for run in group.ended] for group in groups}
     racing = {label: seeds for label, seeds in losses.items() if all(seeds)}
     if len(racing) < 2:
         return None
@@ -74,7 +75,7 @@ def race_of(groups: Sequence[Group]) -> Race | None:
         label: [next(time for time, loss in seed if loss <= target) for seed in seeds]
         for label, seeds in racing.items()
     }
-    return Race(target, seconds, tuple(label for label in losses if label not in racing))
+    return Race(target, seconds, [label for label in losses if label not in racing])
 
 
 def _below_start(run: Run) -> list[tuple[float, float]]:
@@ -86,32 +87,28 @@ def _below_start(run: Run) -> list[tuple[float, float]]:
 
 def takeaway(groups: Sequence[Group], tested: str) -> list[str]:
     """Sentences: who ends lowest in train loss and in the tested quantity, who is fastest, what may be chance."""
-    found = standings(groups)
-    shown = [name for name in ("train_loss", tested) if name in found]
-    finite = [name for name in shown if math.isfinite(found[name].value)]
-    if shown and not finite:
-        return ["Every run diverged."]
+    found, race = standings(groups), race_of(groups)
     sentences = []
-    for name in finite:
-        value = f"{100 * found[name].value:.2f} %" if name == "test_error" else f"{found[name].value:.3g}"
-        lowest = f"Lowest {name.replace('_', ' ')}: {found[name].leader}, {value}"
-        sentences.append(lowest + _chance(found[name], "below"))
-    if (race := race_of(groups)) is not None:
-        sentences.append(_fastest(race, found["seconds_to_target"]))
+    lowest = {name: found[name] for name in ("train_loss", tested) if name in found}
+    for name, each in lowest.items():
+        value, leader = each.medians[0]
+        written = f"{100 * value:.2f} %" if name == "test_error" else f"{value:.3g}"
+        if math.isfinite(value):
+            sentences.append(f"Lowest {name.replace('_', ' ')}: {leader}, {written}{_chance(each, 'below')}")
+    if lowest and not sentences:
+        return ["Every run diverged."]
+    if race is not None:
+        first = found["seconds_to_target"]
+        (time, leader), (next_time, follower), *_ = first.medians
+        racing = f"all but {_in_words(race.absent)}" if race.absent else "all"
+        sentences.append(
+            f"Fastest to a train loss of {race.target:.3g}, the lowest that {racing} reach: {leader}, {time:.3g} s"
+            f"; {follower} takes {next_time / time:.3g} times as long{_chance(first, 'before')}"
+        )
     epochs = [max(run.epochs[-1]["epoch"] for run in group.runs) for group in groups]
     if len(set(epochs)) > 1:
         sentences.append(f"They have trained for {min(epochs):g} to {max(epochs):g} epochs.")
     return sentences
-
-
-def _fastest(race: Race, first: Standing) -> str:
-    """Who is first at the target, and how many times as long the next one takes."""
-    all_of_them = f"all but {_in_words(race.absent)}" if race.absent else "all"
-    return (
-        f"Fastest to a train loss of {race.target:.3g}, the lowest that {all_of_them} reach: {first.leader}, "
-        f"{first.value:.3g} s; {first.next} takes {first.next_value / first.value:.3g} times as long"
-        + _chance(first, "before")
-    )
 
 
 def _chance(standing: Standing, ahead: str) -> str:
