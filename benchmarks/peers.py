@@ -82,7 +82,7 @@ def bench_peers(
         network = (SMALL if small else PROBLEMS)[key]
         entries = []
         for name in names or known:
-            entry = {"peer": name, "computes": known[name].computes_for(network.loss())}
+            entry: dict[str, Any] = {"peer": name, "computes": known[name].computes_for(network.loss())}
             entry |= _measure_in_processes(known[name], key, limit, small)
             entries.append(entry)
             outcome = f"{1e3 * entry['seconds']:.1f} ms" if entry["status"] == "ok" else entry["status"]
