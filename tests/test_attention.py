@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import bounds
 import reference
 import woodbury
-from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
+from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
 
 N, LENGTH, WORDS = 6, 4, 7
@@ -61,17 +62,6 @@ def padded():
     return model, sentences(), torch.randint(CLASSES, (N,))
 
 
-def check_ratio(optimizer, model, inputs, targets, **options):
-    """rho times the predicted decrease is the decrease of the loss of the model as it is trained."""
-    before = LOSS(model(inputs), targets).item()
-    info = optimizer.step(inputs, targets, **options)
-    decrease = before - LOSS(model(inputs), targets).item()
-    # a difference of two losses, each right to some units of rounding
-    rounding = 100 * torch.finfo(torch.float64).eps * max(1.0, before)
-    assert decrease == pytest.approx((info.ratio * info.predicted).item(), rel=1e-8, abs=rounding)
-    return info
-
-
 OPTIMIZERS = {
     "gauss-newton": lambda model: woodbury.GaussNewton(model, LOSS, damping=0.5),
     "subset": lambda model: woodbury.GaussNewton(model, LOSS, damping=0.5, curvature_samples=3),
@@ -91,7 +81,7 @@ def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
     assert not torch.allclose(fast, model(inputs))  # else there is nothing to test
     optimizer = OPTIMIZERS[name](model)
     for _ in range(3):
-        check_ratio(optimizer, model, inputs, targets)
+        check_ratio(optimizer, inputs, targets)
 
 
 def test_the_ratio_of_a_small_step_of_an_encoder_is_one():
@@ -106,7 +96,7 @@ def test_so_is_the_pass_over_a_loader():
     optimizer = woodbury.GaussNewton(model, LOSS, damping=0.5)
     batches = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
     for _ in range(2):
-        check_ratio(optimizer, model, inputs, targets, full=batches)
+        check_ratio(optimizer, inputs, targets, full=batches)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -120,7 +110,7 @@ def test_a_frozen_encoder_takes_the_same_path_in_both_passes(frozen, curvature_s
     for method in METHODS.values():
         optimizer = method(model, LOSS, damping=0.5, curvature_samples=curvature_samples)
         for _ in range(2):
-            check_ratio(optimizer, model, inputs, targets)
+            check_ratio(optimizer, inputs, targets)
 
 
 def test_rows_and_directions_of_an_encoder_with_padding():
@@ -128,10 +118,10 @@ def test_rows_and_directions_of_an_encoder_with_padding():
     check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3])
     for kind, method in METHODS.items():
-        expected, _, _ = reference.dense_direction(model, LOSS, inputs, targets, [1, 3], 0.5, kind)
+        expected, B, _ = reference.dense_direction(model, LOSS, inputs, targets, [1, 3], 0.5, kind)
         with torch.no_grad():  # a caller's mode changes nothing
             p = method(model, LOSS, damping=0.5).direction(inputs, targets, subset=[1, 3])
-        assert reference.relative_error(flatten(p), expected) <= 1e-10
+        assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.5)
 
 
 class TrainedPart(nn.Module):
