@@ -212,6 +212,7 @@ class LanguageModel(nn.Module):
         self.block = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True, norm_first=norm_first)
         self.head = nn.Linear(4, count, bias=bias)
         self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.3)  # else the softmax is saturated, and B vanishes
 
     def forward(self, x):
         places = torch.arange(x.shape[1]).expand(x.shape)
