@@ -1,6 +1,7 @@
 """Tiny problems in float64 that the tests run over."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -98,170 +99,110 @@ class Problem:
         if getattr(self.loss, "reduction", "mean") == "sum":
             return 1
         if isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss) and not self.targets.is_floating_point():
-            labels = self.targets[self.targets != self.loss.ignore_index]
-            return len(labels) if self.loss.weight is None else float(sum(self.loss.weight[i] for i in labels))
+            counted = self.targets[self.targets != self.loss.ignore_index]
+            return len(counted) if self.loss.weight is None else float(sum(self.loss.weight[i] for i in counted))
         if isinstance(self.loss, nn.CrossEntropyLoss) and self.targets.dim() > 2:
             return len(self.targets) * self.targets[0, 0].numel()
         return len(self.targets)
 
 
-def _class_targets(n, classes):
-    return torch.randint(classes, (n,))
+N = 7  # samples: different from every number of classes, outputs and factor columns below
+THREE = torch.tensor([0.5, 2.0, 3.0])  # weights of classes or outputs
 
 
-def _some_ignored(targets, index=-100):
-    """Some of the targets and all of sample 6."""
-    targets = targets.clone()
-    targets.view(-1)[2::5] = index
-    targets[6] = index
+def labels(classes, *shape, ignored=None):
+    """Classes; of those with a number that is to be ignored, some and all of sample 6."""
+    targets = torch.randint(classes, (N, *shape))
+    if ignored is not None:
+        targets.view(-1)[2::5] = ignored
+        targets[6] = ignored
     return targets
 
 
-def _distributions(n, classes):
-    return torch.rand(n, classes, dtype=torch.float64).softmax(1)
+def distributions():
+    return torch.rand(N, 3, dtype=torch.float64).softmax(1)
 
 
-N = 7  # samples: different from every number of classes, outputs and factor columns below
+def on_vectors(model, loss, make, *arguments, **options):
+    """A model on vectors, with targets by a function of what remains."""
+    inputs = torch.randn(N, next(model.parameters()).shape[1])
+    return Problem(model, loss, inputs, make(*arguments, **options))
+
+
+def softmax(make=None, classes=3, **options):
+    return on_vectors(mlp(5, 6, classes), nn.CrossEntropyLoss(**options), make or partial(labels, classes))
+
+
+def logistic(**options):
+    return on_vectors(mlp(4, 6, 3), nn.BCEWithLogitsLoss(**options), torch.rand, N, 3)
+
+
+def squared(loss, **options):
+    return on_vectors(mlp(3, 6, 2, **options), loss, torch.randn, N, 2)
+
+
+def tokens(loss, classes=4, length=3, last=(), **options):
+    """Classes at the positions of sentences; see `labels` for the options."""
+    model = Tokens(classes=classes)
+    model = nn.Sequential(model, *last) if last else model
+    return Problem(model, loss, torch.randint(6, (N, length)), labels(classes, length, **options))
+
 
 PROBLEMS = {
-    "softmax": lambda: Problem(mlp(5, 6, 4), nn.CrossEntropyLoss(), torch.randn(N, 5), _class_targets(N, 4)),
-    "softmax-two-classes": lambda: Problem(
-        mlp(4, 5, 2), nn.CrossEntropyLoss(), torch.randn(N, 4), _class_targets(N, 2)
+    "softmax": lambda: softmax(classes=4),
+    "softmax-two-classes": lambda: on_vectors(mlp(4, 5, 2), nn.CrossEntropyLoss(), labels, 2),
+    "softmax-probabilities": lambda: softmax(distributions),
+    "softmax-unnormalised": lambda: softmax(lambda: 3 * torch.rand(N, 3, dtype=torch.float64)),
+    "softmax-smoothed": lambda: softmax(label_smoothing=0.2),
+    "logistic": lambda: on_vectors(mlp(4, 6, 6, 1, activation=nn.Sigmoid), nn.BCEWithLogitsLoss(), labels, 2, 1),
+    "logistic-many": lambda: logistic(pos_weight=THREE.clone()),
+    "squared": lambda: squared(nn.MSELoss()),
+    "squared-no-bias": lambda: squared(nn.MSELoss(), bias=False),
+    "in-place": lambda: on_vectors(
+        nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), nn.CrossEntropyLoss(), labels, 3
     ),
-    "softmax-probabilities": lambda: Problem(
-        mlp(5, 6, 3), nn.CrossEntropyLoss(), torch.randn(N, 5), _distributions(N, 3)
-    ),
-    "softmax-unnormalised": lambda: Problem(
-        mlp(5, 6, 3), nn.CrossEntropyLoss(), torch.randn(N, 5), 3 * torch.rand(N, 3, dtype=torch.float64)
-    ),
-    "softmax-smoothed": lambda: Problem(
-        mlp(5, 6, 3), nn.CrossEntropyLoss(label_smoothing=0.2), torch.randn(N, 5), _class_targets(N, 3)
-    ),
-    "logistic": lambda: Problem(
-        mlp(4, 6, 6, 1, activation=nn.Sigmoid),
-        nn.BCEWithLogitsLoss(),
-        torch.randn(N, 4),
-        torch.randint(2, (N, 1)),
-    ),
-    "logistic-many": lambda: Problem(
-        mlp(4, 6, 3),
-        nn.BCEWithLogitsLoss(pos_weight=torch.tensor([0.5, 2.0, 3.0])),
-        torch.randn(N, 4),
-        torch.rand(N, 3),
-    ),
-    "squared": lambda: Problem(mlp(3, 6, 2), nn.MSELoss(), torch.randn(N, 3), torch.randn(N, 2)),
-    "squared-no-bias": lambda: Problem(
-        mlp(3, 6, 2, bias=False), nn.MSELoss(), torch.randn(N, 3), torch.randn(N, 2)
-    ),
-    "in-place": lambda: Problem(
-        nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)),
-        nn.CrossEntropyLoss(),
-        torch.randn(N, 5),
-        _class_targets(N, 3),
-    ),
-    "residual": lambda: Problem(Residual(), nn.CrossEntropyLoss(), torch.randn(N, 5), _class_targets(N, 3)),
-    "one-layer": lambda: Problem(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.randn(N, 4), _class_targets(N, 3)),
+    "residual": lambda: on_vectors(Residual(), nn.CrossEntropyLoss(), labels, 3),
+    "one-layer": lambda: on_vectors(nn.Linear(4, 3), nn.CrossEntropyLoss(), labels, 3),
     "images": lambda: Problem(
-        nn.Sequential(nn.Flatten(), *mlp(12, 5, 3)),
-        nn.CrossEntropyLoss(),
-        torch.randn(N, 3, 4),
-        _class_targets(N, 3),
+        nn.Sequential(nn.Flatten(), *mlp(12, 5, 3)), nn.CrossEntropyLoss(), torch.randn(N, 3, 4), labels(3)
     ),
-    "pictures": lambda: Problem(Pictures(), nn.CrossEntropyLoss(), torch.randn(N, 2, 4, 4), _class_targets(N, 3)),
-    "sentences": lambda: Problem(
-        Sentences(), nn.CrossEntropyLoss(), torch.randint(7, (N, 3)), _class_targets(N, 3)
+    "pictures": lambda: Problem(Pictures(), nn.CrossEntropyLoss(), torch.randn(N, 2, 4, 4), labels(3)),
+    "sentences": lambda: Problem(Sentences(), nn.CrossEntropyLoss(), torch.randint(7, (N, 3)), labels(3)),
+    "softmax-ignored": lambda: softmax(partial(labels, 3, ignored=-1), ignore_index=-1),
+    "tokens": lambda: tokens(nn.CrossEntropyLoss()),
+    "tokens-ignored": lambda: tokens(nn.CrossEntropyLoss(), ignored=-100),
+    "tokens-smoothed": lambda: tokens(
+        nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1), classes=3, length=4, ignored=1
     ),
-    "softmax-ignored": lambda: Problem(
-        mlp(5, 6, 3),
-        nn.CrossEntropyLoss(ignore_index=-1),
-        torch.randn(N, 5),
-        _some_ignored(_class_targets(N, 3), -1),
+    "softmax-weighted": lambda: softmax(
+        partial(labels, 3, ignored=-1), weight=THREE.clone(), label_smoothing=0.2, ignore_index=-1
     ),
-    "tokens": lambda: Problem(Tokens(), nn.CrossEntropyLoss(), torch.randint(6, (N, 3)), torch.randint(4, (N, 3))),
-    "tokens-ignored": lambda: Problem(
-        Tokens(), nn.CrossEntropyLoss(), torch.randint(6, (N, 3)), _some_ignored(torch.randint(4, (N, 3)))
+    "softmax-weighted-plain": lambda: softmax(
+        lambda: torch.tensor([0, 1, 2, 0, 2, 1, 0]), weight=torch.tensor([0.5, 0.0, 3.0])
     ),
-    "tokens-smoothed": lambda: Problem(
-        Tokens(classes=3),
-        nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1),
-        torch.randint(6, (N, 4)),
-        _some_ignored(torch.randint(3, (N, 4)), 1),
+    "softmax-weighted-probabilities": lambda: softmax(distributions, weight=THREE.clone(), label_smoothing=0.1),
+    "softmax-sum": lambda: softmax(weight=THREE.clone(), reduction="sum"),
+    "likelihood": lambda: on_vectors(nn.Sequential(mlp(5, 6, 3), nn.LogSoftmax(1)), nn.NLLLoss(), labels, 3),
+    "tokens-likelihood": lambda: tokens(
+        nn.NLLLoss(THREE.clone(), ignore_index=1), classes=3, length=4, last=[nn.LogSoftmax(1)], ignored=1
     ),
-    "softmax-weighted": lambda: Problem(
-        mlp(5, 6, 3),
-        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 3.0]), label_smoothing=0.2, ignore_index=-1),
-        torch.randn(N, 5),
-        _some_ignored(_class_targets(N, 3), -1),
+    "tokens-sum": lambda: tokens(nn.CrossEntropyLoss(reduction="sum"), ignored=-100),
+    "logistic-weighted": lambda: logistic(weight=THREE.clone()),
+    "logistic-sum": lambda: logistic(
+        weight=THREE.clone(), pos_weight=torch.tensor([2.0, 0.5, 1.0]), reduction="sum"
     ),
-    "softmax-weighted-plain": lambda: Problem(
-        mlp(5, 6, 3),
-        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 0.0, 3.0])),
-        torch.randn(N, 5),
-        torch.tensor([0, 1, 2, 0, 2, 1, 0]),
+    "squared-sum": lambda: squared(nn.MSELoss(reduction="sum")),
+    "huber": lambda: squared(nn.HuberLoss(delta=0.7)),
+    "smooth-absolute": lambda: squared(nn.SmoothL1Loss(beta=0.6, reduction="sum")),
+    "absolute": lambda: squared(nn.L1Loss()),
+    "counts": lambda: on_vectors(mlp(3, 6, 2), nn.PoissonNLLLoss(full=True), labels, 4, 2),
+    "counts-by-rate": lambda: on_vectors(
+        nn.Sequential(mlp(3, 6, 2), nn.Softplus()), nn.PoissonNLLLoss(False, reduction="sum"), labels, 3, 2
     ),
-    "softmax-weighted-probabilities": lambda: Problem(
-        mlp(5, 6, 3),
-        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 3.0]), label_smoothing=0.1),
-        torch.randn(N, 5),
-        _distributions(N, 3),
-    ),
-    "softmax-sum": lambda: Problem(
-        mlp(5, 6, 3),
-        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 3.0]), reduction="sum"),
-        torch.randn(N, 5),
-        _class_targets(N, 3),
-    ),
-    "likelihood": lambda: Problem(
-        nn.Sequential(mlp(5, 6, 3), nn.LogSoftmax(1)), nn.NLLLoss(), torch.randn(N, 5), _class_targets(N, 3)
-    ),
-    "tokens-likelihood": lambda: Problem(
-        nn.Sequential(Tokens(classes=3), nn.LogSoftmax(1)),
-        nn.NLLLoss(weight=torch.tensor([0.5, 2.0, 3.0]), ignore_index=1),
-        torch.randint(6, (N, 4)),
-        _some_ignored(torch.randint(3, (N, 4)), 1),
-    ),
-    "tokens-sum": lambda: Problem(
-        Tokens(),
-        nn.CrossEntropyLoss(reduction="sum"),
-        torch.randint(6, (N, 3)),
-        _some_ignored(torch.randint(4, (N, 3))),
-    ),
-    "logistic-weighted": lambda: Problem(
-        mlp(4, 6, 3),
-        nn.BCEWithLogitsLoss(weight=torch.tensor([0.5, 2.0, 3.0])),
-        torch.randn(N, 4),
-        torch.rand(N, 3),
-    ),
-    "logistic-sum": lambda: Problem(
-        mlp(4, 6, 3),
-        nn.BCEWithLogitsLoss(
-            weight=torch.tensor([0.5, 2.0, 3.0]), pos_weight=torch.tensor([2.0, 0.5, 1.0]), reduction="sum"
-        ),
-        torch.randn(N, 4),
-        torch.rand(N, 3),
-    ),
-    "squared-sum": lambda: Problem(
-        mlp(3, 6, 2), nn.MSELoss(reduction="sum"), torch.randn(N, 3), torch.randn(N, 2)
-    ),
-    "huber": lambda: Problem(mlp(3, 6, 2), nn.HuberLoss(delta=0.7), torch.randn(N, 3), torch.randn(N, 2)),
-    "smooth-absolute": lambda: Problem(
-        mlp(3, 6, 2), nn.SmoothL1Loss(beta=0.6, reduction="sum"), torch.randn(N, 3), torch.randn(N, 2)
-    ),
-    "absolute": lambda: Problem(mlp(3, 6, 2), nn.L1Loss(), torch.randn(N, 3), torch.randn(N, 2)),
-    "counts": lambda: Problem(
-        mlp(3, 6, 2), nn.PoissonNLLLoss(full=True), torch.randn(N, 3), torch.randint(4, (N, 2))
-    ),
-    "counts-by-rate": lambda: Problem(
-        nn.Sequential(mlp(3, 6, 2), nn.Softplus()),
-        nn.PoissonNLLLoss(log_input=False, reduction="sum"),
-        torch.randn(N, 3),
-        torch.randint(3, (N, 2)),
-    ),
-    "gaussian": lambda: Problem(
+    "gaussian": lambda: on_vectors(
         mlp(3, 6, 2),
         nn.GaussianNLLLoss(full=True, eps=0.2),
-        torch.randn(N, 3),
-        torch.stack([torch.randn(N, 2), torch.rand(N, 2)], dim=1),
+        lambda: torch.stack([torch.randn(N, 2), torch.rand(N, 2)], dim=1),
     ),
     "pixels": lambda: Problem(
         nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 3, 1)),
@@ -284,8 +225,8 @@ def make(name, dtype=torch.float64, seed=0):
     problem.loss.to(dtype)
     if problem.inputs.is_floating_point():
         problem.inputs = problem.inputs.to(dtype)
-    labels = isinstance(problem.loss, nn.CrossEntropyLoss | nn.NLLLoss)
-    if problem.targets.is_floating_point() or not labels:
+    classes = isinstance(problem.loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    if problem.targets.is_floating_point() or not classes:
         problem.targets = problem.targets.to(dtype)
     return problem
 

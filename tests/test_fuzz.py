@@ -4,46 +4,38 @@ import pytest
 import torch
 
 import woodbury
-from fuzz.api import FAILURES, run_case, run_misuse
-from fuzz.misuse import MISUSES
+from fuzz.api import FAILURES, run_case
 
-SEED, COUNT, AT_ONCE = 2026, 144, 12
+SEED, COUNT, AT_ONCE = 2026, 144, 24
 
-# (seed, case) that failed once, and what was wrong. They hold for the random numbers that the generator draws
-# today: whoever changes what it draws, or in which order, finds other cases here.
-KNOWN_SEEDS = {
-    (3, 120): "PReLU behind a parameter without a rule, one column per sample: crash",
-    (3, 335): "PReLU behind a parameter without a rule, as many columns as samples: wrong rows",
-    (3, 769): "PReLU behind a parameter without a rule, one column per sample: crash",
-    (3, 139): "predicted of a registered loss whose Hessian is 1e-91",
-    (3, 1840): "step_norm at small damping",
-    (3, 1941): "step_norm at small damping",
-    (3, 100): "one parameter under two names in one module, counted twice",
-    (3, 230): "one parameter under two names in one module, counted twice",
-    (3, 1010): "one parameter under two names in one module, counted twice",
-    (3, 140): "a list with one entry per sample",
-    (3, 669): "a list with one entry per sample",
-    (3, 20): "samples mixed by a sum over those before",
-    (3, 57): "samples mixed in the middle of the batch",
-    (3, 83): "samples mixed by a batch norm that raises on one sample",
-    (3, 153): "samples mixed with the one before",
-    (3, 350): "samples mixed by a recurrent layer that wants positions first",
-    (3, 780): "samples sorted in the batch",
-    (3, 1321): "softmax over the batch",
-    (0, 465): "samples mixed with the one before, seen by few of them, with the fallback and subset=",
-    (3, 498): "ratio of a TransformerEncoder in eval mode with padded positions",
-    (3, 1): "an option of Embedding or EmbeddingBag where no rule is asked",
-    (3, 200): "an option of Embedding or EmbeddingBag where no rule is asked",
-    (3, 210): "an option of Embedding or EmbeddingBag where no rule is asked",
-    (3, 14): "pos_weight of shape (C, 1)",
-    (3, 95): "a registered loss with values (n, C)",
-    (3, 77): "running statistics changed",
-    (3, 823): "running statistics changed",
-    (3, 1085): "running statistics changed",
-    (3, 34): "a layer on sequences followed by an activation in place, refused",
-    (3, 380): "a layer on sequences followed by an activation in place, refused",
-    (3, 373): "a registered layer that uses its parameter twice, refused",
-    (3, 1152): "attention with a frozen input projection",
+# Kinds of problem that failed once: a case of seed 3 that is one, the features that make it one, what was wrong.
+KNOWN = {
+    889: ("PReLU bare fallback", "PReLU behind a parameter without a rule: wrong rows, or a crash"),
+    139: ("LogCosh", "predicted of a registered loss whose Hessian is 1e-91"),
+    16: ("GaussNewton", "step_norm at small damping"),
+    100: ("two-names fallback NaturalGradient", "one parameter under two names in one module, counted twice"),
+    230: ("two-names fallback GaussNewton", "the same, by layer"),
+    664: ("ParameterList fallback", "the same, in a list"),
+    64: ("per-sample-list", "a list with one entry per sample"),
+    20: ("batch-cumsum", "samples mixed by a sum over those before"),
+    57: ("batch-middle", "samples mixed in the middle of the batch"),
+    106: ("BatchNorm-train", "samples mixed by a batch norm that raises on one sample"),
+    36: ("batch-roll", "samples mixed with the one before"),
+    63: ("batch-roll fallback subset", "the same, with the fallback and subset="),
+    669: ("RNN-positions-first", "samples mixed by a recurrent layer that wants positions first"),
+    238: ("batch-sort", "samples sorted in the batch"),
+    37: ("batch-softmax", "softmax over the batch"),
+    498: ("TransformerEncoder-padded", "ratio of a TransformerEncoder in eval mode with padded positions"),
+    1: ("EmbeddingBag-scale_grad_by_freq", "an option of EmbeddingBag where no rule is asked"),
+    200: ("Embedding-max_norm", "an option of Embedding where no rule is asked"),
+    210: ("Embedding-scale_grad_by_freq HessianFree", "the same, by products"),
+    14: ("pos_weight", "pos_weight of shape (C, 1)"),
+    78: ("PerOutput", "a registered loss with values (n, C)"),
+    77: ("running-statistics NaturalGradient", "running statistics changed"),
+    823: ("running-statistics GaussNewton", "the same, by Gauss-Newton"),
+    318: ("Linear-sequence inplace", "a layer on sequences followed by an activation in place, refused"),
+    192: ("TwiceInside", "a registered layer that uses its parameter twice, refused"),
+    672: ("frozen-in_proj", "attention with a frozen input projection"),
 }
 
 
@@ -64,14 +56,14 @@ def test_random_problems_are_right_or_refused(first):
     assert failures([run_case(SEED, number) for number in range(first, first + AT_ONCE)]) == []
 
 
-@pytest.mark.parametrize("seed,number", KNOWN_SEEDS)
-def test_cases_that_once_failed(seed, number):
-    assert failures([run_case(seed, number)]) == []
-
-
-@pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_refused(name):
-    assert failures([run_misuse(name)]) == []
+@pytest.mark.parametrize("number", KNOWN)
+def test_cases_that_once_failed(number):
+    features, _ = KNOWN[number]
+    result = run_case(3, number)
+    assert (
+        set(features.split()) <= result.features
+    )  # else the generator draws another problem: choose a new number
+    assert failures([result]) == []
 
 
 def test_a_wrong_direction_is_seen(monkeypatch):

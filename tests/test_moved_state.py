@@ -1,7 +1,6 @@
 """State that moves: to other devices, through files, through accelerate."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -77,17 +76,6 @@ def test_a_state_dict_is_not_changed_by_loading_it(kind):
     resumed.load_state_dict(saved)
     assert saved["state"].keys() == kept["state"].keys()
     assert all(saved["state"][key] is value for key, value in kept["state"].items())
-
-
-@every_second_order
-def test_the_state_loads_by_weights_alone_on_a_named_device(kind):
-    problem, optimizer = trained(kind)
-    content = io.BytesIO()
-    torch.save(optimizer.state_dict(), content)
-    content.seek(0)
-    other, resumed = untrained(kind, problem.model)
-    resumed.load_state_dict(torch.load(content, map_location="cpu", weights_only=True))
-    assert_goes_on(problem, optimizer, other, resumed)
 
 
 # -- accelerate --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import bounds
 import problems
 import reference
 import woodbury
@@ -36,7 +37,7 @@ class Method:
     blocks: str = "full"  # unless the constructor has an argument of that name
     solves: bool = True  # the system, with the settings TIGHT
     any_layer: bool = True  # or Linear layers on one vector per sample alone
-    tolerance: float = 1e-10  # of p, relative
+    tolerance: float = 0.0  # of p, relative: where an iteration stops, beside the rounding errors
 
 
 METHODS = {
@@ -81,7 +82,6 @@ def that_take(name):
 
 every_optimizer = over(OPTIMIZERS)
 every_second_order = over(SECOND_ORDER)
-every_solving = over(SOLVING)
 
 
 def build(kind, problem, *several, **settings):
@@ -105,6 +105,21 @@ def dense(kind, problem, subset, damping, **options):
         blocks,
         **options,
     )
+
+
+def bound(kind, B, damping, steps=1):
+    """On the relative error of p, and of its residual."""
+    return method(kind).tolerance + bounds.of_solve(B, damping, steps)
+
+
+def check_verify(kind, optimizer, inputs, targets=None, subset=None):
+    """The residual is rounding, and what an iteration leaves; lmax of m of n samples is n / m of all at most."""
+    options = {"curvature": method(kind).curvature, "forward": optimizer.forward}
+    whole = bounds.of_step(
+        optimizer.model, optimizer.loss, inputs, targets, optimizer.current_damping, steps=2, **options
+    )
+    residual = optimizer.verify(inputs, targets, subset=subset)
+    assert residual <= 10 * method(kind).tolerance + len(inputs) * whole
 
 
 def theta_of(model):
@@ -240,31 +255,34 @@ def cases():
 def test_p_its_norm_the_predicted_decrease_and_rho_are_those_of_dense_matrices(
     kind, name, subset, decay, momentum
 ):
-    problem, bound = problems.make(name), method(kind).tolerance
+    problem = problems.make(name)
     momentum = momentum if "momentum" in arguments(kind) else 0.0
     settings = TIGHT | {"momentum": momentum}
     # without the guard: some of these steps raise the loss, and theta is to move all the same
     optimizer = build(kind, problem, settings, lr=0.3, damping=0.2, weight_decay=decay, guard=None)
     p = torch.zeros_like(theta_of(problem.model))
-    for _ in range(2):  # the second starts from the first p, where a method does
+    for steps in (1, 2):  # the second starts from the first p, where a method does
         theta, W = theta_of(problem.model), torch.full_like(p, decay)
         p, B, g = dense(kind, problem, subset, 0.2, decay=W, shift=momentum * p)
         shown = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
-        assert reference.relative_error(shown, p) < bound
+        error = bound(kind, B, 0.2, steps)
+        assert reference.relative_error(shown, p) <= error
+        residual = optimizer.verify(problem.inputs, problem.targets, subset=subset)
+        assert residual <= 10 * method(kind).tolerance + error
         loss = loss_at(problem, theta)
         # rho is measured at theta + p, although theta moves by lr p
         actual = loss_at(problem, theta, W) - loss_at(problem, theta + p, W)
         info = optimizer.step(problem.inputs, problem.targets, subset=subset)
         predicted = -(g + W * theta) @ p - 0.5 * p @ (B @ p + W * p)
-        close = {"rtol": max(bound, 1e-9), "atol": 1e-10}
+        close = {"rtol": 0, "atol": float(error * ((g + W * theta).norm() + p.norm()) * p.norm())}
         torch.testing.assert_close(info.loss, loss)
         torch.testing.assert_close(info.damping.item(), 0.2)
         torch.testing.assert_close(info.predicted, predicted, **close)
-        torch.testing.assert_close(info.step_norm, p.norm(), **close)
+        torch.testing.assert_close(info.step_norm, p.norm(), rtol=error, atol=0)
         torch.testing.assert_close(
             info.ratio, actual / predicted if predicted > 0 else torch.tensor(-INF).double()
         )
-        torch.testing.assert_close(theta_of(problem.model), theta + 0.3 * p, rtol=1e-7, atol=max(bound, 1e-9))
+        assert reference.relative_error(theta_of(problem.model) - theta, 0.3 * p) <= 2 * error
 
 
 @every_second_order
@@ -299,19 +317,6 @@ def test_a_p_that_does_not_solve_the_system_shows_in_verify_and_is_judged_by_the
     if method(kind).solves or len(subset) == 1:
         predicted = optimizer.step(*batch, subset=subset).predicted
         torch.testing.assert_close(predicted, -g @ p - 0.5 * p @ B @ p)
-
-
-@every_solving
-def test_verify_is_small_on_every_problem(kind):
-    for name in problems.PROBLEMS:
-        if name in problems.SHARED and not method(kind).any_layer:
-            continue
-        problem = problems.make(name)
-        settings = TIGHT | {"momentum": 0.3, "weight_decay": 0.01}
-        optimizer = build(kind, problem, settings, damping=0.1, curvature_samples=0.5)
-        for _ in range(2):
-            assert optimizer.verify(problem.inputs, problem.targets) < 10 * method(kind).tolerance, name
-            optimizer.step(problem.inputs, problem.targets)
 
 
 @every_second_order
@@ -365,7 +370,7 @@ def test_direction_and_verify_change_nothing_and_the_next_step_takes_that_p(kind
 
 
 @every_second_order
-def test_gradients_and_hooks_of_the_user_are_left_alone(kind):
+def test_a_step_runs_the_model_twice_and_leaves_gradients_alone(kind):
     problem, calls = problems.make("softmax"), []
     problem.model[0].register_forward_hook(lambda *_: calls.append(1))
     optimizer = build(kind, problem)
@@ -391,7 +396,7 @@ def test_state_dict_round_trip_continues_identically(kind):
     other.model.load_state_dict(problem.model.state_dict())
     start = woodbury.LevenbergMarquardt(initial=7.0)
     resumed = build(kind, other, RICH, {"seed": 99, "damping": start}, lr=0.1)
-    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    resumed.load_state_dict(torch.load(buffer, map_location="cpu", weights_only=True))
     for _ in range(3):
         a = optimizer.step(problem.inputs, problem.targets)
         b = resumed.step(problem.inputs, problem.targets)
@@ -485,8 +490,8 @@ def test_groups_have_their_own_lr_and_weight_decay_in_the_one_system(kind, subse
     decay = {n: torch.full_like(p, 0.3 * n.endswith("weight")) for n, p in problem.model.named_parameters()}
     p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
     if method(kind).solves:
-        expected, _, _ = dense(kind, problem, subset, 0.05, decay=flatten(decay))
-        assert reference.relative_error(flatten(p), expected) < method(kind).tolerance
+        expected, B, _ = dense(kind, problem, subset, 0.05, decay=flatten(decay))
+        assert reference.relative_error(flatten(p), expected) <= bound(kind, B, 0.05)
     before = state_of(problem.model)
     optimizer.step(problem.inputs, problem.targets, subset=subset)
     assert_moved(problem.model, before, p, lambda name: 0.5 if name.endswith("bias") else 1.0)
@@ -541,20 +546,22 @@ class Switch(nn.Module):
 
 @every_second_order
 def test_layers_that_stop_being_used_or_get_replaced_are_followed(kind):
-    model, bound = Switch().double(), 10 * method(kind).tolerance if method(kind).solves else INF
+    model = Switch().double()
     x, t = torch.randn(6, 4).double(), torch.randint(3, (6,))
     optimizer = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), damping=0.1, **taken(kind, TIGHT | FORGETFUL))
     optimizer.step(x, t)
     model.use_b = False
     assert optimizer.direction(x, t)["b.weight"].abs().max() == 0
-    assert optimizer.verify(x, t) < bound
+    if method(kind).solves:
+        check_verify(kind, optimizer, x, t)
     before = state_of(model)
     optimizer.step(x, t)
     assert torch.equal(model.b.weight, before["b.weight"])
     assert not torch.equal(model.a.weight, before["a.weight"])
     model.use_b = True
     model.b.weight = nn.Parameter(torch.eye(4).double())  # not in the optimizer's groups any more
-    assert optimizer.verify(x, t) < bound
+    if method(kind).solves:
+        check_verify(kind, optimizer, x, t)
     optimizer.step(x, t)
     assert torch.equal(model.b.weight, torch.eye(4).double())
 
@@ -594,7 +601,7 @@ def test_damping_follows_its_policy(kind, policy, rule):
     value = policy.initial
     for _ in range(8):
         info = optimizer.step(problem.inputs, problem.targets)
-        assert info.damping.item() == pytest.approx(value + policy.floor, rel=1e-12)
+        assert info.damping.item() == pytest.approx(value + policy.floor, rel=bounds.rounding(8))
         value = rule(value, info.ratio.item())
 
 
@@ -679,7 +686,10 @@ def test_curvature_samples_says_how_many_are_drawn(kind):
     for wanted, expected in ((None, 4), (3, 3), (0.6, 2), (1.0, 4), (0.01, 1), (4, 4)):
         p = flatten(build(kind, problem, curvature_samples=wanted, damping=0.1).direction(*batch))
         errors = {count: min(reference.relative_error(p, q) for q in some) for count, some in possible.items()}
-        assert [count for count, error in errors.items() if error < 1e-9] == [expected]
+        same = method(kind).tolerance + bounds.of_step(
+            problem.model, problem.loss, *batch, 0.1 / 4, curvature=method(kind).curvature
+        )
+        assert [count for count, error in errors.items() if error <= same] == [expected]
 
 
 @every_second_order
@@ -699,7 +709,8 @@ def test_subset_is_drawn_at_random_and_by_seed(kind):
     assert not torch.equal(first[0], first[1])
     assert any(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
     given = [*directions(1, subset=[5, 0, 2, 3]), *directions(2, subset=torch.tensor([0, 2, 3, 5]))]
-    assert all(reference.relative_error(p, given[0]) < 1e-9 for p in given)
+    _, B, _ = dense(kind, problem, [5, 0, 2, 3], 1.0)
+    assert all(reference.relative_error(p, given[0]) <= bound(kind, B, 1.0) for p in given)
 
 
 @every_optimizer
@@ -714,10 +725,11 @@ def test_any_batch_size_at_any_step(kind):
             subset = list(range(min(4, len(batch[0]))))
             p = flatten(optimizer.direction(*batch, subset=subset))
             fresh = build(kind, problem, options).direction(*batch, subset=subset)  # has seen no other batch
-            assert reference.relative_error(p, flatten(fresh)) < 1e-9
-        if kind in SOLVING:
             part = problems.Problem(problem.model, problem.loss, *batch)
-            assert reference.relative_error(p, dense(kind, part, subset, 0.1)[0]) < method(kind).tolerance
+            expected, B, _ = dense(kind, part, subset, 0.1)
+            assert reference.relative_error(p, flatten(fresh)) <= bound(kind, B, 0.1)
+            if kind in SOLVING:
+                assert reference.relative_error(p, expected) <= bound(kind, B, 0.1)
         assert optimizer.step(*batch).accepted
 
 
@@ -730,7 +742,8 @@ def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from
     optimizer = build(kind, problem, TIGHT, damping=0.1, guard=None)
     p = flatten(optimizer.direction(x[:3], t[:3], full=loader))
     same = flatten(optimizer.direction(x, t, subset=[0, 1, 2]))
-    assert reference.relative_error(p, same) < 1e-9
+    _, B, _ = dense(kind, problem, [0, 1, 2], 0.1)
+    assert reference.relative_error(p, same) <= bound(kind, B, 0.1)
     theta = theta_of(problem.model)
     info = optimizer.step(x[:3], t[:3], full=loader)
     torch.testing.assert_close(info.loss, loss_at(problem, theta))
@@ -762,10 +775,13 @@ def test_dropout_masks_agree_between_the_two_evaluations_and_in_verify(kind, par
     optimizer = build(kind, problem, TIGHT, damping=1e4, curvature_samples=part)
     for _ in range(3):
         # a p that is tiny for any B says nothing about the masks of B, but those of g show
-        assert optimizer.verify(*batch) < (method(kind).tolerance if method(kind).solves else 0.1)
+        if method(kind).solves:
+            check_verify(kind, optimizer, *batch)
+        else:
+            assert optimizer.verify(*batch) < 0.1
         assert abs(optimizer.step(*batch).ratio - 1) < 1e-2
     if method(kind).solves:
-        assert build(kind, problem, TIGHT, damping=0.1, curvature_samples=part).verify(*batch) < 1e-7
+        check_verify(kind, build(kind, problem, TIGHT, damping=0.1, curvature_samples=part), *batch)
     # and the masks still change from step to step
     assert len({optimizer.step(*batch).loss.item() for _ in range(3)}) == 3
 
@@ -782,7 +798,6 @@ def test_forward_takes_dictionaries_and_targets_may_be_none(kind):
     def residual(model, batch):
         return model(torch.cat([batch["x"], batch["y"]], dim=1)) - batch["x"]
 
-    torch.manual_seed(1)
     model = problems.mlp(4, 5, 2).double()
     twin = copy.deepcopy(model)
     settings = taken(kind, {"damping": 0.1})
@@ -807,7 +822,7 @@ def test_one_dimensional_outputs_work(kind, squeezed):
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), forward=forward, **taken(kind, TIGHT | {"damping": 0.1}))
     expected = nn.MSELoss()(model(x).flatten(), t).detach()
     if method(kind).solves and kind in SECOND_ORDER:
-        assert optimizer.verify(x, t, subset=[1, 2, 3]) < 10 * method(kind).tolerance
+        check_verify(kind, optimizer, x, t, subset=[1, 2, 3])
     info = optimizer.step(x, t)
     torch.testing.assert_close(info.loss, expected)
     assert info.accepted
@@ -835,12 +850,12 @@ def test_derivatives_of_the_network_in_its_inputs_are_exact_or_refused(kind, clo
     optimizer = build(kind, problem, TIGHT, {"fallback": "autograd"}, forward=residual, damping=0.01)
     p, B, g = dense(kind, problem, [0, 2, 3], 0.01, forward=residual)
     shown = flatten(optimizer.direction(points, subset=[0, 2, 3]))
-    assert reference.relative_error(shown, p) < method(kind).tolerance
+    assert reference.relative_error(shown, p) <= bound(kind, B, 0.01)
     info = optimizer.step(points, subset=[0, 2, 3])
     torch.testing.assert_close(info.predicted, -g @ p - 0.5 * p @ B @ p)
     after = residual(problem.model, points).square().mean()
     torch.testing.assert_close(info.loss - after.detach(), info.ratio * info.predicted)
-    assert optimizer.verify(points) < 10 * method(kind).tolerance
+    check_verify(kind, optimizer, points)
 
 
 # -- bad input -------------------------------------------------------------------------------------------

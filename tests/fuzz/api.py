@@ -30,16 +30,18 @@ import woodbury
 
 from .cases import make_case
 from .dense import Dense, solve
-from .misuse import MISUSES
 
 FAILURES = ("wrong", "missed", "false-refusal", "crashed", "generator")
 PACKAGE = str(Path(woodbury.__file__).parent)
-EVERY_MISUSE = 40  # every so many cases, one of the calls that must be refused
 MEANT = (ValueError, TypeError, NotImplementedError, RuntimeError, MemoryError)
 
 
 class WrongError(Exception):
     """A number or a state is not what it should be."""
+
+
+class GeneratorError(Exception):
+    """The problem could not be made or the reference not computed."""
 
 
 @dataclass
@@ -205,9 +207,9 @@ def choose_options(rng, case):
             features.add("left-out")
             options.names = tuple(parts[0] + parts[1])
             settings = {name: settings[name] for name in options.names}
-    for attribute in ("lr", "momentum"):
-        setattr(options, attribute, {name: own[attribute] for name, own in settings.items()})
-    options.decay = {name: own["weight_decay"] for name, own in settings.items()}
+    options.lr, options.momentum, options.decay = (
+        {name: own[setting] for name, own in settings.items()} for setting in ("lr", "momentum", "weight_decay")
+    )
     if case.forward is not None:
         arguments["forward"] = case.forward
         features.add("forward=")
@@ -238,12 +240,11 @@ def _expect(case, options, rows):
 class Trial:
     """One case, its options and the calls made on it."""
 
-    def __init__(self, seed, number):
-        self.number = number
+    def __init__(self, seed, number, caught=()):
+        self.caught = caught  # warnings of its calls
         self.case, self.rng = make_case(seed, number)
         self.options = choose_options(self.rng, self.case)
         self.calls = 0
-        self.warned = []
         self.model = self.case.model
         if self.rng.random() < 0.3:  # a gradient that is not the optimizer's to touch
             for p in self.model.parameters():
@@ -292,6 +293,11 @@ class Trial:
             self.B.append(B if mask is None else B * mask)
 
     @property
+    def warned(self):
+        """Whether woodbury has warned that it solved another system than the one asked for."""
+        return any(w.filename.startswith(PACKAGE) or "damping" in str(w.message) for w in self.caught)
+
+    @property
     def at_once(self):
         """Whether S2 is the whole batch, and the batch all there is."""
         return self.options.subset is None and self.options.drawn is None and not self.options.full
@@ -337,16 +343,15 @@ class Trial:
         eps = torch.finfo(self.case.dtype).eps
         return float(10 * eps * self.dense.J.norm() / damping + self.tolerance(damping) * center.norm())
 
-    def keywords(self):
+    def call(self, function, loader=True):
+        """One of the calls that take a batch, with the subset and the loader of the options."""
+        self.calls += 1
         keywords = {}
         if self.options.subset is not None:
             keywords["subset"] = torch.tensor(self.options.subset)
-        return keywords
-
-    def loader(self):
-        if not self.options.full:
-            return {}
-        return {"full": [(self.case.inputs(index), self.case.target(index)) for index in self.parts]}
+        if self.options.full and loader:
+            keywords["full"] = [(self.case.inputs(index), self.case.target(index)) for index in self.parts]
+        return function(self.inputs, self.targets, **keywords)
 
     def unchanged(self, call, what, draws=False):
         """Make a call that must change nothing (or random numbers alone, if it draws)."""
@@ -378,15 +383,13 @@ class Trial:
                 raise GeneratorError("samples are mixed")
             options.expect, options.why = "either", "samples could be mixed, and are not"
         damping = options.relative * norm
-        policy = rng.random() < 0.3
         self.policy = damping
-        if policy:
+        if rng.random() < 0.3:
             self.policy = woodbury.LevenbergMarquardt(
                 initial=0.9 * damping, floor=0.1 * damping, boost=1.5, drop=0.7
             )
         options.arguments["damping"] = self.policy
         self.optimizer = self.unchanged(lambda: self.build(self.model), "the constructor", draws=True)
-        self.damping = damping
         numeric = self.dense is not None and options.method != "KFAC"
         shift = torch.zeros_like(self.dense.theta) if numeric else None
         self.one_round(damping, shift, numeric)
@@ -414,24 +417,14 @@ class Trial:
         rng, options, dense = self.rng, self.options, self.dense
         tolerance = self.tolerance(damping) if numeric else math.inf
         comparable = numeric and tolerance < 0.3 and float(dense.J.norm()) > 1e-9  # not rounding error alone
-        center = (
-            None
-            if not numeric
-            else dense.spread(options.momentum) * shift
-            if options.method != "HessianFree"
-            else torch.zeros_like(shift)
-        )
-        references = self.solutions(damping, center) if comparable else None
-        slack = self.slack(damping, center) if comparable else 0.0
-        p = None
-        which = None
-        steps = rng.random() >= 0.2
-        if steps or self.options.expect == "refused":
-            self.calls += 1
-            vector = self.unchanged(
-                lambda: self.optimizer.direction(self.inputs, self.targets, **self.keywords(), **self.loader()),
-                "direction",
-            )
+        center = references = p = which = None
+        slack = 0.0
+        if numeric:
+            center = 0 * shift if options.method == "HessianFree" else dense.spread(options.momentum) * shift
+        if comparable:
+            references, slack = self.solutions(damping, center), self.slack(damping, center)
+        if rng.random() >= 0.2 or self.options.expect == "refused":
+            vector = self.unchanged(lambda: self.call(self.optimizer.direction), "direction")
             if dense is not None:
                 if set(vector) != set(dense.parameters):
                     raise WrongError(f"direction has the names {sorted(vector)}, not {sorted(dense.parameters)}")
@@ -450,10 +443,7 @@ class Trial:
             self.check_copies()
 
     def check_verify(self, p, which, damping, center, comparable, tolerance):
-        self.calls += 1
-        residual = float(
-            self.unchanged(lambda: self.optimizer.verify(self.inputs, self.targets, **self.keywords()), "verify")
-        )
+        residual = float(self.unchanged(lambda: self.call(self.optimizer.verify, loader=False), "verify"))
         if self.options.method == "KFAC" or self.dense is None:
             if not math.isfinite(residual):
                 raise WrongError("verify of KFAC is not finite")
@@ -463,9 +453,8 @@ class Trial:
         dense = self.dense
         rhs = damping * center - self.g - self.decay * dense.theta
         size = max(float(rhs.norm()), 1e-300)
-        rounded = (
-            100 * torch.finfo(self.case.dtype).eps * float(dense.J.norm()) / size
-        )  # residuals s - t, see slack
+        # residuals s - t, see slack
+        rounded = 100 * torch.finfo(self.case.dtype).eps * float(dense.J.norm()) / size
         bound = 10 * tolerance * max(1.0, damping * float(center.norm()) / size) + rounded
         if not residual <= bound:
             raise WrongError(f"verify gives {residual:.2g}, bound {bound:.2g}")
@@ -474,9 +463,8 @@ class Trial:
         B = self.B[which]
         own = B @ p + (self.decay + damping) * p - rhs
         expected = float(own.norm() / rhs.norm())
-        eps = self.eps
         scale = float((B.norm() + damping) * p.norm() / rhs.norm() + 1)
-        if not abs(residual - expected) <= eps * scale + rounded:
+        if not abs(residual - expected) <= self.eps * scale + rounded:
             raise WrongError(f"verify gives {residual:.2g}, the reference {expected:.2g}")
 
     def check_rows(self):
@@ -506,11 +494,10 @@ class Trial:
         if rows.shape != tuple(U.shape) or U.shape[0] % n or U.shape[1] != len(dense.theta):
             raise WrongError(f"rows of shape {tuple(U.shape)}, {rows.shape}")
         B = dense.curvature(options.kind, list(range(n)), n)
-        eps = self.eps
         scale = float(dense.J.square().sum()) * (1 + float(dense.slope(dense.outputs, dense.targets).norm()) ** 2)
 
         def near(a, b, what):
-            if not float((a - b).norm()) <= eps * (float(b.norm()) + scale * 1e-3):
+            if not float((a - b).norm()) <= self.eps * (float(b.norm()) + scale * 1e-3):
                 raise WrongError(f"rows: {what} off by {float((a - b).norm()):.2g} of {float(b.norm()):.2g}")
 
         near(U.T @ U, B, "U^T U")
@@ -527,21 +514,17 @@ class Trial:
             near(U, G, "the rows of each sample")
 
     def check_step(self, p, which, references, damping, center, comparable, tolerance, slack_p):
-        self.calls += 1
         case, dense = self.case, self.dense
         before = state_of(self.model, self.tensors)
         try:
             with self.guard():
-                info = self.optimizer.step(self.inputs, self.targets, **self.keywords(), **self.loader())
+                info = self.call(self.optimizer.step)
         except BaseException:
             check_state(before, state_of(self.model, self.tensors), "a step that raised", ("parameter", "buffer"))
             raise
         after = state_of(self.model, self.tensors)
-        check_state(
-            before, after, "a step", ("grad", "identity", "module", "input", "F.linear", "python", "numpy")
-        )
-        if not case.random:
-            check_state(before, after, "a step", ("random",))
+        kept = ("grad", "identity", "module", "input", "F.linear", "python", "numpy")
+        check_state(before, after, "a step", kept if case.random else (*kept, "random"))
         numbers = info.as_dict()
         if self.optimizer.last is not info:
             raise WrongError("last is not the StepInfo of the step")
@@ -561,7 +544,6 @@ class Trial:
         moved = (theta - dense.theta) / self.lr
         if not math.isfinite(numbers["loss"]) or not torch.isfinite(theta).all():
             raise WrongError(f"not finite after a step: {numbers}")
-        single = case.dtype == torch.float32
         eps = self.eps
         self.near(numbers["loss"], self.f, eps * (1 + abs(self.f)), "loss")
         if not comparable:
@@ -571,7 +553,7 @@ class Trial:
             self.last_p = moved if numbers["accepted"] else None
             return
         self.near(numbers["damping"], damping, 1e-6 * damping, "damping")
-        slack = (1e-6 if single else 1e-14) * float(dense.theta.norm() / self.lr.min()) + slack_p
+        slack = 10 * torch.finfo(case.dtype).eps * float(dense.theta.norm() / self.lr.min()) + slack_p
         if numbers["accepted"]:
             if p is None:
                 which = self.compare(moved, references, tolerance, "the step", slack)
@@ -587,15 +569,10 @@ class Trial:
         predicted = float(-weight @ q - 0.5 * q @ (B @ q + self.decay * q))
         size = abs(float(weight @ q)) + float(q @ (B @ q + self.decay * q)) + float(weight.norm() * q.norm())
         size += damping * float(q @ q)  # with momentum m(0) - m(p) is a difference of such terms
-        self.near(
-            numbers["step_norm"], float(q.norm()), (tolerance + eps) * float(q.norm()) + 10 * slack, "step_norm"
-        )
-        self.near(
-            numbers["predicted"],
-            predicted,
-            (tolerance + eps) * size + 10 * slack * float(weight.norm()),
-            "predicted",
-        )
+        of_norm = (tolerance + eps) * float(q.norm()) + 10 * slack
+        self.near(numbers["step_norm"], float(q.norm()), of_norm, "step_norm")
+        of_predicted = (tolerance + eps) * size + 10 * slack * float(weight.norm())
+        self.near(numbers["predicted"], predicted, of_predicted, "predicted")
         self.check_ratio(numbers, q, predicted, size, tolerance, eps, slack)
         self.last_p = q if numbers["accepted"] else None
 
@@ -613,10 +590,9 @@ class Trial:
         if predicted + noise <= 0:
             return
         expected = (decrease + noise) / (predicted + noise)
-        error = eps * (abs(self.f) + abs(after) + size) + (eps + tolerance) * float(
-            (slope.norm() + self.g.norm()) * q.norm()
-        )
-        error += 10 * slack * float(slope.norm() + self.g.norm())
+        slopes = float(slope.norm() + self.g.norm())
+        error = eps * (abs(self.f) + abs(after) + size)
+        error += ((eps + tolerance) * float(q.norm()) + 10 * slack) * slopes
         bound = (error + abs(expected) * (tolerance + eps) * size) / (predicted + noise)
         if not math.isfinite(slope.norm()) or not bound < 0.5 * (1 + abs(expected)):
             return
@@ -633,11 +609,10 @@ class Trial:
 
     def check_copies(self):
         """state_dict and deepcopy carry everything that the next step needs."""
-        self.calls += 2
         if self.case.random or "frozen-later" in self.case.features:
             return
         try:
-            expected = self.optimizer.direction(self.inputs, self.targets, **self.keywords(), **self.loader())
+            expected = self.call(self.optimizer.direction)
         except ArithmeticError:  # the step before it went so far that numbers overflow: documented
             return
         twin = copy.deepcopy(self.optimizer)
@@ -647,7 +622,7 @@ class Trial:
         loaded = self.build(model)
         loaded.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         for other, what in ((twin, "deepcopy"), (loaded, "load_state_dict")):
-            own = other.direction(self.inputs, self.targets, **self.keywords(), **self.loader())
+            own = self.call(other.direction)
             for name, value in expected.items():
                 size = max(float(value.abs().max()), 1e-30) if value.numel() else 1.0
                 if not float((own[name] - value).abs().max()) <= 1e-3 * size:
@@ -682,10 +657,8 @@ class Trial:
     def change_something(self):
         """What a user may do to a model between two steps."""
         rng, dense, parameters = self.rng, self.dense, dict(self.model.named_parameters())
-        self.before_names, self.before_sizes = (
-            list(dense.parameters),
-            [p.numel() for p in dense.parameters.values()],
-        )
+        self.before_names = list(dense.parameters)
+        self.before_sizes = [p.numel() for p in dense.parameters.values()]
         kind = rng.choices(["nothing", "freeze", "scale"], [4, 1, 1])[0]
         name = rng.choice(self.before_names)
         if kind == "freeze" and len(self.before_names) > 1 and self.options.method != "KFAC":
@@ -698,47 +671,18 @@ class Trial:
                 parameters[name].mul_(0.8)
 
 
-class GeneratorError(Exception):
-    """The problem could not be made or the reference not computed."""
-
-
-def misuse_at(number):
-    """The name of the misuse that stands in for this case, or None."""
-    turn, place = divmod(number, EVERY_MISUSE)
-    return list(MISUSES)[turn % len(MISUSES)] if place == EVERY_MISUSE - 1 else None
-
-
-def run_misuse(name, number=-1):
-    """One call that must be refused."""
-    torch.manual_seed(0)
-    features = {"misuse", f"misuse-{name}"}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            MISUSES[name]()
-    except Exception as error:
-        outcome = "refused" if is_refusal(error) else "crashed"
-        return Result(number, outcome, f"{name}: {short(error)}", features, 1, traceback.format_exc())
-    return Result(number, "missed", name, features, 1)
-
-
 def run_case(seed, number):
     """The result of one case."""
-    misuse = misuse_at(number)
-    if misuse is not None:
-        return run_misuse(misuse, number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trial = Trial(seed, number)
+            trial = Trial(seed, number, caught)
         except Exception as error:
             return Result(number, "generator", short(error), text=traceback.format_exc())
-        trial.warned = Warned(caught)
         options = trial.options
 
         def result(outcome, detail="", text=""):
-            features = trial.case.features
-            return Result(number, outcome, detail, features, trial.calls, text)
+            return Result(number, outcome, detail, trial.case.features, trial.calls, text)
 
         try:
             trial.run()
@@ -760,16 +704,6 @@ def run_case(seed, number):
         return result("right")
 
 
-class Warned:
-    """True once woodbury has warned that it solved another system than the one asked for."""
-
-    def __init__(self, caught):
-        self.caught = caught
-
-    def __bool__(self):
-        return any(w.filename.startswith(PACKAGE) or "damping" in str(w.message) for w in self.caught)
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="number of cases")
@@ -787,9 +721,8 @@ def main(arguments=None):
         seconds = time.perf_counter() - start
         if len(results) % 50 == 0 and sys.stderr.isatty():
             failed = sum(r.outcome in FAILURES for r in results)
-            print(
-                f"\r{len(results)} cases, {failed} failures, {seconds:.0f} s", end="", file=sys.stderr, flush=True
-            )
+            told = f"\r{len(results)} cases, {failed} failures, {seconds:.0f} s"
+            print(told, end="", file=sys.stderr, flush=True)
         if seconds > given.seconds:
             break
     report(results, given.seed, time.perf_counter() - start)
@@ -798,23 +731,14 @@ def main(arguments=None):
 
 def tell(seed, number):
     """Run one case and print what it is made of."""
-    misuse = misuse_at(number)
-    if misuse is not None:
-        result = run_misuse(misuse, number)
-        print(result.text, result.outcome, result.detail)
-        return int(result.outcome in FAILURES)
     trial = Trial(seed, number)
     print(trial.model)
     print(trial.case.loss, "batch", trial.case.n, trial.case.style, trial.case.dtype)
-    print("expected:", trial.options.expect, trial.options.why)
     for name, value in vars(trial.options).items():
-        if name == "arguments":
-            value = {key: own for key, own in value.items() if key != "params"}
         print(f"  {name} = {value}")
     result = run_case(seed, number)
     print(sorted(result.features))
-    print(result.text or "")
-    print(result.outcome, result.detail)
+    print(f"{result.text}\n{result.outcome} {result.detail}")
     return int(result.outcome in FAILURES)
 
 

@@ -4,6 +4,9 @@ A stage is chosen for the shape that reaches it: (n, F), (n, T, F) or (n, C, H, 
 was chosen; `needs_fallback`, `mixes` and `random` say what the documentation says about that.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -183,17 +186,6 @@ class Function(nn.Module):
         return self.function(x, *self.arguments)
 
 
-class Around(nn.Module):
-    """after(inner(before(x), ...)), both plain functions of (x, shape of the module's input)."""
-
-    def __init__(self, before, inner, after):
-        super().__init__()
-        self.before, self.inner, self.after = before, inner, after
-
-    def forward(self, x):
-        return self.after(self.inner(self.before(x)), x.shape)
-
-
 class Places(nn.Module):
     """A position embedding, with a sample axis or without."""
 
@@ -204,15 +196,6 @@ class Places(nn.Module):
     def forward(self, x):
         places = torch.arange(x.shape[1])
         return x + self.table(places.expand(x.shape[:2]) if self.expanded else places)
-
-
-class Bag(nn.Module):
-    def __init__(self, bag):
-        super().__init__()
-        self.bag = bag
-
-    def forward(self, x):
-        return self.bag(x)
 
 
 class Padded(nn.Module):
@@ -238,46 +221,6 @@ def bend(module, arguments):
     return (torch.tanh(arguments[0]),)
 
 
-def fold(x):
-    return x.flatten(0, 1)
-
-
-def unfold(y, shape):
-    return y.unflatten(0, shape[:2])
-
-
-def swap(x):
-    return x.transpose(0, 1)
-
-
-def swap_back(y, shape):
-    return y.transpose(0, 1)
-
-
-def channels_second(x):
-    return x.transpose(1, 2)
-
-
-def channels_back(y, shape):
-    return y.transpose(1, 2)
-
-
-def center(x):
-    return x - x.mean(0, keepdim=True)
-
-
-def compete(x):
-    return x * x.softmax(0)
-
-
-def order(x):
-    return x.sort(0)[0]
-
-
-def shift(x):
-    return x + 0.5 * x.roll(1, 0)
-
-
 def middle(x):
     """Mixes two samples that are neither the first nor the last, where there are such."""
     y = x.clone()
@@ -285,12 +228,33 @@ def middle(x):
     return y
 
 
-def sums_before(x):
-    return x.cumsum(0) / 2
+# Functions that mix the samples of a batch.
+MIXTURES = {
+    "batch-mean": lambda x: x - x.mean(0, keepdim=True),
+    "batch-softmax": lambda x: x * x.softmax(0),
+    "batch-sort": lambda x: x.sort(0)[0],
+    "batch-roll": lambda x: x + 0.5 * x.roll(1, 0),
+    "batch-middle": middle,
+    "batch-cumsum": lambda x: x.cumsum(0) / 2,
+    "BatchNorm-train": None,  # a layer
+    "batch_norm-function": lambda x: F.batch_norm(x, None, None, training=True),
+}
 
 
-def standardise(x):
-    return F.batch_norm(x, None, None, training=True)
+class First(nn.Module):
+    """The first of several outputs."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+class SelfAttention(First):
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 class Net(nn.Module):
@@ -311,6 +275,7 @@ class Builder:
 
     def __init__(self, rng, x, words=None):
         self.rng, self.h, self.words = rng, x, words
+        self.out = 2  # features that the next stage gives, where it may choose
         self.stages = []
         self.features = set()
         self.needs_fallback = False  # without it the model is refused
@@ -321,6 +286,18 @@ class Builder:
         self.single = True  # derivatives of derivatives exist
         self.plain_linear = True  # Linear on one vector per sample only: what KFAC takes
 
+    @property
+    def length(self):
+        """Positions of a sequence, channels of an image."""
+        return self.h.shape[1]
+
+    @property
+    def width(self):
+        return self.h.shape[-1]
+
+    def chance(self, share):
+        return self.rng.random() < share
+
     def add(self, feature, stage, fallback=False, plain=False):
         self.features.add(feature)
         self.stages.append(stage)
@@ -329,16 +306,9 @@ class Builder:
         with torch.no_grad():
             self.h = stage(self.h)
 
-    def activation(self):
-        rng = self.rng
-        if rng.random() < 0.25:
-            self.add("inplace", rng.choice([nn.ReLU(inplace=True), nn.ELU(inplace=True)]), plain=True)
-        else:
-            self.add("activation", rng.choice(ACTIVATIONS)(), plain=True)
-
     def narrow(self, most=8):
         """Leave few features, for the dense reference."""
-        if self.h.dim() < 4 and self.h.shape[-1] > most:
+        if self.h.dim() < 4 and self.width > most:
             self.add("narrow", Function(torch.narrow, -1, 0, most), plain=True)
 
     def stage(self):
@@ -347,321 +317,169 @@ class Builder:
         if self.words is not None:
             self.embed()
         elif self.h.dim() == 2:
-            self.on_vectors()
+            self.choose(ON_VECTORS, "to-sequence")
         elif self.h.dim() == 3:
-            self.on_sequences()
+            self.choose(ON_SEQUENCES, "flatten")
         else:
-            self.on_images()
+            self.choose(ON_IMAGES, "flatten")
 
-    # -- stages by shape ---------------------------------------------------------------------------------
+    def choose(self, table, otherwise):
+        """Add a stage of a table, or the one named `otherwise` where it does not fit."""
+        kind = self.rng.choices(list(table), [own.weight for own in table.values()])[0]
+        if self.h.dim() < 4:
+            self.out = self.rng.choice([2, 3, 4])
+        stage = table[kind].make(self)
+        if stage is None:
+            kind = otherwise
+            stage = table[kind].make(self)
+        self.add(kind, stage, table[kind].fallback, table[kind].plain)
+        if table[kind].after is not None:
+            table[kind].after(self)
 
     def embed(self):
         rng, words, self.words = self.rng, self.words, None
         width = rng.choice([2, 4])
         kind = rng.random()
         if kind < 0.2:
+            self.single = False
             bag = nn.EmbeddingBag(words, width, mode=rng.choice(["sum", "mean"]))
-            self.single = False
-            self.add("EmbeddingBag", Bag(bag), fallback=True)
-        elif kind < 0.24:
-            option = rng.choice(["max_norm", "scale_grad_by_freq"])
-            self.refused = f"EmbeddingBag({option})"
-            layer = nn.EmbeddingBag(words, width, **{option: 0.5 if option == "max_norm" else True})
-            self.single = False
-            self.add(f"Embedding-bag-{option}", Bag(layer), fallback=True)
+            self.add("EmbeddingBag", bag, fallback=True)
         elif kind < 0.28:
-            option = rng.choice(["max_norm", "scale_grad_by_freq", "sparse"])
-            self.refused = f"Embedding({option})"
-            layer = nn.Embedding(words, width, **{option: 0.5 if option == "max_norm" else True})
-            self.add(f"Embedding-{option}", layer)
+            cls, more = (nn.EmbeddingBag, []) if kind < 0.24 else (nn.Embedding, ["sparse"])
+            option = rng.choice(["max_norm", "scale_grad_by_freq", *more])
+            self.single = cls is nn.Embedding
+            self.refused = f"{cls.__name__}({option})"
+            layer = cls(words, width, **{option: 0.5 if option == "max_norm" else True})
+            self.add(f"{cls.__name__}-{option}", layer, fallback=not self.single)
         else:
-            padding = rng.choice([None, 0])
-            table = nn.Embedding(words, width, padding_idx=padding)
+            table = nn.Embedding(words, width, padding_idx=rng.choice([None, 0]))
             self.add("Embedding", table)
-            if rng.random() < 0.2:
+            if self.chance(0.2):
                 head = nn.Linear(width, words)
                 head.weight = table.weight
                 self.add("tied-embedding", nn.Sequential(nn.Tanh(), head))
-                width = words
-        if self.h.dim() == 3 and rng.random() < 0.3:
-            expanded = rng.random() < 0.5
-            self.add("places", Places(self.h.shape[1], width, expanded), fallback=not expanded)
+        if self.h.dim() == 3 and self.chance(0.3):
+            expanded = self.chance(0.5)
+            self.add("places", Places(self.length, self.width, expanded), fallback=not expanded)
 
-    def on_vectors(self):
-        rng, width = self.rng, self.h.shape[1]
-        choices = {
-            "Linear": 6,
-            "residual": 1,
-            "called-twice": 1,
-            "tied": 1,
-            "LayerNorm": 1,
-            "RMSNorm": 1,
-            "GroupNorm": 1,
-            "BatchNorm-eval": 1,
-            "PReLU": 1,
-            "Bilinear": 1,
-            "bare": 1,
-            "Gain": 0.7,
-            "TwiceInside": 0.7,
-            "frozen": 1,
-            "Dropout": 0.6,
-            "weight_norm": 0.6,
-            "spectral_norm": 0.6,
-            "two-names": 0.4,
-            "ParameterList": 0.4,
-            "cell": 0.6,
-            "past-module": 0.6,
-            "unused": 0.4,
-            "hooked": 0.5,
-            "shared-module": 0.7,
-            "to-sequence": 1.2,
-        }
-        kind = rng.choices(list(choices), list(choices.values()))[0]
-        out = rng.choice([2, 3, 4])
-        if kind == "Linear":
-            self.add(kind, nn.Linear(width, out, bias=rng.random() < 0.8), plain=True)
-            self.activation()
-        elif kind == "residual":
-            self.add(kind, Residual(nn.Sequential(nn.Tanh(), nn.Linear(width, width))), plain=True)
-        elif kind == "called-twice":
-            self.add(kind, Twice(nn.Linear(width, width), nn.Tanh()))
-        elif kind == "tied":
-            first, second = nn.Linear(width, width), nn.Linear(width, width, bias=rng.random() < 0.5)
-            second.weight = first.weight
-            self.add(kind, nn.Sequential(first, nn.Tanh(), second))
-        elif kind in ("LayerNorm", "RMSNorm"):
-            self.add(kind, getattr(nn, kind)(width, **self.no_bias(kind)))
-        elif kind == "GroupNorm" and width > 1:
-            self.add(kind, nn.GroupNorm(self.divisor(width, multiple=True), width))
-        elif kind == "BatchNorm-eval":
-            self.add(kind, self.still(nn.BatchNorm1d(width)))
-        elif kind == "PReLU":
-            self.add(kind, nn.PReLU(rng.choice([1, width])))
-        elif kind == "Bilinear":
-            self.add(kind, Pairs(width, out))
-        elif kind in ("bare", "two-names", "ParameterList"):
-            self.add(kind, {"bare": Bare, "two-names": TwoNames, "ParameterList": ListTwice}[kind](width), True)
-        elif kind == "Gain":
-            self.add(kind, Gain(width))
-        elif kind == "TwiceInside":
-            self.add(kind, TwiceInside(width))
-        elif kind == "frozen":
-            layer = nn.Linear(width, out)
-            rng.choice([layer, layer.weight, layer.bias]).requires_grad_(False)
-            self.add(kind, layer)
-            self.activation()
-        elif kind == "Dropout":
-            self.random = True
-            inplace = rng.random() < 0.3
-            self.add(kind, nn.Sequential(nn.Linear(width, out), nn.Dropout(0.4, inplace=inplace)))
-        elif kind == "weight_norm":
-            self.add(kind, parametrizations.weight_norm(nn.Linear(width, out)), True)
-        elif kind == "spectral_norm":
-            self.add(kind, parametrizations.spectral_norm(nn.Linear(width, out)).eval(), True)
-        elif kind == "cell":
-            cell = rng.choice([nn.RNNCell, nn.LSTMCell, nn.GRUCell])(width, out)
-            self.add(kind, Cell(cell), True)
-        elif kind == "past-module":
-            self.add(kind, PastModule(width), True)
-        elif kind == "hooked":
-            layer = nn.Linear(width, out)
-            if rng.random() < 0.5:
-                layer.register_forward_hook(stretch)
-            else:
-                layer.register_forward_pre_hook(bend)
-            self.add(kind, layer)
-        elif kind == "shared-module":
-            layer = rng.choice([nn.Linear(width, width), Gain(width), nn.LayerNorm(width), nn.PReLU()])
-            self.add(kind, nn.Sequential(layer, nn.Tanh(), layer))
-        elif kind == "unused":
-            self.add(kind, Unused(width))
-        elif width % 2 == 0:
-            self.add(kind, Function(torch.unflatten, 1, (2, width // 2)))
+    # -- what follows a stage ----------------------------------------------------------------------------
+
+    def activation(self):
+        if self.chance(0.25):
+            inplace = self.rng.choice([nn.ReLU(inplace=True), nn.ELU(inplace=True)])
+            self.add("inplace", inplace, plain=True)
         else:
-            self.add(kind, Function(torch.unsqueeze, 1))
+            self.add("activation", self.rng.choice(ACTIVATIONS)(), plain=True)
 
-    def on_sequences(self):
-        rng = self.rng
-        _, length, width = self.h.shape
-        choices = {
-            "Linear-sequence": 3,
-            "LayerNorm": 1,
-            "RMSNorm": 1,
-            "GroupNorm": 1,
-            "InstanceNorm": 1,
-            "BatchNorm-eval": 1,
-            "PReLU": 0.7,
-            "Conv1d": 3,
-            "ConvTranspose1d": 1,
-            "MultiheadAttention": 1.5,
-            "TransformerEncoderLayer": 1,
-            "TransformerEncoder-padded": 0.8,
-            "bias_kv": 0.4,
-            "RNN": 1.5,
-            "Bilinear": 0.5,
-            "bare": 0.5,
-            "called-twice": 0.7,
-            "tied": 0.7,
-            "cumsum": 0.5,
-            "folded": 0.7,
-            "positions-first": 0.7,
-            "mean": 2,
-            "last": 1,
-            "flatten": 2,
-        }
-        kind = rng.choices(list(choices), list(choices.values()))[0]
-        out = rng.choice([2, 3, 4])
-        if kind == "Linear-sequence":
-            self.add(kind, nn.Linear(width, out, bias=rng.random() < 0.8))
+    def maybe_activation(self):
+        if self.chance(0.6):
             self.activation()
-        elif kind in ("LayerNorm", "RMSNorm"):
-            self.add(kind, getattr(nn, kind)(rng.choice([width, (length, width)]), **self.no_bias(kind)))
-        elif kind == "GroupNorm" and length * width > 1:
-            self.add(kind, nn.GroupNorm(self.divisor(length, multiple=width == 1), length))
-            self.maybe_inplace()
-        elif kind == "InstanceNorm" and width > 1:
-            self.instance_norm(nn.InstanceNorm1d, length)
-        elif kind == "BatchNorm-eval":
-            self.add(kind, self.still(nn.BatchNorm1d(length)))
-        elif kind == "PReLU":
-            self.add(kind, nn.PReLU(rng.choice([1, length])))
-        elif kind == "Conv1d":
-            self.convolution(nn.Conv1d, 1)
-        elif kind == "ConvTranspose1d" and width <= 6:
-            self.transposed_convolution(nn.ConvTranspose1d)
-        elif kind == "MultiheadAttention" and width % 2 == 0 and width <= 4:
-            attention = nn.MultiheadAttention(width, 2, bias=rng.random() < 0.8, batch_first=rng.random() < 0.6)
-            if rng.random() < 0.15:
-                attention.in_proj_weight.requires_grad_(False)
-                self.features.add("frozen-in_proj")
-            self.add(kind, Attention(attention, masked=rng.random() < 0.3))
-        elif kind == "TransformerEncoderLayer" and width == 2:
-            training = rng.random() < 0.5
-            layer = nn.TransformerEncoderLayer(
-                width, 1, 3, dropout=0.0, batch_first=True, norm_first=rng.random() < 0.5
-            )
-            self.add(kind, layer.train(training))
-        elif kind == "TransformerEncoder-padded" and width in (2, 4):
-            training = rng.random() < 0.5
-            layer = nn.TransformerEncoderLayer(width, 2, 3, dropout=0.0, batch_first=True)
-            self.add(kind, Padded(nn.TransformerEncoder(layer, 1)).train(training))
-        elif kind == "bias_kv" and width % 2 == 0 and width <= 4:
-            attention = nn.MultiheadAttention(width, 1, add_bias_kv=True, batch_first=True)
-            self.add(kind, Attention(attention), True)
-        elif kind == "RNN" and width <= 4:
-            cls = rng.choice([nn.RNN, nn.LSTM, nn.GRU])
-            both, tied = rng.random() < 0.2, rng.random() < 0.15
-            layers = rng.choice([1, 1, 2])
-            rnn = cls(
-                width,
-                width if tied else 2,
-                layers,
-                batch_first=rng.random() < 0.5,
-                bidirectional=both and not tied,
-            )
-            if tied:
-                rnn.weight_hh_l0 = rnn.weight_ih_l0
-                self.features.add("RNN-tied")
-            self.add(kind, Recurrent(rnn), True)
-        elif kind == "Bilinear":
-            self.add(kind, Pairs(width, out))
-        elif kind == "bare":
-            self.add(kind, Bare(width), True)
-        elif kind == "called-twice":
-            self.add(kind, Twice(nn.Linear(width, width), nn.Tanh()))
-        elif kind == "tied":
-            first, second = nn.Linear(width, width), nn.Linear(width, width)
-            second.weight = first.weight
-            self.add(kind, nn.Sequential(first, nn.Tanh(), second))
-        elif kind == "cumsum":
-            self.add(kind, Function(torch.cumsum, 1))
-        elif kind == "folded":
-            self.add(kind, Around(fold, nn.Linear(width, out), unfold), True)
-        elif kind == "positions-first":
-            self.add(kind, Around(swap, nn.Linear(width, out), swap_back), True)
-        elif kind == "mean":
-            self.add(kind, Function(torch.mean, 1))
-        elif kind == "last":
-            self.add(kind, Function(torch.select, 1, -1))
-        else:
-            self.add("flatten", nn.Flatten())
 
-    def on_images(self):
-        rng = self.rng
-        _, channels, height, width = self.h.shape
-        choices = {
-            "Conv2d": 4,
-            "ConvTranspose2d": 1,
-            "GroupNorm": 1,
-            "InstanceNorm": 1,
-            "BatchNorm-eval": 1,
-            "PReLU": 1,
-            "LayerNorm": 0.5,
-            "Linear-images": 0.7,
-            "channels_last": 0.7,
-            "pool": 1,
-            "flatten": 2,
-            "mean": 1,
-        }
-        kind = rng.choices(list(choices), list(choices.values()))[0]
-        if kind == "Conv2d":
-            self.convolution(nn.Conv2d, 2)
-        elif kind == "ConvTranspose2d" and height <= 4:
-            self.transposed_convolution(nn.ConvTranspose2d)
-        elif kind == "GroupNorm" and self.h.is_contiguous() and self.h[0].numel() > 1:
-            # torch 2.13's own backward may segfault where channels are last
-            self.add(kind, nn.GroupNorm(self.divisor(channels, multiple=height * width == 1), channels))
-            self.maybe_inplace()
-        elif kind == "InstanceNorm" and height * width > 1:
-            self.instance_norm(nn.InstanceNorm2d, channels)
-        elif kind == "BatchNorm-eval":
-            self.add(kind, self.still(nn.BatchNorm2d(channels)))
-        elif kind == "PReLU":
-            self.add(kind, nn.PReLU(rng.choice([1, channels])))
-        elif kind == "LayerNorm":
-            self.add(kind, nn.LayerNorm([height, width] if height * width > 1 else [channels, height, width]))
-        elif kind == "Linear-images":
-            self.add(kind, nn.Linear(width, 2))
-        elif kind == "channels_last":
-            self.add(kind, Function(to_channels_last))
-        elif kind == "pool" and min(height, width) > 1:
-            self.add(kind, rng.choice([nn.AvgPool2d, nn.MaxPool2d])(2))
-        elif kind == "mean":
-            self.add(kind, Function(torch.mean, (2, 3)))
-        else:
-            self.add("flatten", nn.Flatten())
+    def maybe_inplace(self):
+        if self.chance(0.3):
+            self.add("norm-inplace", nn.ReLU(inplace=True))
 
-    # -- parts -------------------------------------------------------------------------------------------
-
-    def no_bias(self, kind):
-        return {"bias": False} if kind == "LayerNorm" and self.rng.random() < 0.3 else {}
+    # -- stages that take more than a line ---------------------------------------------------------------
 
     def divisor(self, channels, multiple=False):
         """A number of groups that divides the channels; with more than one channel per group if `multiple`."""
         groups = [g for g in range(1, channels + 1) if channels % g == 0 and (not multiple or g < channels)]
         return self.rng.choice(groups or [1])
 
-    def still(self, norm):
+    def group_norm(self, numbers):
+        """Of as many numbers in each channel; a group of one number alone has no variance."""
+        channels = self.length
+        if channels * numbers > 1:
+            return nn.GroupNorm(self.divisor(channels, multiple=numbers == 1), channels)
+
+    def instance_norm(self, cls):
+        if self.h[0, 0].numel() > 1:
+            running = self.chance(0.3)
+            self.running |= running
+            if running:
+                self.features.add("running-statistics")
+            return cls(self.length, affine=True, track_running_stats=running)
+
+    def still(self, cls):
         """A batch norm in eval mode with statistics of its own."""
+        norm = cls(self.length)
         with torch.no_grad():
             norm.running_mean.normal_(0, 0.3)
             norm.running_var.uniform_(0.5, 2)
         return norm.eval()
 
-    def maybe_inplace(self):
-        if self.rng.random() < 0.3:
-            self.add("norm-inplace", nn.ReLU(inplace=True))
+    def tied(self, bias=True):
+        first, second = nn.Linear(self.width, self.width), nn.Linear(self.width, self.width, bias=bias)
+        second.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), second)
 
-    def instance_norm(self, cls, channels):
-        running = self.rng.random() < 0.3
-        self.running |= running
-        if running:
-            self.features.add("running-statistics")
-        self.add("InstanceNorm", cls(channels, affine=True, track_running_stats=running))
-        self.maybe_inplace()
+    def frozen(self):
+        layer = nn.Linear(self.width, self.out)
+        self.rng.choice([layer, layer.weight, layer.bias]).requires_grad_(False)
+        return layer
 
-    def convolution(self, cls, dimensions):
-        rng, channels, length = self.rng, self.h.shape[1], min(self.h.shape[2:])
+    def dropout(self):
+        self.random = True
+        drop = nn.Dropout(0.4, inplace=self.chance(0.3))
+        return nn.Sequential(nn.Linear(self.width, self.out), drop)
+
+    def hooked(self):
+        layer = nn.Linear(self.width, self.out)
+        if self.chance(0.5):
+            layer.register_forward_hook(stretch)
+        else:
+            layer.register_forward_pre_hook(bend)
+        return layer
+
+    def shared(self):
+        width = self.width
+        layer = self.rng.choice([nn.Linear(width, width), Gain(width), nn.LayerNorm(width), nn.PReLU()])
+        return nn.Sequential(layer, nn.Tanh(), layer)
+
+    def sequence(self):
+        """Vectors as sequences."""
+        if self.width % 2 == 0:
+            return Function(torch.unflatten, 1, (2, self.width // 2))
+        return Function(torch.unsqueeze, 1)
+
+    def attention(self):
+        if self.width not in (2, 4):
+            return None
+        attention = nn.MultiheadAttention(self.width, 2, bias=self.chance(0.8), batch_first=self.chance(0.6))
+        if self.chance(0.15):
+            attention.in_proj_weight.requires_grad_(False)
+            self.features.add("frozen-in_proj")
+        return Attention(attention, masked=self.chance(0.3))
+
+    def extended_attention(self):
+        if self.width in (2, 4):
+            return Attention(nn.MultiheadAttention(self.width, 1, add_bias_kv=True, batch_first=True))
+
+    def encoder(self, padded):
+        if self.width not in ((2, 4) if padded else (2,)):
+            return None
+        training = self.chance(0.5)
+        options = {} if padded else {"norm_first": self.chance(0.5)}
+        layer = nn.TransformerEncoderLayer(
+            self.width, 2 if padded else 1, 3, dropout=0.0, batch_first=True, **options
+        )
+        return (Padded(nn.TransformerEncoder(layer, 1)) if padded else layer).train(training)
+
+    def recurrent(self):
+        if self.width > 4:
+            return None
+        cls = self.rng.choice([nn.RNN, nn.LSTM, nn.GRU])
+        both, tied = self.chance(0.2), self.chance(0.15)
+        layers, first = self.rng.choice([1, 1, 2]), self.chance(0.5)
+        out = self.width if tied else 2
+        rnn = cls(self.width, out, layers, batch_first=first, bidirectional=both and not tied)
+        if tied:
+            rnn.weight_hh_l0 = rnn.weight_ih_l0
+            self.features.add("RNN-tied")
+        return Recurrent(rnn)
+
+    def convolution(self, cls):
+        rng, channels, length = self.rng, self.length, min(self.h.shape[2:])
         kernel = rng.randint(1, min(3, length))
         dilation = rng.choice([1, 2]) if (kernel - 1) * 2 < length else 1
         groups = rng.choice([1, self.divisor(channels)])
@@ -670,74 +488,150 @@ class Builder:
             "padding": rng.choice([0, 1]) if length > 1 else 0,
             "padding_mode": rng.choice(["zeros", "zeros", "reflect", "circular", "replicate"]),
         }
-        if rng.random() < 0.15:
+        if self.chance(0.15):
             options |= {"stride": 1, "padding": "same"}
-        layer = cls(
-            channels, groups * rng.choice([1, 2]), kernel, dilation=dilation, groups=groups,
-            bias=rng.random() < 0.8, **options,
-        )  # fmt: skip
-        self.add(f"Conv{dimensions}d", layer)
         if options["padding_mode"] != "zeros" and options["padding"]:
             self.features.add("padding_mode")
-        if rng.random() < 0.6:
-            self.activation()
+        return cls(
+            channels, groups * rng.choice([1, 2]), kernel, dilation=dilation, groups=groups,
+            bias=self.chance(0.8), **options,
+        )  # fmt: skip
 
-    def transposed_convolution(self, cls):
-        rng, channels = self.rng, self.h.shape[1]
+    def transposed_convolution(self, cls, longest):
+        rng, channels = self.rng, self.length
+        if self.h.shape[2] > longest:
+            return None
         stride, kernel = rng.choice([1, 2]), rng.choice([1, 2, 3])
         groups = rng.choice([1, self.divisor(channels)])
-        layer = cls(
+        return cls(
             channels, groups * rng.choice([1, 2]), kernel, stride=stride, groups=groups,
             padding=rng.choice([0, 1]) if kernel == 3 else 0, output_padding=rng.choice([0, stride - 1]),
-            dilation=rng.choice([1, 2]) if stride == 2 else 1, bias=rng.random() < 0.8,
+            dilation=rng.choice([1, 2]) if stride == 2 else 1, bias=self.chance(0.8),
         )  # fmt: skip
-        self.add(cls.__name__, layer)
+
+    def image_group_norm(self):
+        if self.h.is_contiguous():  # torch 2.13's own backward may segfault where channels are last
+            return self.group_norm(self.h[0, 0].numel())
+
+    def image_layer_norm(self):
+        _, channels, height, width = self.h.shape
+        return nn.LayerNorm([height, width] if height * width > 1 else [channels, height, width])
+
+    def pool(self):
+        if min(self.h.shape[2:]) > 1:
+            return self.rng.choice([nn.AvgPool2d, nn.MaxPool2d])(2)
 
     def mix(self):
         """Add a stage that mixes the samples of a batch."""
         rng, h = self.rng, self.h
         self.mixes = True
-        kinds = ["batch-mean", "batch-softmax", "batch-sort", "batch-roll", "batch-middle", "batch-cumsum"]
-        kinds += ["BatchNorm-train", "batch_norm-function"]
-        kinds += ["RNN-positions-first", "attention-positions-first"] * 2 if h.dim() == 3 else []
-        kind = rng.choice(kinds)
-        functions = {
-            "batch-mean": center,
-            "batch-softmax": compete,
-            "batch-sort": order,
-            "batch-roll": shift,
-            "batch-middle": middle,
-            "batch-cumsum": sums_before,
-            "batch_norm-function": standardise,
-        }
-        if kind in functions:
-            self.add(kind, Function(functions[kind]))
-        elif kind == "BatchNorm-train":
-            norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[h.dim() - 2](h.shape[1])
-            self.add(kind, norm)
+        on_sequences = ["RNN-positions-first", "attention-positions-first"] * 2
+        kind = rng.choice([*MIXTURES, *(on_sequences if h.dim() == 3 else [])])
+        if kind == "BatchNorm-train":
+            self.add(kind, (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[h.dim() - 2](h.shape[1]))
         elif kind == "RNN-positions-first":
-            rnn = rng.choice([nn.RNN, nn.LSTM, nn.GRU])(h.shape[2], 2)
-            self.add(kind, First(rnn), True)
+            self.add(kind, First(rng.choice([nn.RNN, nn.LSTM, nn.GRU])(h.shape[2], 2)), True)
+        elif kind == "attention-positions-first":
+            self.add(kind, SelfAttention(nn.MultiheadAttention(h.shape[2], 1)))
         else:
-            attention = nn.MultiheadAttention(h.shape[2], 1)
-            self.add(kind, SelfAttention(attention))
+            self.add(kind, Function(MIXTURES[kind]))
 
 
-class First(nn.Module):
-    """The first of several outputs."""
+class Kind(NamedTuple):
+    """A kind of stage: how often it is chosen, and what makes it, or None where it does not fit."""
 
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)[0]
-
-
-class SelfAttention(First):
-    def forward(self, x):
-        return self.inner(x, x, x, need_weights=False)[0]
+    weight: float
+    make: Callable[[Builder], nn.Module | None]
+    fallback: bool = False
+    plain: bool = False
+    after: Callable[[Builder], None] | None = None
 
 
-def to_channels_last(x):
-    return x.contiguous(memory_format=torch.channels_last)
+def either(b):
+    """The shape of a norm over the features, or over everything."""
+    return b.rng.choice([b.width, (b.length, b.width)])
+
+
+ON_VECTORS = {
+    "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), plain=True, after=Builder.activation),
+    "residual": Kind(1, lambda b: Residual(nn.Sequential(nn.Tanh(), nn.Linear(b.width, b.width))), plain=True),
+    "called-twice": Kind(1, lambda b: Twice(nn.Linear(b.width, b.width), nn.Tanh())),
+    "tied": Kind(1, lambda b: b.tied(bias=b.chance(0.5))),
+    "LayerNorm": Kind(1, lambda b: nn.LayerNorm(b.width, bias=not b.chance(0.3))),
+    "RMSNorm": Kind(1, lambda b: nn.RMSNorm(b.width)),
+    "GroupNorm": Kind(1, lambda b: b.group_norm(1)),
+    "BatchNorm-eval": Kind(1, lambda b: b.still(nn.BatchNorm1d)),
+    "PReLU": Kind(1, lambda b: nn.PReLU(b.rng.choice([1, b.width]))),
+    "Bilinear": Kind(1, lambda b: Pairs(b.width, b.out)),
+    "bare": Kind(1, lambda b: Bare(b.width), fallback=True),
+    "Gain": Kind(0.7, lambda b: Gain(b.width)),
+    "TwiceInside": Kind(0.7, lambda b: TwiceInside(b.width)),
+    "frozen": Kind(1, Builder.frozen, after=Builder.activation),
+    "Dropout": Kind(0.6, Builder.dropout),
+    "weight_norm": Kind(0.6, lambda b: parametrizations.weight_norm(nn.Linear(b.width, b.out)), fallback=True),
+    "spectral_norm": Kind(
+        0.6, lambda b: parametrizations.spectral_norm(nn.Linear(b.width, b.out)).eval(), fallback=True
+    ),
+    "two-names": Kind(0.4, lambda b: TwoNames(b.width), fallback=True),
+    "ParameterList": Kind(0.4, lambda b: ListTwice(b.width), fallback=True),
+    "cell": Kind(
+        0.6, lambda b: Cell(b.rng.choice([nn.RNNCell, nn.LSTMCell, nn.GRUCell])(b.width, b.out)), fallback=True
+    ),
+    "past-module": Kind(0.6, lambda b: PastModule(b.width), fallback=True),
+    "unused": Kind(0.4, lambda b: Unused(b.width)),
+    "hooked": Kind(0.5, Builder.hooked),
+    "shared-module": Kind(0.7, Builder.shared),
+    "to-sequence": Kind(1.2, Builder.sequence),
+}
+ON_SEQUENCES = {
+    "Linear-sequence": Kind(3, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), after=Builder.activation),
+    "LayerNorm": Kind(1, lambda b: nn.LayerNorm(either(b), bias=not b.chance(0.3))),
+    "RMSNorm": Kind(1, lambda b: nn.RMSNorm(either(b))),
+    "GroupNorm": Kind(1, lambda b: b.group_norm(b.width), after=Builder.maybe_inplace),
+    "InstanceNorm": Kind(1, lambda b: b.instance_norm(nn.InstanceNorm1d), after=Builder.maybe_inplace),
+    "BatchNorm-eval": Kind(1, lambda b: b.still(nn.BatchNorm1d)),
+    "PReLU": Kind(0.7, lambda b: nn.PReLU(b.rng.choice([1, b.length]))),
+    "Conv1d": Kind(3, lambda b: b.convolution(nn.Conv1d), after=Builder.maybe_activation),
+    "ConvTranspose1d": Kind(1, lambda b: b.transposed_convolution(nn.ConvTranspose1d, 6)),
+    "MultiheadAttention": Kind(1.5, Builder.attention),
+    "TransformerEncoderLayer": Kind(1, lambda b: b.encoder(padded=False)),
+    "TransformerEncoder-padded": Kind(0.8, lambda b: b.encoder(padded=True)),
+    "bias_kv": Kind(0.4, Builder.extended_attention, fallback=True),
+    "RNN": Kind(1.5, Builder.recurrent, fallback=True),
+    "Bilinear": Kind(0.5, lambda b: Pairs(b.width, b.out)),
+    "bare": Kind(0.5, lambda b: Bare(b.width), fallback=True),
+    "called-twice": Kind(0.7, lambda b: Twice(nn.Linear(b.width, b.width), nn.Tanh())),
+    "tied": Kind(0.7, Builder.tied),
+    "cumsum": Kind(0.5, lambda b: Function(torch.cumsum, 1)),
+    "folded": Kind(
+        0.7,
+        lambda b: nn.Sequential(
+            Function(torch.flatten, 0, 1), nn.Linear(b.width, b.out), Function(torch.unflatten, 0, (-1, b.length))
+        ),
+        fallback=True,
+    ),
+    "positions-first": Kind(
+        0.7,
+        lambda b: nn.Sequential(
+            Function(torch.transpose, 0, 1), nn.Linear(b.width, b.out), Function(torch.transpose, 0, 1)
+        ),
+        fallback=True,
+    ),
+    "mean": Kind(2, lambda b: Function(torch.mean, 1)),
+    "last": Kind(1, lambda b: Function(torch.select, 1, -1)),
+    "flatten": Kind(2, lambda b: nn.Flatten()),
+}
+ON_IMAGES = {
+    "Conv2d": Kind(4, lambda b: b.convolution(nn.Conv2d), after=Builder.maybe_activation),
+    "ConvTranspose2d": Kind(1, lambda b: b.transposed_convolution(nn.ConvTranspose2d, 4)),
+    "GroupNorm": Kind(1, Builder.image_group_norm, after=Builder.maybe_inplace),
+    "InstanceNorm": Kind(1, lambda b: b.instance_norm(nn.InstanceNorm2d), after=Builder.maybe_inplace),
+    "BatchNorm-eval": Kind(1, lambda b: b.still(nn.BatchNorm2d)),
+    "PReLU": Kind(1, lambda b: nn.PReLU(b.rng.choice([1, b.length]))),
+    "LayerNorm": Kind(0.5, Builder.image_layer_norm),
+    "Linear-images": Kind(0.7, lambda b: nn.Linear(b.width, 2)),
+    "channels_last": Kind(0.7, lambda b: Function(lambda x: x.contiguous(memory_format=torch.channels_last))),
+    "pool": Kind(1, Builder.pool),
+    "flatten": Kind(2, lambda b: nn.Flatten()),
+    "mean": Kind(1, lambda b: Function(torch.mean, (2, 3))),
+}

@@ -23,14 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 # what torch imports
 PLAIN = [
-    "filelock",
-    "fsspec",
-    "jinja2",
-    "markupsafe",
-    "mpmath",
-    "networkx",
-    "setuptools",
-    "sympy",
+    *("filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "setuptools", "sympy"),
     "typing-extensions",
 ]
 # what the core tests import
