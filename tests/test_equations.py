@@ -8,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("matplotlib")
 
+import bounds
 import burgers
 import equations
 import heat
@@ -99,14 +100,18 @@ def test_points_are_where_they_should_be(name):
     for axis in range(in_time, len(low)):  # both sides of every axis of space
         for end in (low, high):
             assert int((points[~inside, axis] == end[axis]).sum()) > 10
-    torch.testing.assert_close(known[~inside], equation.solution(points[~inside]), rtol=0, atol=100 * EPS)
+    torch.testing.assert_close(
+        known[~inside], equation.solution(points[~inside]), rtol=0, atol=bounds.rounding(100)
+    )
 
 
 def test_the_quadrature_of_burgers_solution_has_converged():
     torch.manual_seed(0)
     points = equations.points_in(200, burgers.LOW, burgers.HIGH)
     # sums of 200 terms of both signs, below 1
-    torch.testing.assert_close(burgers.solution(points), burgers.solution(points, 120), rtol=0, atol=200 * EPS)
+    torch.testing.assert_close(
+        burgers.solution(points), burgers.solution(points, 120), rtol=0, atol=bounds.rounding(200)
+    )
 
 
 @every_example

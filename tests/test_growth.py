@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import bounds
 import woodbury
 from test_training import batches, classes, fitted, network, values
 from woodbury.fit import growth, training
@@ -42,8 +43,9 @@ def test_halves_of_a_batch_show_the_variance_of_the_gradient():
     rows = single_gradients(model, inputs, targets)
     mean = rows.mean(0)
     covariance = (rows - mean).square().sum() / 5
-    torch.testing.assert_close(torch.stack(differences).mean(), covariance / 6, rtol=1e-10, atol=0)
-    torch.testing.assert_close(torch.stack(sums), mean.square().sum().expand(20), rtol=1e-10, atol=0)
+    bound = bounds.rounding(rows.numel()) * rows.square().sum()  # differences and sums may cancel
+    assert abs(torch.stack(differences).mean() - covariance / 6) <= bound
+    assert (torch.stack(sums) - mean.square().sum()).abs().max() <= bound
 
 
 class Counting(nn.Module):
@@ -207,7 +209,8 @@ def test_the_rate_rises_over_the_first_tenth_of_the_time(share, expected):
     run.fit.seconds = 100 * share
     run.advance()
     rate = run.optimizer.param_groups[0]["lr"]
-    assert rate == pytest.approx(training.RATE_BY_TIME * expected * (1 - share) ** 0.5)
+    expected *= training.RATE_BY_TIME * (1 - share) ** 0.5
+    assert rate == pytest.approx(expected, rel=bounds.rounding(1))
 
 
 def test_seconds_are_kept_and_the_number_of_batches_goes_on():

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import bounds
+import reference
 import woodbury
 
 lightning = pytest.importorskip("lightning")
@@ -93,8 +95,9 @@ def test_accumulated_batches_are_one_batch_with_watch(tmp_path):
     model, run = Module(watch=True), trainer(tmp_path, max_epochs=3, accumulate_grad_batches=2)
     run.fit(model, loader())
     assert run.global_step == 6
-    for p, q in zip(model.net.parameters(), plain_steps(20, 6), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)  # float32, sums in another order
+    found, expected = (reference.flat(own) for own in (model.net.parameters(), plain_steps(20, 6)))
+    bound = bounds.of_step(network(), nn.CrossEntropyLoss(), *data(), damping=1.0, steps=6)
+    assert reference.relative_error(found, expected) <= bound
 
 
 def test_accumulation_without_watch_raises(tmp_path):
@@ -115,9 +118,9 @@ def test_steps_are_logged(tmp_path):
     model = Module()
     run = trainer(tmp_path, max_steps=3, callbacks=[woodbury.lightning.StepMonitor()])
     run.fit(model, loader())
-    logged, last = run.logged_metrics, run.optimizers[0].last
+    logged, last, one = run.logged_metrics, run.optimizers[0].last, bounds.rounding(1, dtype=torch.float32)
     for name in ("loss", "damping", "ratio", "step_norm", "accepted"):
-        assert float(logged[f"woodbury/{name}"]) == pytest.approx(float(getattr(last, name)), rel=1e-6)
+        assert float(logged[f"woodbury/{name}"]) == pytest.approx(float(getattr(last, name)), rel=one)
     with pytest.raises(ValueError, match="every"):
         woodbury.lightning.StepMonitor(every=0)
 

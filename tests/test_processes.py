@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import bounds
 import processes
+import reference
 import woodbury
 from woodbury._group import ALONE
 from woodbury.optimizers import OPTIMIZERS
@@ -83,7 +85,10 @@ CASES = [
 
 
 def train(rank, world, sizes, turn):
-    """The parameters, the damping and the last numbers of each case; half of each part is S2 in every other."""
+    """The parameters, the damping, the last numbers and the last iterations of each case.
+
+    Half of each part is S2 in every other case.
+    """
     results = []
     parts = torch.arange(N).split(list(sizes))
     for index, (kind, name, settings) in enumerate(CASES):
@@ -97,26 +102,45 @@ def train(rank, world, sizes, turn):
         for _ in range(20):
             info = optimizer.step(inputs[own], targets[own], subset=subset)
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-        results.append((flat, optimizer.state["damping"], info.as_dict()))
+        iterations = getattr(optimizer, "iterations", 1)  # of conjugate gradients
+        results.append((flat, optimizer.state["damping"], info.as_dict(), iterations))
     return results
 
 
 @pytest.mark.parametrize("world, turn", [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_twenty_steps_are_those_of_one_process(world, turn):
-    """Also with uneven shards, and an empty one; float64, systems of condition below 1e4.
+    """Also with uneven shards, and an empty one.
 
     Each case has all samples in S2 with one number of processes, and half of them with the other.
     """
     expected = train(0, 1, SPREAD[world], turn)
     everyone = processes.run(train, world, SPREAD[world], turn)
-    for case, (flat, damping, info) in zip(CASES, expected, strict=True):
+    for case, (flat, damping, info, iterations) in zip(CASES, expected, strict=True):
         index = CASES.index(case)
+        steps = 20 * iterations
+        bound = bounds.of_step(MODELS[case[0]](), nn.CrossEntropyLoss(), *data(case[0]), damping=0.3, steps=steps)
+        # f(theta) - f(theta + p) cancels in the ratio
+        of_info = bound * max(1.0, abs(info["loss"] / (info["ratio"] * info["predicted"])))
+        print(
+            "XX",
+            case,
+            bound,
+            of_info,
+            *[
+                (
+                    reference.relative_error(own[index][0], flat),
+                    max(abs(own[index][2][k] - v) / abs(v) if v else 0 for k, v in info.items()),
+                )
+                for own in everyone
+            ],
+        )
         for own in everyone:
-            assert (own[index][0] - flat).abs().max() <= 1e-9, case
+            assert reference.relative_error(own[index][0], flat) <= bound, case
             assert torch.equal(own[index][0], everyone[0][index][0]), case
-            assert float(own[index][1]) == float(everyone[0][index][1]) == pytest.approx(float(damping)), case
+            assert own[index][1] == everyone[0][index][1], case
+            assert float(own[index][1]) == pytest.approx(float(damping), rel=bound), case
             assert own[index][2] == everyone[0][index][2], case
-            assert own[index][2] == pytest.approx(info, rel=1e-6, abs=1e-9), case
+            assert own[index][2] == pytest.approx(info, rel=of_info, abs=0), case
 
 
 def many_steps(rank, world):
@@ -176,10 +200,11 @@ def test_a_wrapped_model_takes_the_same_steps():
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.3)
     for _ in range(5):
         optimizer.step(inputs, targets)
+    expected = reference.flat(model.parameters()).detach()
+    bound = bounds.of_step(mlp(), nn.CrossEntropyLoss(), inputs, targets, damping=0.3, steps=5)
     for ways in processes.run(in_a_loop, 2):
         for parameters in ways:
-            for a, b in zip(parameters, model.parameters(), strict=True):
-                torch.testing.assert_close(a, b.detach(), rtol=1e-9, atol=1e-11)
+            assert reference.relative_error(reference.flat(parameters), expected) <= bound
 
 
 def with_a_fault(rank, world):
@@ -253,9 +278,9 @@ def in_subgroups(rank, world):
 
 
 def test_groups_of_processes_can_be_chosen():
+    bound = bounds.of_step(mlp(), nn.CrossEntropyLoss(), *data("mlp"), damping=0.3)
     for joint, alone in processes.run(in_subgroups, 2):
-        for a, b in zip(joint, alone, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert reference.relative_error(reference.flat(joint), reference.flat(alone)) <= bound
 
 
 def step_until_one_is_killed(rank, folder):

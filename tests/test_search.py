@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import bounds
 import problems
 import reference
 import woodbury
@@ -53,17 +54,18 @@ def test_the_minimum_over_nonnegative_coefficients_is_that_of_all_supports(k, se
     root = torch.randn(k, k + 2, dtype=torch.float64, generator=generator)
     root = root * torch.logspace(-3, 3, k, dtype=torch.float64).unsqueeze(1)
     matrix, linear = root @ root.T, root @ torch.randn(k + 2, dtype=torch.float64, generator=generator)
-    ridged = matrix + 1e-6 * matrix.diagonal().diag()
-    c, expected = minimize_nonnegative(matrix, linear, 1e-6), nonnegative_by_enumeration(ridged, linear)
+    ridged = matrix + 1e-4 * matrix.diagonal().diag()
+    c, expected = minimize_nonnegative(matrix, linear, 1e-4), nonnegative_by_enumeration(ridged, linear)
     assert (c >= 0).all()
     value, least = (0.5 * x @ ridged @ x - linear @ x for x in (c, expected))
-    # scaled to a unit diagonal, the ridge bounds the condition by k / 1e-6
-    assert value <= least + 1e-9 * abs(least)
+    # scaled to a unit diagonal, the ridge bounds the condition by k / 1e-4
+    assert value <= least + bounds.rounding(k, k / 1e-4) * abs(least)
 
 
 def test_a_direction_without_curvature_gets_no_weight():
     matrix, linear = torch.tensor([[2.0, 0.0], [0.0, 0.0]]).double(), torch.tensor([1.0, 0.0]).double()
-    torch.testing.assert_close(minimize_nonnegative(matrix, linear, 0.0), torch.tensor([0.5, 0.0]).double())
+    c = minimize_nonnegative(matrix, linear, 0.0)
+    assert abs(c[0] - 0.5) <= bounds.rounding(1) and c[1] == 0
 
 
 @pytest.mark.parametrize("start", [2.0, 1.0, 2.0**-7, 2.0**-20])
@@ -117,13 +119,14 @@ def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(ki
             for i in range(14)
         ]
     )
-    # sums of a few dozen products of numbers of order 1
-    torch.testing.assert_close(first[0].flatten(), dense_first, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(second.flatten(), dense_second, rtol=1e-12, atol=1e-11)
+    bound = bounds.rounding(sum(own.numel() for own in point.values()))
+    assert reference.relative_error(first[0].flatten(), dense_first) <= bound
+    assert reference.relative_error(second.flatten(), dense_second) <= bound
     for order in (2, 0):
-        torch.testing.assert_close(results[order][0], first, rtol=1e-12, atol=1e-12)
-    nested = kind is not nn.SiLU  # torch cannot nest its forward mode
-    torch.testing.assert_close(results[2][1], second, rtol=1e-12, atol=1e-11 if nested else 1e-5)
+        assert reference.relative_error(results[order][0], first) <= bound
+    if kind is not nn.SiLU:  # torch cannot nest its forward mode
+        assert reference.relative_error(results[2][1], second) <= bound
+    torch.testing.assert_close(results[2][1], second, rtol=1e-5, atol=1e-5)
     # sqrt(eps) |p|^2 / |theta|^2 of the outputs, and the next term of the series
     torch.testing.assert_close(results[0][1], second, rtol=1e-5, atol=1e-5)
 
@@ -167,6 +170,12 @@ def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_fr
     slope = inputs @ vector["linear.weight"].T + vector["linear.bias"]
     torch.testing.assert_close(captured.second_derivative(vector), 2 * slope.square(), rtol=1e-6, atol=1e-6)
     assert plan.findings.forward_order == 1
+
+
+def of_rung(problem, search, steps=1, dtype=torch.float64):
+    """The bound for the system of the smallest damping, which is relative to the trace: K / trace is below 1."""
+    size = len(reference.flat(reference.parameters(problem.model).values())) + problem.targets.numel()
+    return bounds.rounding(size, 1 + 1 / search.rungs[-1], steps, dtype)
 
 
 # -- the step, dense --------------------------------------------------------------------------------------
@@ -224,22 +233,28 @@ def second_derivatives(model, inputs, p, forward=None):
     return value.detach().flatten(1)
 
 
-def dense_deepened(B, damped, g, p, iterations):
-    """argmin g x + x B x / 2 over p + span of (M^-1 B)^k M^-1 r: what conjugate gradients find, M the damped B."""
+def dense_deepened(B, D, damping, g, p, iterations):
+    """argmin g x + x B x / 2 over p + span of (M^-1 B)^k M^-1 r: what conjugate gradients find, M the damped B.
+
+    And the smallest curvature of B in that space, in units of D.
+    """
+    damped, s = B + damping * D, D.diagonal().rsqrt().unsqueeze(1)
     own, basis = torch.linalg.solve(damped, -g - B @ p), []
     for _ in range(iterations):
         basis.append(own / own.norm())
         own = torch.linalg.solve(damped, B @ own)
-    V = torch.linalg.qr(torch.stack(basis, 1)).Q
-    return p + V @ torch.linalg.lstsq(V.T @ B @ V, V.T @ (-g - B @ p)).solution
+    V = s * torch.linalg.qr(torch.stack(basis, 1) / s).Q
+    curvature = V.T @ B @ V
+    found = p + V @ torch.linalg.lstsq(curvature, V.T @ (-g - B @ p)).solution
+    return found, torch.linalg.eigvalsh(curvature)[0]
 
 
 def dense_path(
     problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None, metric=None, depth=0
 ):
-    """p, bend, c and what corrects a point, by dense matrices.
+    """p, bend, c, what corrects a point, and a bound on the errors of rounding in units s, by dense matrices.
 
-    The metric D is I, or the diagonal of B where that is no rounding error.
+    The metric D = s^-2 is I, or the diagonal of B where that is no rounding error.
     """
     model, loss, inputs, targets = copy.deepcopy(problem.model), problem.loss, problem.inputs, problem.targets
     subset = list(range(len(targets))) if subset is None else subset
@@ -252,15 +267,18 @@ def dense_path(
     g = reference.gradient(model, loss, inputs, targets, forward)
     theta = reference.flat([own.detach() for own in reference.parameters(model).values()])
     eye, diagonal = torch.eye(len(g), dtype=g.dtype), B.diagonal()
-    least = (4 * torch.finfo(g.dtype).eps) ** 2 * diagonal.max()
-    D = eye if metric is None else torch.where(diagonal > least, diagonal, diagonal.max()).diag()
+    negligible = (4 * torch.finfo(g.dtype).eps) ** 2 * diagonal.max()
+    D = eye if metric is None else torch.where(diagonal > negligible, diagonal, diagonal.max()).diag()
     trace = (diagonal / D.diagonal()).sum()
     ladder = [torch.linalg.solve(B + decay * eye + r * trace * D, -(g + decay * theta)) for r in search.rungs]
+    least = search.rungs[-1] * trace
     if depth:
-        damped = B + search.deep * trace * D
-        ladder.append(torch.linalg.solve(damped, -g))
+        least = search.deep * trace
+        ladder.append(torch.linalg.solve(B + least * D, -g))
     if depth > 1:
-        ladder.append(dense_deepened(B, damped, g, ladder[-1], 2 ** (depth - 2)))
+        deepened, curvature = dense_deepened(B, D, least, g, ladder[-1], 2 ** (depth - 2))
+        ladder.append(deepened)
+        least = min(least, curvature)
     P = torch.stack(ladder)
     if held_out is not None:
         others = reference.per_sample(model, loss, *held_out, forward)
@@ -270,6 +288,8 @@ def dense_path(
     matrix, linear = P @ (whole + decay * eye) @ P.T, -P @ (g + decay * theta)
     c = nonnegative_by_enumeration(matrix + 1e-10 * matrix.diagonal().diag(), linear)
     p = c @ P
+    s = D.diagonal().rsqrt()
+    bound = bounds.of_solve(B * s * s.unsqueeze(1), least)
     inside = reference.chosen(inputs, subset)
 
     def pulled_back(changes):
@@ -284,7 +304,7 @@ def dense_path(
         return point - pulled_back(moved - before - wanted)
 
     bend = -0.5 * pulled_back(second_derivatives(model, inside, p, forward))
-    return p, bend, c, corrected
+    return p, bend, c, corrected, bound, s
 
 
 def points_of(info, p, bend, corrected):
@@ -302,7 +322,9 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     Returns the number of corrections.
     """
     blocks, metric = settings.get("blocks", "full"), settings.get("metric")
-    p, bend, c, corrected = dense_path(problem, MILD, held_out, decay, subset, blocks, forward, metric, depth)
+    p, bend, c, corrected, bound, s = dense_path(
+        problem, MILD, held_out, decay, subset, blocks, forward, metric, depth
+    )
     optimizer = woodbury.GaussNewton(
         problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
     )
@@ -316,14 +338,14 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     points = points_of(info, p, bend, corrected if held_out is not None else None)
     found = reference.flat(direction.values())
     corrections, expected = min(enumerate(points), key=lambda own: reference.relative_error(found, own[1]))
-    # the smallest damping is 1e-3 of the trace: p keeps all but 3 digits and those of the reference. Where y'' is
-    # a central difference with h = eps^(1/4) |theta| / |p|, the bend has half of its digits at best
+    # where y'' is a central difference with h = eps^(1/4) |theta| / |p|, the bend has half of its digits at best
     by_differences = info.bent and optimizer._plan().findings.forward_order < 2
-    bound = 1e-5 if by_differences else 1e-8
-    assert reference.relative_error(found, expected) < bound
+    of_point = 1e-5 if by_differences else bound
+    assert reference.relative_error(found / s, expected / s) <= of_point
     after = reference.flat([own.detach() for own in reference.parameters(problem.model).values()])
-    assert reference.relative_error(after - before, expected) < bound
-    torch.testing.assert_close(info.share, c.sum(), rtol=1e-6, atol=1e-9)
+    off = ((after - before - expected) / s).norm()
+    assert off <= of_point * (expected / s).norm() + bounds.rounding(1) * (after / s).norm()
+    assert abs(info.share - c.sum()) <= bound * c.sum()
     return corrections
 
 
@@ -367,8 +389,9 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower():
             subset = None if subset is None else torch.tensor(subset)
             optimizer.step(other.inputs, other.targets, held_out=held_out, subset=subset)
             corrected, straight = (objective(own, held_out, decay) for own in (problem, other))
-            assert corrected <= straight * (1 + 1e-12)
-            assert (corrections[-1] > 0) == (corrected < straight * (1 - 1e-9)), (name, changes)
+            bound = bounds.rounding(problem.targets.numel())
+            assert corrected <= straight * (1 + bound)
+            assert (corrections[-1] > 0) == (corrected < straight * (1 - bound)), (name, changes)
     assert set(corrections) == {0, 1, 2}
 
 
@@ -497,7 +520,9 @@ def test_verify_knows_the_metric_of_a_search():
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, metric="diagonal")
     for _ in range(3):
         optimizer.step(problem.inputs, problem.targets)
-        assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
+        D = reference.flat(optimizer.state["metric"]["moments"].values())
+        bound = of_rung(problem, MILD) * (D.max() / D.min()).sqrt()
+        assert optimizer.verify(problem.inputs, problem.targets) <= bound
 
 
 def test_the_unit_of_a_parameter_does_not_change_a_search_in_the_metric_of_the_diagonal():
@@ -508,8 +533,13 @@ def test_the_unit_of_a_parameter_does_not_change_a_search_in_the_metric_of_the_d
             *(Decay(unit), nn.MSELoss()), search=woodbury.CurvedSearch(), metric="diagonal", fallback="autograd"
         )
         losses.append([float(optimizer.step(x, y).loss) for _ in range(6)])
-    # lengths are powers of two: the same ones. eps over the smallest damping that is solved for without refinement
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    # lengths are powers of two: the same ones
+    B = woodbury.rows(Decay(1.0), nn.MSELoss(), x, y, fallback="autograd").dense()
+    B = B / B.norm(dim=0)
+    condition = bounds.condition(B.T @ B, torch.linalg.svdvals(B)[-1] ** 2)
+    bound = bounds.rounding(len(x), condition, 6)  # of the outputs: of the root of a loss beside that of the first
+    for first, second in zip(*losses, strict=True):
+        assert abs(first - second) <= bound * math.sqrt(second * losses[0][0])
     assert losses[0][-1] < 1e-8 * losses[0][0]
 
 
@@ -561,7 +591,7 @@ def test_a_model_that_forward_mode_cannot_take_gets_its_bend_from_differences():
     def by_func(model, x):
         return torch.func.vmap(torch.func.grad(lambda point: model(point).squeeze()))(x)
 
-    p, bend, _, corrected = dense_path(problem, MILD, other, forward=by_func)
+    p, bend, _, corrected, *_ = dense_path(problem, MILD, other, forward=by_func)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=MILD, forward=slope_of, fallback="autograd")
     direction = reference.flat(optimizer.direction(inputs, problem.targets, held_out=other).values())
     info = optimizer.step(inputs, problem.targets, held_out=other)
@@ -614,18 +644,20 @@ def wide_fit():
     return problems.mlp(2, 30, 1).double(), inputs, torch.sin(3 * inputs[:, :1]) * inputs[:, 1:]
 
 
+def of_other_units(path, rung, steps=1):
+    """K has the same bits (`OwnScale`), e differs by eps: in (K + lambda I)^-1 U^T e, by 1 / (2 sqrt(lambda))."""
+    return bounds.rounding(path.shape[1], 1 / (2 * math.sqrt(rung)), steps)
+
+
 def test_a_loss_multiplied_by_a_million_takes_the_same_path():
-    # rounding is amplified by the condition of the smallest system, refined once: see `sample_space._refined`
     settings = {"rungs": (1e-3, 1e-6, 1e-9, 1e-12)}
     first, second = (path_of(factor, wide_fit, 8, **settings) for factor in (1.0, 1e6))
-    assert reference.relative_error(second, first) < 1e-6
+    assert reference.relative_error(second, first) <= of_other_units(first, 1e-12, steps=8)
 
 
 def test_a_loss_multiplied_by_a_million_takes_the_same_first_step_with_every_rung():
-    # K has the same bits (`OwnScale`). e differs by eps, which (K + lambda I)^-1 U^T amplifies by at most
-    # 1 / (2 sqrt(lambda)), 2e7 for lambda = 1e-15 trace(K): 4e-9 of the step
     first, second = (path_of(factor, wide_fit, 1) for factor in (1.0, 1e6))
-    assert reference.relative_error(second, first) < 1e-6
+    assert reference.relative_error(second, first) <= of_other_units(first, 1e-15)
 
 
 def test_a_loss_multiplied_by_a_power_of_two_takes_the_very_same_path():
@@ -653,16 +685,14 @@ def test_a_fit_gets_to_many_digits():
 
 
 def test_float32_with_a_float64_gram_matrix_takes_nearly_the_step_of_float64():
-    directions = []
+    directions, search = [], dataclasses.replace(MILD, rungs=(1e-1, 1e-2))
     for dtype in (torch.float64, torch.float32):
         problem = problems.make("softmax", dtype)
         settings = {} if dtype == torch.float64 else {"gram_dtype": torch.float64}
-        optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, **settings)
-        directions.append(
-            reference.flat([own.double() for own in optimizer.direction(problem.inputs, problem.targets).values()])
-        )
-    # rows known to eps, dampings of 1e-3 of the trace
-    assert reference.relative_error(directions[1], directions[0]) < 1e3 * 10 * torch.finfo(torch.float32).eps
+        optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=search, **settings)
+        directions.append(reference.flat(optimizer.direction(problem.inputs, problem.targets).values()).double())
+    bound = of_rung(problem, search, dtype=torch.float32)
+    assert reference.relative_error(directions[1], directions[0]) <= bound
 
 
 def test_at_a_minimum_the_step_is_rejected_and_nothing_moves():
@@ -699,14 +729,9 @@ def test_after_steps_that_gain_nothing_one_goes_along_a_single_rung():
     g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
     eye = torch.eye(len(g), dtype=g.dtype)
     ladder = [torch.linalg.solve(B + r * B.trace() * eye, -g) for r in MILD.rungs]
-    assert (
-        min(
-            reference.relative_error(direction, length * p)
-            for p in ladder
-            for length in (1, 1 / 4, 1 / 16, 1 / 64)
-        )
-        < 1e-8
-    )
+    points = [length * p for p in ladder for length in (1, 1 / 4, 1 / 16, 1 / 64)]
+    bound = bounds.of_solve(B, MILD.rungs[-1] * B.trace())
+    assert min(reference.relative_error(direction, point) for point in points) <= bound
     info = optimizer.step(problem.inputs, problem.targets)
     assert info.accepted and info.share == 1 and not info.bent
     assert optimizer.state["search"]["dull"] == 0 and optimizer.state["search"]["length"] == 2.0**-12
@@ -721,11 +746,10 @@ def test_targets_out_of_scale_move_one_layer_first():
     B = reference.curvature_matrix(samples, "gauss-newton")
     g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
     last = torch.cat([torch.full((own.numel(),), name.startswith("2.")) for name, own in direction.items()])
-    damped = B[last][:, last] + 1e-6 * B.trace() * torch.eye(int(last.sum()), dtype=B.dtype)
-    expected = torch.zeros_like(g)
-    expected[last] = torch.linalg.solve(damped, -g[last])
-    # seven samples of two outputs, seven parameters per output: condition 1e6
-    assert reference.relative_error(reference.flat(direction.values()), expected) < 1e-8
+    block, damping, expected = B[last][:, last], 1e-6 * B.trace(), torch.zeros_like(g)
+    expected[last] = torch.linalg.solve(block + damping * torch.eye(len(block), dtype=B.dtype), -g[last])
+    bound = bounds.of_solve(block, damping)
+    assert reference.relative_error(reference.flat(direction.values()), expected) <= bound
     optimizer.step(problem.inputs, problem.targets)
     moved = reference.flat(optimizer.direction(problem.inputs, problem.targets).values())
     assert moved[~last].abs().max() > 0  # the next step moves all layers
@@ -743,14 +767,13 @@ def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one():
         elif length >= 0.25:
             dropped = max(dropped - 1, 0)
         assert optimizer.state["search"]["dropped"] == dropped
-    fresh = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch(rungs=(1e-3, 1e-6), bend=1e-6))
-    optimizer = woodbury.GaussNewton(
-        model, nn.MSELoss(), search=woodbury.CurvedSearch(rungs=(1e-3, 1e-6, 1e-9, 1e-12), bend=1e-6)
-    )
-    for own, own_dropped in ((fresh, 0), (optimizer, 2)):
-        own.state["search"] = {"length": 1.0, "dull": 0, "dropped": own_dropped}
-    first, second = (reference.flat(own.direction(inputs, targets).values()) for own in (fresh, optimizer))
-    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+    directions = []
+    for rungs, dropped in (((1e-1, 1e-2), 0), ((1e-1, 1e-2, 1e-3, 1e-4), 2)):
+        own = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch(rungs=rungs, bend=1e-2))
+        own.state["search"] = {"length": 1.0, "dull": 0, "dropped": dropped}
+        directions.append(reference.flat(own.direction(inputs, targets).values()))
+    bound = bounds.rounding(len(directions[0]), 1 + 1 / 1e-2)
+    assert reference.relative_error(*directions) <= bound
 
 
 def test_a_dropout_mask_is_the_same_at_every_trial():
@@ -763,13 +786,15 @@ def test_a_dropout_mask_is_the_same_at_every_trial():
     torch.set_rng_state(state)
     with torch.no_grad():
         after = nn.functional.mse_loss(model(inputs), targets)
-    torch.testing.assert_close(info.loss - after, info.ratio * info.predicted, rtol=1e-9, atol=1e-12)
+    decrease, size = info.loss - after, sum(own.numel() for own in model.parameters())
+    bound = bounds.of_decrease(info.loss, decrease, size) * abs(decrease)
+    assert abs(info.ratio * info.predicted - decrease) <= bound
 
 
 def test_verify_checks_the_system_of_the_smallest_damping():
     problem = problems.make("softmax")
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
-    assert optimizer.verify(problem.inputs, problem.targets) < 1e-10
+    assert optimizer.verify(problem.inputs, problem.targets) <= of_rung(problem, MILD)
     assert optimizer.search is MILD
 
 
