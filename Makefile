@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INSTALL_OPTIONS)
 EXTRAS := dev
 
-.PHONY: help demo install doors test test-slow test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
+.PHONY: help demo install doors test test-slow test-kernels test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -23,7 +23,10 @@ test: lint  ## Check format, lint and types, then run the tests that take second
 test-slow: $(STAMP)  ## Run the tests marked slow, two at a time, those that take gigabytes one by one
 	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup
 
-test-all: test test-slow  ## Both
+test-kernels: $(STAMP)  ## Run the tests with bounds on rounding errors with other matrix kernels and two threads
+	$(BIN)/pytest --other-kernels -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test-all: test test-kernels test-slow  ## All of them: what CI runs
 
 test-install: $(STAMP)  ## Install the wheel with torch alone, the lowest and the newest allowed, and run the first example
 	$(BIN)/python -m tests.install.wheel $(INSTALLS)

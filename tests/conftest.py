@@ -1,13 +1,25 @@
 import os
 import sys
 from pathlib import Path
+from types import FunctionType
 
-# Before torch is imported: spinning threads of small products slow the tests down on a shared machine.
+OTHER_KERNELS = "WOODBURY_OTHER_KERNELS"  # set for the processes that pytest-xdist starts as well
+if "--other-kernels" in sys.argv:
+    os.environ[OTHER_KERNELS] = "1"
+# All before torch is imported. One thread: those that wait for small products slow tests down on a shared machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if OTHER_KERNELS in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "2"
+    os.environ["ATEN_CPU_CAPABILITY"] = "default"  # torch's own kernels without vector instructions
+    os.environ["OPENBLAS_CORETYPE"] = "ARMV8" if os.uname().machine == "aarch64" else "Prescott"
+    os.environ["MKL_CBWR"] = "COMPATIBLE"
 
-import hypothesis
-import pytest
-import torch
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+if OTHER_KERNELS in os.environ:
+    torch.backends.mkldnn.set_flags(False)
 
 # The same draws in every run: `HYPOTHESIS_PROFILE=random` makes new ones.
 hypothesis.settings.register_profile("same", derandomize=True)
@@ -15,6 +27,33 @@ hypothesis.settings.register_profile("random")
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--other-kernels",
+        action="store_true",
+        help="run the tests that use tests/bounds.py, with other matrix kernels, no mkldnn and two threads",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if OTHER_KERNELS in os.environ:
+        bounded = [item for item in items if _uses_bounds(item.function, item.module, set())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in bounded])
+        items[:] = bounded
+
+
+def _uses_bounds(function, module, seen):
+    """Whether a function, or one of its module that it calls, takes a bound from tests/bounds.py."""
+    function = getattr(function, "hypothesis", function)
+    function = getattr(function, "inner_test", function)
+    names = set(function.__code__.co_names) - seen
+    seen |= names
+    called = [vars(module).get(name) for name in names]
+    return "bounds" in names or any(
+        isinstance(own, FunctionType) and _uses_bounds(own, module, seen) for own in called
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -97,12 +97,12 @@ def gradient(model, loss, inputs, targets, forward=None):
     return flat(torch.autograd.grad(value_of(loss, run(model, inputs), targets), params, materialize_grads=True))
 
 
-def residual_error(model, loss, inputs, targets):
-    """eps over the largest residual: its relative rounding error as a difference of numbers up to 1."""
+def residual_condition(model, loss, inputs, targets):
+    """How many eps the largest residual may err by: it is a difference of numbers up to 1."""
     outputs = model(inputs).detach().requires_grad_()
     (slope,) = torch.autograd.grad(value_of(loss, outputs, targets), outputs)
     largest = slope.abs().max() * (1 if is_sum(loss) else len(targets))
-    return float(torch.finfo(slope.dtype).eps / largest)
+    return max(1.0, float(1 / largest))
 
 
 def curvature_matrix(samples, kind):
@@ -173,3 +173,8 @@ def equation_7(samples, g, damping):
 
 def relative_error(a, b):
     return float((a - b).norm() / b.norm())
+
+
+def model_error(a, b):
+    """|a - b| / |b| of the parameters of two models."""
+    return relative_error(*(flat([own.detach() for own in model.parameters()]) for model in (a, b)))

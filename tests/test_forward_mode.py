@@ -73,7 +73,9 @@ def test_outputs_bend_along_a_step_as_they_do_where_a_model_has_a_layer_norm():
     inputs, _ = draw(4, 3)
     parameters = {name: own.detach() for name, own in model.named_parameters()}
     vector = {name: torch.randn_like(own) for name, own in parameters.items()}
-    found = second_derivative(Pass(model, call_model, inputs, model(inputs).detach()), parameters, vector)
+    found = second_derivative(
+        Pass(model, call_model, inputs, model(inputs).detach(), lambda share: 0.0), parameters, vector
+    )
 
     def along(t):
         moved = {name: own + t * vector[name] for name, own in parameters.items()}
@@ -92,4 +94,9 @@ def test_where_a_second_derivative_would_be_wrong_there_is_none():
 
     model, (inputs, _) = Determinant(3, 4).double(), draw(5, 3)
     parameters = {name: own.detach() for name, own in model.named_parameters()}
-    assert second_derivative(Pass(model, call_model, inputs, model(inputs)), parameters, parameters) is None
+    assert (
+        second_derivative(
+            Pass(model, call_model, inputs, model(inputs), lambda share: 0.0), parameters, parameters
+        )
+        is None
+    )

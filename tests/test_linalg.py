@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import bounds
 import processes
 from woodbury import linalg
 from woodbury.linalg import solve_cholesky, solve_conjugate_gradient
@@ -18,9 +19,11 @@ def test_solvers_solve_every_block(blocks, size):
     matrix, rhs = systems(blocks, size)
     rhs[0] = 0.0  # a block that has converged before it starts
     exact = torch.linalg.solve(matrix, rhs.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(solve_cholesky(matrix, rhs).x, exact)
+    condition = float(torch.linalg.cond(matrix).max())
+    bound = bounds.rounding(size, condition) * exact.norm()
+    assert (solve_cholesky(matrix, rhs).x - exact).norm() <= bound
     found = solve_conjugate_gradient(lambda x: (matrix @ x.unsqueeze(-1)).squeeze(-1), rhs, 1e-12, 500)
-    torch.testing.assert_close(found.x, exact)
+    assert (found.x - exact).norm() <= bound + 1e-12 * condition * exact.norm()
     assert (found.ok and 0 < found.iterations < 500) or blocks == 1
 
 

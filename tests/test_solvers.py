@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import bounds
 import problems
 import reference
 import woodbury
@@ -65,15 +66,16 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
         in_samples = flatten(optimizer.direction(inputs, targets, subset=subset))
     forbid(monkeypatch, Rows, "layer_grams")
     previous = flatten(optimizer.direction(inputs, targets, subset=subset))
-    torch.testing.assert_close(previous, in_samples, rtol=1e-9, atol=1e-12)
     optimizer.step(inputs, targets, subset=subset)
     decay = weight_decay * torch.ones_like(previous)
     expected, B, g = reference.dense_direction(
         model, loss, inputs, targets, subset, 0.05, kind, blocks=blocks, decay=decay, shift=0.7 * previous
     )
     p = flatten(optimizer.direction(inputs, targets, subset=subset))
-    assert reference.relative_error(p, expected) <= 1e-10
-    assert optimizer.verify(inputs, targets, subset=subset) < 1e-10
+    bound = bounds.of_solve(B + torch.diag(decay), 0.05, steps=2)
+    assert reference.relative_error(previous, in_samples) <= bound
+    assert reference.relative_error(p, expected) <= bound
+    assert optimizer.verify(inputs, targets, subset=subset) <= bound
     theta = reference.flat([q.detach() for q in reference.parameters(model).values()])
     info = optimizer.step(inputs, targets, subset=subset)
     torch.testing.assert_close(
@@ -97,7 +99,7 @@ def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kin
     g = reference.gradient(model, loss, x, t)
     expected = torch.linalg.solve(B + torch.diag(W + 0.1), -g - W * theta)
     p = optimizer.direction(x[:5], t[:5], full=[(x[:8], t[:8]), (x[8:], t[8:])])
-    assert reference.relative_error(flatten(p), expected) <= 1e-10
+    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B + torch.diag(W), 0.1)
 
 
 def test_a_loss_of_ones_own_without_e_is_solved_in_parameter_space_too(monkeypatch):
@@ -114,8 +116,8 @@ def test_a_loss_of_ones_own_without_e_is_solved_in_parameter_space_too(monkeypat
     model, x, t = nn.Linear(2, 2).double(), torch.randn(9, 2).double(), torch.randn(9, 2).double()
     for subset in ([0, 3, 5, 8], list(range(9))):
         p = flatten(woodbury.GaussNewton(model, Quartic(), damping=0.1).direction(x, t, subset=subset))
-        expected, _, _ = reference.dense_direction(model, Quartic(), x, t, subset, 0.1, "gauss-newton")
-        assert reference.relative_error(p, expected) <= 1e-10
+        expected, B, _ = reference.dense_direction(model, Quartic(), x, t, subset, 0.1, "gauss-newton")
+        assert reference.relative_error(p, expected) <= bounds.of_solve(B, 0.1)
 
 
 @every_kind
@@ -164,10 +166,11 @@ def test_products_give_the_dense_direction_without_a_row(name, kind, blocks, sub
         problem.model, problem.loss, damping=0.03, blocks=blocks, solver="products", solver_tolerance=1e-12
     )
     p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
-    expected, _, _ = reference.dense_direction(
+    expected, B, _ = reference.dense_direction(
         problem.model, problem.loss, problem.inputs, problem.targets, subset, 0.03, kind, blocks=blocks
     )
-    assert reference.relative_error(flatten(p), expected) <= 1e-8
+    bound = 1e-12 * bounds.condition(B, 0.03) + bounds.of_solve(B, 0.03)
+    assert reference.relative_error(flatten(p), expected) <= bound
 
 
 class Idle(nn.Module):
@@ -207,15 +210,16 @@ def test_fused_attention_can_be_differentiated_twice():
     torch.manual_seed(0)
     model, loss = Attention().double(), nn.CrossEntropyLoss()
     inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
-    expected, _, _ = reference.dense_direction(model, loss, inputs, targets, [0, 2], 0.1, "gauss-newton")
-    for optimizer in (
-        woodbury.GaussNewton(model, loss, damping=0.1),
-        woodbury.GaussNewton(model, loss, damping=0.1, solver="products", solver_tolerance=1e-12),
-        woodbury.HessianFree(model, loss, damping=0.1, progress=0.0, max_iterations=300),
+    expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 2], 0.1, "gauss-newton")
+    by_products = {"solver": "products", "solver_tolerance": 1e-12}
+    for optimizer, tolerance in (
+        (woodbury.GaussNewton(model, loss, damping=0.1), 0.0),
+        (woodbury.GaussNewton(model, loss, damping=0.1, **by_products), 1e-12 * bounds.condition(B, 0.1)),
+        (woodbury.HessianFree(model, loss, damping=0.1, progress=0.0, max_iterations=300), 1e-7),
     ):
         p = flatten(optimizer.direction(inputs, targets, subset=[0, 2]))
-        assert reference.relative_error(p, expected) <= 1e-7
-        assert optimizer.verify(inputs, targets, subset=[0, 2]) < 1e-7
+        assert reference.relative_error(p, expected) <= tolerance + bounds.of_solve(B, 0.1)
+        assert optimizer.verify(inputs, targets, subset=[0, 2]) <= tolerance + bounds.of_solve(B, 0.1)
     assert optimizer.step(inputs, targets).accepted
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
+import bounds
 import problems
 import processes
 import woodbury
@@ -72,8 +73,9 @@ def test_an_accepted_step_leaves_the_buffers_of_one_ordinary_pass(kind, settings
         assert_same(state_of(model), before)
         assert optimizer.step(inputs, targets, **settings).accepted
         after, ordinary = state_of(model), state_of(twin)
-        for name in BUFFERS:  # up to the order of the samples in sums
-            torch.testing.assert_close(after[name], ordinary[name], rtol=1e-14, atol=1e-15)
+        bound = bounds.rounding(inputs.numel())
+        for name in BUFFERS:  # up to the order of the samples in sums of numbers about 1
+            torch.testing.assert_close(after[name], ordinary[name], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("kind", SECOND_ORDER)
@@ -115,7 +117,7 @@ def test_passes_that_read_the_buffers_they_change_repeat_each_other():
     inputs, targets = batch(3), batch(2)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=1.0, fallback="autograd")
     twin = copy.deepcopy(model)
-    assert optimizer.verify(inputs, targets) < 1e-12
+    assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
     info = optimizer.step(inputs, targets)
     torch.testing.assert_close(info.loss, nn.functional.mse_loss(twin(inputs), targets).detach())
     names = [name for name in state_of(model) if name.endswith(("_u", "_v"))]

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import bounds
+import reference
 import woodbury
 from cases import every_pair
 
@@ -52,10 +54,6 @@ def in_loop(optimizer, model, criterion, inputs, targets, how):
     return optimizer.step(closure) if how == "closure" else optimizer.step(closure=closure)
 
 
-def difference(a, b):
-    return max(float((p - q).detach().abs().max()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
 @every_pair(method=METHODS, name=list(LOSSES), form=["module", "function"], how=["closure", "keyword", "watch"])
 def test_twenty_steps_are_those_of_step_on_a_batch(method, name, form, how):
     module, function, _ = LOSSES[name]
@@ -63,11 +61,12 @@ def test_twenty_steps_are_those_of_step_on_a_batch(method, name, form, how):
     plain, model = network(), network()
     expected = method(plain, module, curvature_samples=6, seed=0)
     optimizer = method(model, module, curvature_samples=6, seed=0, watch=how == "watch")
+    bound = bounds.of_verify(expected, inputs, targets, steps=20)
     for _ in range(20):
         a = expected.step(inputs, targets)
         b = in_loop(optimizer, model, module if form == "module" else function, inputs, targets, how)
-        assert b.as_dict() == pytest.approx(a.as_dict(), rel=1e-12)
-    assert difference(plain, model) <= 1e-12
+        assert b.as_dict() == pytest.approx(a.as_dict(), rel=bounds.of_info(a, bound))
+    assert reference.model_error(plain, model) <= bound
 
 
 @pytest.mark.parametrize("how", ["closure", "watch"])
@@ -79,7 +78,7 @@ def test_no_loss_need_be_given(how):
     for _ in range(3):
         expected.step(inputs, targets)
         in_loop(optimizer, model, F.cross_entropy, inputs, targets, how)
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
     with pytest.raises(ValueError, match="made without a loss"):
         optimizer.step(inputs, targets)
 
@@ -119,13 +118,12 @@ def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature
     settings = {"curvature_samples": curvature_samples, "seed": 0, "damping": 0.1}
     expected = method(plain, Focal(), **settings)
     optimizer = method(model, None, watch=how == "watch", **settings)
+    bound = bounds.of_verify(expected, inputs, targets, steps=5)
     for _ in range(5):
         a = expected.step(inputs, targets)
         b = in_loop(optimizer, model, lambda y, t: focal(y, t).mean(), inputs, targets, how)
-        assert float(a.loss) == pytest.approx(float(b.loss), rel=1e-10)
-        assert float(a.ratio) == pytest.approx(float(b.ratio), rel=1e-6)
-    # the condition of the systems is below 1e3
-    assert difference(plain, model) < 1e-10
+        assert b.as_dict() == pytest.approx(a.as_dict(), rel=bounds.of_info(a, bound))
+    assert reference.model_error(plain, model) <= bound
 
 
 RECOGNISED = {
@@ -154,7 +152,7 @@ def test_losses_of_torch_are_recognised(name, how):
     for _ in range(5):
         expected.step(inputs, targets)
         in_loop(optimizer, model, loss, inputs, targets, how)
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
 
 
 def test_gaussian_likelihood_with_its_variances():
@@ -166,7 +164,7 @@ def test_gaussian_likelihood_with_its_variances():
     for _ in range(3):
         expected.step(inputs, torch.stack([targets, variances], 1))
         in_loop(optimizer, model, lambda y, t: nn.GaussianNLLLoss()(y, t, variances), inputs, targets, "closure")
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
 
 
 class Half(nn.Module):
@@ -187,13 +185,13 @@ def test_a_constant_factor_is_part_of_the_loss(how):
 
     inputs, targets = batch("cross entropy")
     plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, Half(), damping=0.1, curvature_samples=5, seed=0)
     settings = {"damping": 0.1, "curvature_samples": 5, "seed": 0}
+    expected = woodbury.GaussNewton(plain, Half(), **settings)
     optimizer = woodbury.GaussNewton(model, None, watch=how == "watch", **settings)
     for _ in range(5):
         expected.step(inputs, targets)
         in_loop(optimizer, model, lambda y, t: 3 * F.cross_entropy(y, t) / 2, inputs, targets, how)
-    assert difference(plain, model) < 1e-11
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=5)
 
 
 class Tokens(nn.Module):
@@ -229,13 +227,13 @@ def test_sliced_and_reshaped_outputs_are_recognised(method, loss, how):
     tokens = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(0))
     plain, model = Tokens(), Tokens()
     labels = F.pad(tokens, (0, 1), value=-100)[:, 1:]
-    settings = {"damping": 0.1, "curvature_samples": 3, "seed": 0}
+    settings = {"damping": 1.0, "curvature_samples": 3, "seed": 0}
     expected = method(plain, nn.CrossEntropyLoss(), forward=lambda m, x: m(x).movedim(-1, 1), **settings)
     optimizer = method(model, None, watch=how == "watch", **settings)
     for _ in range(5):
         expected.step(tokens, labels)
         in_loop(optimizer, model, loss, tokens, tokens, how)
-    assert difference(plain, model) < 1e-12
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, tokens, labels, steps=5)
 
 
 def test_a_loss_on_outputs_of_another_shape_has_no_rule_but_is_right():
@@ -247,7 +245,7 @@ def test_a_loss_on_outputs_of_another_shape_has_no_rule_but_is_right():
     for _ in range(3):
         expected.step(tokens, tokens[:, 1:])
         in_loop(optimizer, model, by_transposing, tokens, tokens, "closure")
-    assert difference(plain, model) < 1e-11
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, tokens, tokens[:, 1:], steps=3)
 
 
 @pytest.mark.parametrize("how", ["closure", "watch"])
@@ -259,7 +257,7 @@ def test_squeezed_outputs(how):
     for _ in range(3):
         expected.step(inputs, targets[:, :1])
         in_loop(optimizer, model, lambda y, t: F.mse_loss(y.squeeze(1), t), inputs, targets[:, 0], how)
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
 
 
 class WithLoss(nn.Module):
@@ -281,7 +279,7 @@ def test_a_model_that_computes_its_loss(method, how):
     tokens = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(0))
     labels = F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
     plain, model = Tokens(), WithLoss()
-    settings = {"damping": 0.1, "curvature_samples": 3, "seed": 0}
+    settings = {"damping": 1.0, "curvature_samples": 3, "seed": 0}
     expected = method(plain, nn.CrossEntropyLoss(), forward=lambda m, x: m(x).movedim(-1, 1), **settings)
     optimizer = method(model, None, watch=how == "watch", **settings)
     count = torch.tensor(25)
@@ -299,7 +297,7 @@ def test_a_model_that_computes_its_loss(method, how):
         else:
             closure()
             optimizer.step()
-    assert difference(plain, model.net) < 1e-12
+    assert reference.model_error(plain, model.net) <= bounds.of_verify(expected, tokens, labels, steps=5)
 
 
 @pytest.mark.parametrize("counts", [(6, 6), (4, 4, 4), (12,)])
@@ -314,32 +312,34 @@ def test_micro_batches_are_one_batch(counts):
         for x, y in zip(inputs.split(counts), targets.split(counts), strict=True):
             (F.cross_entropy(model(x), y) / len(counts)).backward()
         optimizer.step()
-    assert difference(plain, model) < 1e-13
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=5)
 
 
 def test_micro_batches_of_other_sizes_are_weighted_by_sample_with_a_warning():
     inputs, targets = batch("cross entropy")
     plain, model = network(), network()
-    woodbury.GaussNewton(plain, nn.CrossEntropyLoss()).step(inputs, targets)
+    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
+    expected.step(inputs, targets)
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
     for x, y in zip(inputs.split((9, 3)), targets.split((9, 3)), strict=True):
         (F.cross_entropy(model(x), y) / 2).backward()
     with pytest.warns(RuntimeWarning, match="every sample the same weight"):
         optimizer.step()
-    assert difference(plain, model) < 1e-13
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets)
 
 
 def test_sums_that_are_divided_by_all_terms_are_one_mean():
     inputs, targets = batch("cross entropy")
     plain, model = network(), network()
-    woodbury.GaussNewton(plain, nn.CrossEntropyLoss()).step(inputs, targets)
+    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
+    expected.step(inputs, targets)
     optimizer = woodbury.GaussNewton(model, None, watch=True)
     for x, y in zip(inputs.split((9, 3)), targets.split((9, 3)), strict=True):
         (F.cross_entropy(model(x), y, reduction="sum") / torch.tensor(12)).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-    assert difference(plain, model) < 1e-13
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets)
 
 
 class Shifted(nn.Module):
@@ -382,7 +382,7 @@ def test_other_passes_do_no_harm():
         model.train()
         optimizer.step()
         optimizer.zero_grad()
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
 
 
 def test_a_gradient_scaler_changes_nothing():
@@ -399,7 +399,7 @@ def test_a_gradient_scaler_changes_nothing():
         scaler.step(optimizer)
         scaler.update()
     # a power of two more or less: exact
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
 
 
 @pytest.mark.parametrize("how", ["closure", "watch"])
@@ -415,7 +415,7 @@ def test_dropout_masks_are_those_of_the_loop(how):
         torch.manual_seed(step)
         in_loop(optimizer, model, F.cross_entropy, inputs, targets, how)
         assert torch.equal(torch.rand(1), after)
-    assert difference(plain, model) == 0
+    assert reference.model_error(plain, model) == 0
 
 
 class Counting(nn.Module):
@@ -454,7 +454,7 @@ def test_a_loss_that_mixes_samples_raises(how):
     optimizer = woodbury.GaussNewton(model, None, watch=how == "watch")
     with pytest.raises(ValueError, match="mixes samples"):
         in_loop(optimizer, model, mixing, inputs, targets, how)
-    assert difference(model, before) == 0
+    assert reference.model_error(model, before) == 0
 
 
 @pytest.mark.parametrize("how", ["closure", "watch"])
@@ -590,7 +590,7 @@ def test_copies_watch_their_own_model(copied):
     other, twin = copied((optimizer, model))
     in_loop(optimizer, model, F.mse_loss, inputs, targets, "watch")
     in_loop(other, twin, F.mse_loss, inputs, targets, "watch")
-    assert difference(model, twin) == 0
+    assert reference.model_error(model, twin) == 0
     lone = copied(model)
     assert type(lone(inputs)) is torch.Tensor
 
@@ -611,7 +611,7 @@ def test_schedulers_and_checkpoints_go_on_in_a_watched_loop():
     assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.5
     in_loop(optimizer, model, F.mse_loss, inputs, targets, "watch")
     in_loop(resumed, twin, F.mse_loss, inputs, targets, "watch")
-    assert difference(model, twin) == 0
+    assert reference.model_error(model, twin) == 0
 
 
 def test_outputs_in_a_loop_behave_as_tensors():
@@ -650,5 +650,5 @@ def test_compiled_models_in_a_loop(how, in_place):
         in_loop(optimizer, called, F.cross_entropy, inputs, targets, how)
         counts.append(dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[2:] == counts[2:3] * 4
-    assert difference(plain, model) < 1e-12
+    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=6)
     dynamo.reset()

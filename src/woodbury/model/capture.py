@@ -322,7 +322,7 @@ class GraphCapture:
                 curve = tangents.second_derivative(self._as_pass, plan.parameters, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.checked_curve = True
-                if not tangents.agrees_with_differences(curve, run, outputs, plan.parameters, vector):
+                if not tangents.agrees_with_differences(curve, run, outputs, self.moved, plan.parameters, vector):
                     curve = None
             if curve is not None:
                 return curve
@@ -331,7 +331,20 @@ class GraphCapture:
 
     @cached_property
     def _as_pass(self) -> Pass:
-        return Pass(self.model, self.forward, self.inputs, self.outputs, self.random)
+        return Pass(self.model, self.forward, self.inputs, self.outputs, self.moved, self.random)
+
+    def moved(self, share: float) -> float:
+        """max |y(theta + d) - y(theta)| for small changes d of the parameters, by this share of themselves.
+
+        0 where it is not known: the pass draws random numbers and cannot be repeated.
+        """
+        now = _random.snapshot(self.plan.device)
+        with _random.replayed(self.random):
+            outputs = self.run_again(small_changes(self.plan, share), {})
+        if _random.drawn_since(now):  # other random numbers than those of the pass
+            _random.restore(now)
+            return 0.0
+        return largest_difference(outputs.reshape(self.outputs.shape), self.outputs)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         parameters = self.plan.parameters
@@ -411,6 +424,18 @@ def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str
     finally:
         for parameter, data in before:
             parameter.data = data
+
+
+def small_changes(plan: Plan, share: float) -> Vector:
+    """This share of every parameter, entry by entry, with signs at random but the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    signs = {name: torch.randn(own.shape, generator=generator).sign() for name, own in plan.parameters.items()}
+    return {name: share * own.detach() * signs[name].to(own) for name, own in plan.parameters.items()}
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """max |a - b|, 0 where that is not finite."""
+    return float((a - b.detach()).abs().max().nan_to_num(0.0, 0.0))
 
 
 def _obstacle(name: str, inputs: Tensor, outputs: Tensor, samples: int) -> str | None:

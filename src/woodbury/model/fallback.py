@@ -40,6 +40,8 @@ Forward = Callable[[nn.Module, Any], Tensor]
 _MAX_CHECKED = 256  # shapes of columns that are remembered
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
 
+# max |y(theta + d theta') - y(theta)|, theta' being theta with random signs, for a share d; 0 if it is not known
+Moved = Callable[[float], float]
 Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
 _IN_CHUNKS = (
     f"torch.func cannot map the model over samples, so that it runs on {_CHUNK} samples at a time, with a "
@@ -56,7 +58,12 @@ class Pass:
     forward: Forward
     inputs: Any
     outputs: Tensor
+    moved: Moved
     random: _random.Snapshot | None = None  # the random state before it, if it may be repeated
+
+    def gives(self, outputs: Tensor, window: slice | None = None) -> bool:
+        """Whether another pass gave these outputs for the same samples, or for a window of them."""
+        return outputs_agree(outputs, self.outputs[window or slice(None)].detach(), self.moved)
 
     @cached_property
     def noise(self) -> Noise | None:
@@ -66,7 +73,7 @@ class Pass:
         found: list[Noise] = []
         with recorded(self.random, len(self.outputs), found), torch.enable_grad():
             outputs = self.forward(self.model, self.inputs).detach()
-        same = outputs_agree(outputs.reshape(self.outputs.shape).to(self.outputs), self.outputs)
+        same = self.gives(outputs.reshape(self.outputs.shape).to(self.outputs))
         return found[0] if same else None
 
 
@@ -126,7 +133,7 @@ def written_rows(
             shape = (name, columns.shape)
             if random is None:
                 return rows, name
-            if outputs_agree(outputs, outputs_of_all[window]) and (
+            if forward_pass.gives(outputs, window) and (
                 shape in checked or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
             ):
                 if len(checked) >= _MAX_CHECKED:
@@ -184,12 +191,24 @@ def wrong_rows(
     return wrong
 
 
-def outputs_agree(a: Tensor, b: Tensor, digits: float = 0.5, dtype: torch.dtype | None = None) -> bool:
-    """Whether the outputs of two passes agree in this share of their digits, or those of `dtype`."""
+def outputs_agree(
+    a: Tensor, b: Tensor, moved: Moved, digits: float = 0.5, dtype: torch.dtype | None = None
+) -> bool:
+    """Whether the outputs of two passes agree in this share of their digits, or those of `dtype`.
+
+    They do if they differ by at most d |b|, d = eps^digits. Residuals of an equation near its solution are small
+    differences of large terms, and their rounding errors are larger than that. The rounding of a pass acts like
+    changes of the parameters by eps of themselves: `moved(d)`, how far the outputs move where every parameter
+    changes by d of itself, is d times the size of the terms.
+    """
     if a.shape != b.shape:
         return False
-    tolerance, size = torch.finfo(dtype or a.dtype).eps ** digits, float(b.detach().abs().max())
-    return math.isfinite(size) and torch.allclose(a, b.detach(), rtol=tolerance, atol=tolerance * size)
+    share, size = torch.finfo(dtype or a.dtype).eps ** digits, float(b.abs().max())
+    if not math.isfinite(size):
+        return False
+    if torch.allclose(a, b, rtol=share, atol=share * size):
+        return True
+    return float((a - b).abs().max()) <= moved(share)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -10,8 +11,15 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury.model.capture import GraphCapture, capture, casting
-from woodbury.model.fallback import Forward, outputs_agree
+from woodbury.model.capture import (
+    GraphCapture,
+    capture,
+    casting,
+    largest_difference,
+    moved_model,
+    small_changes,
+)
+from woodbury.model.fallback import Forward, Moved, outputs_agree
 from woodbury.model.graph import fewest_digits, graph_edges
 from woodbury.model.plan import Plan
 
@@ -28,6 +36,8 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     A first axis may only look like the sample axis, where a layer sees as many positions as there are samples:
     such a layer is left to the fallback, or to `bare`, and the half that showed it is run on its own. `look` is
     the number of the look; each takes other halves. alone=False makes no further passes through the model.
+
+    A model that passed the first look is not stopped by a later one: that warns, once.
     """
     for _ in graph_edges(captured.outputs):  # raises where autograd cannot see inside
         pass
@@ -37,11 +47,25 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     captured.check_inputs()
     halves, generator = _halves(samples, look)
     doubtful = [seeded for seeded, others in halves if _leaves_layers(captured, seeded, others, generator)]
+    reason = None
     if alone:
-        _check_inputs_apart(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
         doubtful = [torch.tensor([0]), torch.tensor([samples - 1]), *(half for half, _ in halves)]
+        reason = _mixed_inputs(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
     for index in doubtful:
-        _check_alone(captured, index.flip(0))
+        reason = reason or _changed_alone(captured, index.flip(0))
+    _refuse(captured.plan, reason, look)
+
+
+def _refuse(plan: Plan, reason: str | None, look: int) -> None:
+    """Raise an error with this reason, if there is one; after a first look that found none, warn once instead."""
+    if reason is None:
+        return
+    if look == 1:
+        raise ValueError(reason)
+    if not plan.findings.warned_of_mixing:
+        plan.findings.warned_of_mixing = True
+        message = f"{reason}. An earlier look found nothing, so that the steps go on; they may be wrong"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generator]:
@@ -89,10 +113,10 @@ def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, gener
     return len(captured.calls) < len(edges)
 
 
-def _check_inputs_apart(
+def _mixed_inputs(
     plan: Plan, forward: Forward, batch: Any, samples: int, autocast: torch.dtype | None, look: int
-) -> None:
-    """Raise if outputs of one half depend on the inputs of the other. Random numbers do no harm here."""
+) -> str | None:
+    """What is wrong if outputs of one half depend on the inputs of the other. Random numbers do no harm here."""
     halves, generator = _halves(samples, look)
     leaves, structure = _batch.leaves_of(batch, samples)
     sources: list[Tensor] = []
@@ -102,7 +126,7 @@ def _check_inputs_apart(
                 sources.append(leaf.detach().clone().requires_grad_())
                 leaves[index] = sources[-1] * 1  # not a leaf of the graph: the model may write into it
     if not sources:
-        return
+        return None
     inputs = pytree.tree_unflatten(leaves, structure)
     random = _random.snapshot(plan.device)
     try:
@@ -111,16 +135,13 @@ def _check_inputs_apart(
         calls = again.calls if mixed else []
         names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
     except Exception:  # what a model does not like about inputs that are differentiated
-        return
+        return None
     finally:
         _random.restore(random)
-    if mixed:
-        what = (
-            f"what layer {names[0]!r} gives for one sample depends"
-            if names
-            else "the outputs of one sample depend"
-        )
-        raise ValueError(f"{what} on the inputs of another: {_MIXED}")
+    if not mixed:
+        return None
+    what = f"what layer {names[0]!r} gives for one sample depends" if names else "the outputs of one sample depend"
+    return f"{what} on the inputs of another: {_MIXED}"
 
 
 def _is_mixed(
@@ -147,17 +168,25 @@ def _outputs_of(model: nn.Module, forward: Forward, inputs: Any, count: int) -> 
         _random.restore(random)
 
 
-def _same(part: Tensor, whole: Tensor, precision: torch.dtype) -> bool:
+def _same(part: Tensor, whole: Tensor, precision: torch.dtype, moved: Moved) -> bool:
     """Whether the outputs of part of a batch are those in the batch; nan is checked elsewhere."""
     if not bool(torch.isfinite(whole).all()):
         return True
     # loosely on a GPU, which computes few samples by other kernels than many
     digits = 0.5 if whole.device.type == "cpu" else 0.25
-    return outputs_agree(part.to(whole.dtype), whole, digits, precision)
+    return outputs_agree(part.detach().to(whole.dtype), whole, moved, digits, precision)
 
 
-def _check_alone(captured: GraphCapture, index: Tensor) -> None:
-    """Raise if these samples give other outputs on their own than in the batch."""
+def _changed(count: int, samples: int) -> str:
+    which = "one" if count == 1 else f"{count}"
+    return (
+        f"the outputs of {which} of {samples} samples change when run apart from the others: {_MIXED}, or changes "
+        "from one run to the next"
+    )
+
+
+def _changed_alone(captured: GraphCapture, index: Tensor) -> str | None:
+    """What is wrong if these samples give other outputs on their own than in the batch."""
     samples, outputs = len(captured.outputs), captured.outputs.detach()
     index = index.to(outputs.device)
     try:
@@ -165,28 +194,32 @@ def _check_alone(captured: GraphCapture, index: Tensor) -> None:
         with casting(captured.autocast, captured.plan):
             alone, drawn = _outputs_of(captured.model, captured.forward, inputs, len(index))
     except Exception:  # whatever a model does not like about fewer samples; `check_part` raises where it matters
-        return
+        return None
     captured.check_inputs()
-    if not drawn and not _same(alone.detach(), outputs[index], captured.precision):
-        which = "one" if len(index) == 1 else f"{len(index)}"
-        raise ValueError(
-            f"the outputs of {which} of {samples} samples change when run apart from the others: {_MIXED}, or "
-            "changes from one run to the next"
-        )
+    if drawn or _same(alone, outputs[index], captured.precision, captured.moved):
+        return None
+    return _changed(len(index), samples)
 
 
 def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None, look: int) -> None:
     """Raise unless the curvature samples, and the others, have on their own the outputs they have in the batch.
 
-    Where it draws random numbers, the gradients in the inputs of the whole batch must do.
+    Where it draws random numbers, the gradients in the inputs of the whole batch must do. As in
+    `check_samples_apart` a later look warns instead.
     """
     model, start = plan.model, 0
     with casting(autocast, plan):
         whole, drawn = _outputs_of(model, forward, batch.inputs, batch.samples)
         if drawn:
-            _check_inputs_apart(plan, forward, batch.inputs, batch.samples, autocast, look)
+            _refuse(plan, _mixed_inputs(plan, forward, batch.inputs, batch.samples, autocast, look), look)
             return
         precision, whole = autocast or fewest_digits(whole), whole.detach()
+
+        def moved(share: float) -> float:
+            with moved_model(plan, small_changes(plan, share), {}):
+                outputs, _ = _outputs_of(model, forward, batch.inputs, batch.samples)
+            return largest_difference(outputs.detach(), whole)
+
         for inputs, _, count in batch.pieces():
             try:
                 part, _ = _outputs_of(model, forward, inputs, count)
@@ -195,9 +228,6 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
                     f"the model cannot be run on {count} of {batch.samples} samples ({error}), so the curvature "
                     "cannot be taken from part of the batch: pass curvature_samples=None and no subset"
                 ) from error
-            if not _same(part.detach(), whole[start : start + count], precision):
-                raise ValueError(
-                    f"the outputs of {count} of {batch.samples} samples change when run apart from the others: "
-                    f"{_MIXED}, or changes from one run to the next"
-                )
+            if not _same(part, whole[start : start + count], precision, moved):
+                _refuse(plan, _changed(count, batch.samples), look)
             start += count

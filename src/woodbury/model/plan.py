@@ -45,6 +45,7 @@ class Findings:
     compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
     forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
     warned: bool = False  # whether someone was told how many passes a step takes
+    warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
     passes: int = 0  # how many, over more than one sample
     parts: int = 0  # how many steps with curvature samples that are part of the batch
     quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
