@@ -292,7 +292,7 @@ def test_kernel_between_batches_that_use_other_layers():
     expected = torch.einsum("ij,ab->iajb", shared, torch.eye(2).double()).detach()
     first = woodbury.rows(model, None, x1)
     model.other = True
-    close(first.cross_gram(woodbury.rows(model, None, x2)).reshape(3, 2, 4, 2), expected)
+    close(first.gram(woodbury.rows(model, None, x2)).reshape(3, 2, 4, 2), expected)
 
 
 def test_single_precision_models_have_a_posterior_in_double_precision():

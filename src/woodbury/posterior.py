@@ -415,7 +415,7 @@ class _SampleSpace(_System):
 
     def _with_rows(self, rows: Rows) -> Tensor:
         """R D U^T."""
-        return rows.cross_gram(self.rows, self.scales, torch.float64)
+        return rows.gram(self.rows, self.scales, torch.float64)
 
     def blocks(self, rows: Rows, width: int) -> Tensor:
         prior = rows.diagonal(width, self.scales, torch.float64).reshape(-1, width, width)
@@ -423,7 +423,7 @@ class _SampleSpace(_System):
         return prior - torch.bmm(half, half.mT)
 
     def between(self, a: Rows, b: Rows) -> Tensor:
-        return a.cross_gram(b, self.scales, torch.float64) - self._half(a).mT @ self._half(b)
+        return a.gram(b, self.scales, torch.float64) - self._half(a).mT @ self._half(b)
 
     def with_training(self, rows: Rows) -> Tensor:
         return torch.cholesky_solve(self._with_rows(rows).mT, self.lower).mT
