@@ -177,7 +177,7 @@ class Softmax(StructuredRule):
         """torch's own values for class indices (n,), none of them ignored."""
         weight = _class_weight(loss)
         weight = weight if weight is None else weight.to(outputs.dtype)
-        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction=reduction, ignore_index=_UNUSED)
+        return F.cross_entropy(outputs, targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         """log p for outputs (n T, C)."""
@@ -270,6 +270,12 @@ class LogLikelihood(Softmax):
                     "CrossEntropyLoss"
                 )
         return prepared
+
+    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        weight = _class_weight(loss)
+        weight = weight if weight is None else weight.to(outputs.dtype)
+        logarithms = self._logarithms(outputs)
+        return F.nll_loss(logarithms, targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         if not outputs.is_cuda:
