@@ -37,6 +37,7 @@ from woodbury.device.scalars import (
     as_number,
     as_truth,
     compute,
+    magnitude,
     ratio_where,
     to_device,
 )
@@ -755,9 +756,9 @@ class SecondOrder(torch.optim.Optimizer):
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
         # is 0, p^T B p is still known up to a small multiple of eps^2 only.
         precision = _rounding(self.autocast or self.param_groups[0]["params"][0].dtype)
-        noise = precision * abs(proposal.loss) + 16 * precision**2
+        noise = precision * magnitude(proposal.loss) + 16 * precision**2
         actual, predicted = decrease + noise, proposal.predicted + noise
-        finite = (abs(actual + predicted) < math.inf) & proposal.usable
+        finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
         sensible = finite & (predicted > 0)
         ratio = ratio_where(sensible, actual, predicted, -math.inf)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from woodbury.device.scalars import Scalar, Truth, as_number, where
+from woodbury.device.scalars import Scalar, Truth, as_number, magnitude, where
 from woodbury.optim.settings import Hyperparameters
 
 SMOOTHING = 0.05  # share of the last loss in the level
@@ -46,14 +46,14 @@ class Course(NamedTuple):
         """Whether the level lies far above its best."""
         if self.steps < WARM_UP:
             return False
-        best, least = abs(self.best), LEAST * abs(self.first)
+        best, least = magnitude(self.best), LEAST * magnitude(self.first)
         return self.level - self.best > RUNAWAY * where(best > least, best, least)
 
     def allows(self, decrease: Scalar, loss: Scalar, rate: Scalar, guard: float) -> Truth:
         """Whether a step with f(theta) - f(theta + p) = decrease may be taken."""
         if self.steps < WARM_UP:
             return True
-        level, own = abs(self.level), abs(loss)
+        level, own = magnitude(self.level), magnitude(loss)
         limit = where(self.runs_away(), 0.0, guard * where(level > own, level, own))
         return where(rate < 1, rate, 1.0) * decrease >= -limit
 
