@@ -133,14 +133,6 @@ def test_it_works_in_pipelines_searches_and_pickles(noisy):
     assert search.fit(X[:80], y[:80]).best_score_ > 0
 
 
-def test_partial_fit_is_refused_with_the_reason():
-    assert not hasattr(LMRegressor(), "partial_fit")
-    with pytest.raises(
-        AttributeError, match="no partial_fit: its steps and the evidence are those of all the data"
-    ):
-        LMRegressor().partial_fit(np.ones((3, 2)), np.arange(3))
-
-
 @pytest.mark.parametrize(
     "parameters, message",
     [

@@ -181,18 +181,8 @@ def _check_plain(leaf: Any) -> None:
 
 
 _PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    Enum,
+    *(bool, int, float, complex, str, bytes, type(None), Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.layout),
 )
 
 

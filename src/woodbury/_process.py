@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from threading import RLock, get_ident
 from typing import Any
 
+from torch import nn
 from torch.nn.modules import module as modules
 
 
@@ -64,6 +65,13 @@ def leave_all() -> None:
     """Put back, after an error or an interrupt, what this thread may have left changed."""
     for context in _CONTEXTS:
         context.repair()
+
+
+def has_hook(module: nn.Module) -> bool:
+    """Whether hooks on this module run when it is called, or when gradients go back through it."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _has_global_hook() -> bool:

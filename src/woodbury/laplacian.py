@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._forward_mode import derivatives_along
-from woodbury._process import has_global_hook
+from woodbury._process import has_global_hook, has_hook
 from woodbury.device.constants import constant_tensor, identity
 
 
@@ -98,13 +98,7 @@ def _is_bare(module: nn.Module) -> bool:
         source = getattr(getattr(forward, "func", forward), "__module__", None)
         if not (source or "").startswith("woodbury."):
             return False
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or has_global_hook()
-    )
+    return not (has_hook(module) or has_global_hook())
 
 
 def _through_linear(layer: nn.Linear, jet: _Jet) -> _Jet:

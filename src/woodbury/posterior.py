@@ -415,7 +415,7 @@ class _SampleSpace(_System):
 
     def _with_rows(self, rows: Rows) -> Tensor:
         """R D U^T."""
-        return rows.cross_gram(self.rows, self.scales, torch.float64)
+        return rows.gram(self.rows, self.scales, torch.float64)
 
     def blocks(self, rows: Rows, width: int) -> Tensor:
         prior = rows.diagonal(width, self.scales, torch.float64).reshape(-1, width, width)
@@ -423,7 +423,7 @@ class _SampleSpace(_System):
         return prior - torch.bmm(half, half.mT)
 
     def between(self, a: Rows, b: Rows) -> Tensor:
-        return a.cross_gram(b, self.scales, torch.float64) - self._half(a).mT @ self._half(b)
+        return a.gram(b, self.scales, torch.float64) - self._half(a).mT @ self._half(b)
 
     def with_training(self, rows: Rows) -> Tensor:
         return torch.cholesky_solve(self._with_rows(rows).mT, self.lower).mT
@@ -528,11 +528,11 @@ def _check_argument(name: str, value: Any, what: str) -> None:
             raise ValueError(f"posterior: {name} must be {EVIDENCE!r} or {what}, a positive number; got {value!r}")
 
 
-def _root(function: Callable[[float], float]) -> float | None:
-    """x > 0 where a falling function of it changes its sign, None where it has one sign only."""
+def _root(function: Callable[[float], float], otherwise: str) -> float:
+    """x > 0 where a falling function of it changes its sign; raises where it has one sign only."""
     low, high = -_LOG_RANGE, _LOG_RANGE
     if not function(math.exp(low)) > 0 > function(math.exp(high)):
-        return None
+        raise ValueError(otherwise)
     while True:
         middle = 0.5 * (low + high)
         if not low < middle < high:
@@ -550,22 +550,13 @@ def _determined(eigenvalues: Tensor, shift: float) -> float:
 
 def _prior_by_evidence(eigenvalues: Tensor, square: float) -> float:
     """delta with delta |theta|^2 = gamma(delta), for the eigenvalues of the likelihood's U U^T."""
-    found = _root(lambda delta: _determined(eigenvalues, delta) - delta * square)
-    if found is None:
-        raise ValueError(
-            "posterior: the evidence has no maximum over the prior: all parameters are zero, or the outputs do "
-            "not depend on them; pass prior= as a number"
-        )
-    return found
+    return _root(lambda delta: _determined(eigenvalues, delta) - delta * square, _NO_PRIOR)
 
 
 def _noise_by_evidence(eigenvalues: Tensor, count: float, error: float) -> float:
     """s with s (n C - gamma(s)) = |y - t|^2, for the eigenvalues of U D U^T with noise 1/2."""
     mu = eigenvalues / 2  # of J D J^T
-    found = _root(lambda s: error - s * (count - _determined(mu, s)))
-    if found is None:
-        raise ValueError(_EXACT)
-    return found
+    return _root(lambda s: error - s * (count - _determined(mu, s)), _NO_NOISE)
 
 
 def _both_by_evidence(eigenvalues: Tensor, count: float, error: float, square: float) -> tuple[float, float]:
@@ -574,16 +565,18 @@ def _both_by_evidence(eigenvalues: Tensor, count: float, error: float, square: f
     gamma(a) = n C a |theta|^2 / (|y - t|^2 + a |theta|^2), of which one side falls and the other one rises.
     """
     if not error > 0:
-        raise ValueError(_EXACT)
+        raise ValueError(_NO_NOISE)
     mu = eigenvalues / 2  # of J J^T
-    a = _root(lambda a: _determined(mu, a) - count * a * square / (error + a * square))
-    if a is None:
-        return _prior_by_evidence(eigenvalues, square), math.nan  # raises
+    a = _root(lambda a: _determined(mu, a) - count * a * square / (error + a * square), _NO_PRIOR)
     noise = (error + a * square) / count
     return a / noise, noise
 
 
-_EXACT = (
+_NO_PRIOR = (
+    "posterior: the evidence has no maximum over the prior: all parameters are zero, or the outputs do not depend "
+    "on them; pass prior= as a number"
+)
+_NO_NOISE = (
     "posterior: the evidence has no maximum over the noise: the model fits the targets exactly; pass noise= as a "
     "variance"
 )

@@ -121,20 +121,6 @@ def fisher_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, 
     return (1 if is_sum(loss) else len(outputs)) * slope * inner.reshape(-1, *[1] * (slope.dim() - 1))
 
 
-def curvature_product(
-    outputs: Tensor,
-    loss: nn.Module,
-    parameters: Mapping[str, Tensor],
-    targets: Tensor | None,
-    vector: Mapping[str, Tensor],
-    at_outputs: OutputProduct,
-) -> Vector:
-    """B v for outputs attached to the graph of a batch of n samples; at_outputs defines B."""
-    with torch.enable_grad():
-        image = jacobian_products(outputs, parameters)(vector)
-        return transposed_jacobian_product(outputs, parameters, at_outputs(loss, outputs, targets, image))
-
-
 def relative_residual(
     outputs: Tensor,
     loss: nn.Module,
@@ -165,13 +151,14 @@ def relative_residual(
         grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
     if targets is not None:
         targets = targets[: batch.curvature]
+    with torch.enable_grad():
+        curved = outputs[: batch.curvature]
+        push = jacobian_products(curved, parameters)
     image: Vector = {}
     for block in blocks:
-        part = _vector.restrict(vector, block)
-        with torch.enable_grad():
-            curvature_outputs = outputs[: batch.curvature]
-        product = curvature_product(curvature_outputs, loss, parameters, targets, part, at_outputs)
-        image |= {name: product[name] if scale == 1.0 else scale * product[name] for name in block}
+        weights = at_outputs(loss, curved, targets, push({name: vector[name] for name in block}))
+        product = transposed_jacobian_product(curved, {name: parameters[name] for name in block}, weights)
+        image |= product if scale == 1.0 else _vector.scaled(product, scale)
     rhs: Vector = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
         pull = damping if metric is None else damping * metric[name]

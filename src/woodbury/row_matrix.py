@@ -87,33 +87,22 @@ class Rows:
     ) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
 
-        scales gives D as one number per parameter name; sums are accumulated in dtype. With the gradient rows as
-        other, the row sums give U g without forming g.
+        scales gives D as one number per parameter name; sums are accumulated in dtype. other are rows of the same
+        model, perhaps of a batch that uses other layers. With the gradient rows, the row sums give U g without
+        forming g.
         """
         other = self if other is None else other
         total: Tensor | None = None
         with full_precision():
             for name, form in self.forms.items():
-                own = None if scales is None else self._scales_of(name, scales)
-                total = form.gram(other.forms[name], own, dtype, total)
-        assert total is not None
+                if name in other.forms:
+                    mine, theirs = _paired(form, other.forms[name])
+                    own = None if scales is None else self._scales_of(name, scales)
+                    total = mine.gram(theirs, own, dtype, total)
+        if total is None:
+            return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
         scale = self.scale * other.scale
         return total if scale == 1.0 else total.mul_(scale)
-
-    def cross_gram(
-        self,
-        other: Rows,
-        scales: Mapping[str, Scale] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """U D U'^T, (r, r'), with the rows of another batch of the same model, which may use other layers."""
-        shared = [name for name in self.forms if name in other.forms]
-        pairs = {name: _paired(self.forms[name], other.forms[name]) for name in shared}
-        if not pairs:
-            return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
-        mine = Rows(self.plan, {name: own for name, (own, _) in pairs.items()}, self.row_count, self.scale)
-        theirs = Rows(self.plan, {name: own for name, (_, own) in pairs.items()}, other.row_count, other.scale)
-        return mine.gram(theirs, scales, dtype)
 
     def new_zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of the type of the rows, or of dtype."""
@@ -448,5 +437,5 @@ def kernel(
         K, n2 = first.gram(), n1
     else:
         n2 = check_batch(x2, None)
-        K = first.cross_gram(rows(model, None, x2, forward=forward, fallback=fallback, max_bytes=max_bytes))
+        K = first.gram(rows(model, None, x2, forward=forward, fallback=fallback, max_bytes=max_bytes))
     return K.reshape(n1, K.shape[0] // n1, n2, K.shape[1] // n2)

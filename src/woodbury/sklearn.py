@@ -133,14 +133,6 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         std = (variance + (self.posterior_.noise or 0.0)).sqrt().numpy() * self._y_scale
         return mean, std[:, 0] if self._is_flat else std
 
-    @property
-    def partial_fit(self) -> Any:
-        """There is none: every step of the fit is on all of the data."""
-        raise AttributeError(
-            "LMRegressor has no partial_fit: its steps and the evidence are those of all the data. Call fit on "
-            "all of it, or train in mini-batches with woodbury.fit"
-        )
-
     def _check_parameters(self) -> None:
         sizes = self.hidden_layer_sizes
         is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)

@@ -29,10 +29,10 @@ def first_count(source: Source, samples: int | None, size: int, device: torch.de
     """How many samples the first step gets."""
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         raise ValueError(f"fit: samples must be a whole number from 1 on, got {samples!r}")
-    if not source.grows:
+    if not source.is_fresh:
         if samples is not None:
             raise ValueError("fit: samples= is for a function that draws them; the data given is used whole")
-        return _batch.sample_count(source.final(0)[0])
+        return _batch.sample_count(source.draw(0)[0])
     most = MOST if device.type == "cpu" else MOST_ON_DEVICE
     return min(max(round(FIRST_ROWS * size), FEWEST), most) if samples is None else samples
 
@@ -86,7 +86,7 @@ class PreciseRun(Run):
         record = {"step": fit.steps, "seconds": fit.seconds, "loss": before, "samples": fit.samples}
         record |= {name: numbers[name] for name in ("length", "share", "bent", "accepted")}
         fit.loss = before
-        if self.source.exact and numbers["accepted"]:
+        if not self.source.is_fresh and numbers["accepted"]:
             fit.loss = max(0.0, before - gained)
         judged = fit.loss
         if self.validation is not None:
@@ -100,7 +100,11 @@ class PreciseRun(Run):
         agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
         short = before < 0.01 * fit.history[0]["loss"] and float(numbers["length"]) <= SHORT
         self.limited = self.limited + 1 if agreement < LIMITED or short else 0
-        if self.source.grows and self.limited >= LIMITED_STEPS and GROWTH * fit.samples <= MOST_ROWS * self.size:
+        if (
+            self.source.is_fresh
+            and self.limited >= LIMITED_STEPS
+            and GROWTH * fit.samples <= MOST_ROWS * self.size
+        ):
             fit.samples, self.limited = fit.samples * GROWTH, 0
         return "stalled" if is_stalled else None
 
@@ -109,7 +113,7 @@ class PreciseRun(Run):
         recent = self.fit.history[-STALL_WINDOW:]
         if len(recent) < STALL_WINDOW or recent[0]["samples"] != self.fit.samples:
             return False
-        if not self.source.exact:
+        if self.source.is_fresh:
             return not any(record["accepted"] for record in recent)
         return self.fit.loss >= (1 - STALL_GAIN) * float(recent[0]["loss"])
 
@@ -130,16 +134,16 @@ class PreciseRun(Run):
         fit = self.fit
         if fit.steps == 0:
             return
-        data = self.validation or self._draw(lambda: self.source.final(fit.samples))
+        data = self.validation or self._draw(lambda: self.source.draw(fit.samples))
         last, judged = self.parameters(), float(self.loss_on(data))
-        if self.best is not None and (self.source.grows or self.validation is not None):
+        if self.best is not None and (self.source.is_fresh or self.validation is not None):
             self.load_parameters(self.best[1])
             other = float(self.loss_on(data))
             if not other < judged:
                 self.load_parameters(last)
             judged = other if other < judged else judged
         if self.validation is not None:
-            judged = float(self.loss_on(self._draw(lambda: self.source.final(fit.samples))))
+            judged = float(self.loss_on(self._draw(lambda: self.source.draw(fit.samples))))
         fit.loss = judged
 
     def state(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,48 +16,16 @@ Data = tuple[Any, "Tensor | None"]
 Draw = Callable[[int], Any]
 
 
-class Source(ABC):
-    """Where the samples of a step come from, for steps with a search."""
+@dataclass(frozen=True)
+class Source:
+    """Where the samples of a step come from, for steps with a search: the same at every step, or fresh ones."""
 
-    @abstractmethod
-    def batches(self, count: int) -> tuple[Data, Data | None]:
-        """The batch of a step, and the samples held out to judge it, if others than the batch."""
-
-    @abstractmethod
-    def final(self, count: int) -> Data:
-        """Samples to measure the loss on at the end."""
-
-    grows: bool = False  # whether it can give more samples
-    exact: bool = False  # whether the loss of a batch is the loss itself
-
-
-@dataclass
-class FullBatch(Source):
-    """The same samples at every step, which judge it as well."""
-
-    data: Data
-    exact = True
+    draw: Callable[[int], Data]  # so many samples; where they are not fresh, all there are
+    is_fresh: bool  # then there can be more of them, and the loss of a batch is an estimate
 
     def batches(self, count: int) -> tuple[Data, Data | None]:
-        return self.data, None
-
-    def final(self, count: int) -> Data:
-        return self.data
-
-
-@dataclass
-class Sampler(Source):
-    """Fresh samples at every step, and as many others to judge it."""
-
-    draw: Draw
-    grows = True
-
-    def batches(self, count: int) -> tuple[Data, Data | None]:
-        return self.final(count), self.final(count)
-
-    def final(self, count: int) -> Data:
-        drawn = self.draw(count)
-        return (drawn, None) if isinstance(drawn, Tensor) else as_pair(drawn, f"draw({count}) must return a pair")
+        """The batch of a step, and as many others to judge it; None where the batch judges itself."""
+        return self.draw(count), self.draw(count) if self.is_fresh else None
 
 
 @dataclass
@@ -180,10 +147,15 @@ def source_of(data: Any) -> Source:
     """All samples at every step, or a sampler, by what the data is."""
     if isinstance(data, tuple | list) and len(data) == 2 and not callable(data):
         _batch.check_batch(data[0], data[1])
-        return FullBatch((data[0], data[1]))
-    if callable(data):
-        return Sampler(data)
-    raise TypeError(
-        "fit: data must be a pair (inputs, targets), a function draw(count) or a loader of such pairs, got "
-        f"{type(data).__name__}"
-    )
+        return Source(lambda count: (data[0], data[1]), is_fresh=False)
+    if not callable(data):
+        raise TypeError(
+            "fit: data must be a pair (inputs, targets), a function draw(count) or a loader of such pairs, got "
+            f"{type(data).__name__}"
+        )
+
+    def draw(count: int) -> Data:
+        drawn = data(count)
+        return (drawn, None) if isinstance(drawn, Tensor) else as_pair(drawn, f"draw({count}) must return a pair")
+
+    return Source(draw, is_fresh=True)

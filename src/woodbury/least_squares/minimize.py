@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -168,12 +168,10 @@ def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
     cosine = g.abs() / torch.where(norms > 0, norms, 1.0)
     flat = ((cosine <= problem.gtol * size.unsqueeze(-1)) | ~free).all(1)
     rounding = 4 * problem.residuals.epsilon * (1 + vector_norm(norms * fits.x, dim=-1) / size)
-    return _Fits(
-        *(fits.row, fits.x, fits.f, fits.cost, fits.nfev, fits.njev),
-        torch.where(finite, torch.where(flat, 1, fits.status), -1),
-        *(fits.radius, fits.damping, fits.begun, scale, J, target, free, rounding, fits.S),
-        *trust_region.factorize(J * free.unsqueeze(1), target, scale),
-    )
+    status = torch.where(finite, torch.where(flat, 1, fits.status), -1)
+    factors = trust_region.factorize(J * free.unsqueeze(1), target, scale)
+    model = {"scale": scale, "J": J, "target": target, "free": free, "rounding": rounding}
+    return replace(fits, status=status, **model, **factors._asdict())
 
 
 def _advance(problem: Problem, fits: _Fits) -> _Fits:

@@ -156,31 +156,28 @@ class Poisson(StructuredRule):
             raise ValueError("PoissonNLLLoss: targets are counts, and must not be negative")
         return prepared
 
-    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        options: Any = loss
+    def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         each = F.poisson_nll_loss(
             outputs,
             targets.to(outputs.dtype),
-            log_input=options.log_input,
-            full=options.full,
-            eps=options.eps,
+            log_input=loss.log_input,
+            full=loss.full,
+            eps=loss.eps,
             reduction="none",
         )
         return each.sum(1) if self.is_sum(loss) else each.mean(1)
 
-    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        options: Any = loss
-        slope = outputs.exp() - targets if options.log_input else 1 - targets / (outputs + options.eps)
+    def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        slope = outputs.exp() - targets if loss.log_input else 1 - targets / (outputs + loss.eps)
         return slope * share_of_output(loss, outputs)
 
-    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        options: Any = loss
+    def compact_factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> Factor:
         share, least = share_of_output(loss, outputs), smallest_probability(outputs.dtype)
         residual = self.residual(loss, outputs, targets)
-        if options.log_input:
+        if loss.log_input:
             root = (outputs.exp() * share).clamp_min(least).sqrt()
             return DiagonalFactor(residual / root, root)
-        variance = targets / (outputs + options.eps).square() * share
+        variance = targets / (outputs + loss.eps).square() * share
         curved = variance > least
         root = torch.where(curved, variance, 0.0).sqrt()
         e = torch.where(curved, residual / torch.where(curved, root, 1.0), 0.0)
@@ -214,12 +211,11 @@ class Gaussian(StructuredRule):
             raise ValueError("GaussianNLLLoss: variances, targets[:, 1], must not be negative")
         return prepared
 
-    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        options: Any = loss
+    def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         target, variance = targets.unbind(1)
-        variance = variance.to(outputs.dtype).clamp_min(options.eps)  # torch's function would wait for a device
+        variance = variance.to(outputs.dtype).clamp_min(loss.eps)  # torch's function would wait for a device
         each = 0.5 * (variance.log() + (outputs - target).square() / variance)
-        if options.full:
+        if loss.full:
             each = each + 0.5 * math.log(2 * math.pi)
         return each.sum(1) if self.is_sum(loss) else each.mean(1)
 
@@ -233,8 +229,7 @@ class Gaussian(StructuredRule):
         return DiagonalFactor((outputs - target) * root, root)
 
     @staticmethod
-    def _precision(loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _precision(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """1/(v C), 1/v for a sum, and the targets, (n, C) each."""
-        options: Any = loss
         target, variance = targets.unbind(1)
-        return share_of_output(loss, outputs) / variance.clamp_min(options.eps), target
+        return share_of_output(loss, outputs) / variance.clamp_min(loss.eps), target

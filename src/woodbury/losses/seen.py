@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import DenseFactor, Factor
-from woodbury.losses.rules import LossRule, loss_rule, register_loss
+from woodbury.losses.rules import LossRule, StructuredRule, loss_rule, register_loss
 from woodbury.losses.tape import Base, Node
 
 FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
@@ -71,63 +71,48 @@ class ScaledLoss(nn.Module):
 
 
 @register_loss(ScaledLoss)
-class _ScaledRule(LossRule):
+class _ScaledRule(StructuredRule):
     """c l: values and residuals times c, S and e times sqrt(c)."""
 
-    def check(self, loss: nn.Module) -> None:
-        _inner(loss).check(_own(loss))
+    def check(self, loss: Any) -> None:
+        _rule(loss).check(loss.loss)
 
-    def is_sum(self, loss: nn.Module) -> bool:
-        return _inner(loss).is_sum(_own(loss))
+    def is_sum(self, loss: Any) -> bool:
+        return _rule(loss).is_sum(loss.loss)
 
-    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        return _inner(loss).prepare(_own(loss), outputs, targets)
+    def prepare(self, loss: Any, outputs: Tensor, targets: Tensor | None) -> Tensor:
+        return _rule(loss).prepare(loss.loss, outputs, targets)
 
-    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
-        return _inner(loss).count(_own(loss), targets)
+    def count(self, loss: Any, targets: Tensor) -> Scalar:
+        return _rule(loss).count(loss.loss, targets)
 
-    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
-        return _inner(loss).count_of_first(_own(loss), targets, samples)
+    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
+        return _rule(loss).count_of_first(loss.loss, targets, samples)
 
-    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _factor(loss) * _inner(loss).values(_own(loss), outputs, targets)
+    def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _rule(loss).values(loss.loss, outputs, targets) * loss.factor
 
-    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _factor(loss) * _inner(loss).total(_own(loss), outputs, targets)
+    def total(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _rule(loss).total(loss.loss, outputs, targets) * loss.factor
 
-    def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _factor(loss) * _inner(loss).residual(_own(loss), outputs, targets)
+    def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _rule(loss).residual(loss.loss, outputs, targets) * loss.factor
 
-    def factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        compact = self.compact_factor(loss, outputs, targets)
-        return compact.columns(), compact.e
-
-    def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
-        factor = _factor(loss)
-        own = _inner(loss).compact_factor(_own(loss), outputs, targets)
-        e, rest = own.e, own.rest
+    def compact_factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> Factor:
+        own, root = _rule(loss).compact_factor(loss.loss, outputs, targets), math.sqrt(loss.factor)
         return DenseFactor(
-            None if e is None else e * math.sqrt(factor),
-            own.columns() * math.sqrt(factor),
-            rest=None if rest is None else rest * factor,
+            None if own.e is None else own.e * root,
+            own.columns() * root,
+            rest=None if own.rest is None else own.rest * loss.factor,
         )
 
-    def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-        own, factor = _inner(loss).curved_loss(_own(loss)), _factor(loss)
-        return lambda outputs, targets: factor * own(outputs, targets)
+    def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        own = _rule(loss).curved_loss(loss.loss)
+        return lambda outputs, targets: own(outputs, targets) * loss.factor
 
 
-def _own(loss: Any) -> nn.Module:
-    own: nn.Module = loss.loss
-    return own
-
-
-def _inner(loss: Any) -> LossRule:
+def _rule(loss: Any) -> LossRule:
     return loss_rule(loss.loss)
-
-
-def _factor(loss: Any) -> float:
-    return float(loss.factor)
 
 
 class NoSamples(ScaledLoss):

@@ -42,13 +42,9 @@ class Call:
         )
 
     @property
-    def outputs_intact(self) -> bool:
-        return self.outputs._version == self.versions[-1]
-
-    @property
     def is_intact(self) -> bool:
         """Whether inputs and outputs are still what they were at the call."""
-        return self.inputs_intact and self.outputs_intact
+        return self.inputs_intact and self.outputs._version == self.versions[-1]
 
     @property
     def parameters(self) -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature, unwrap
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,11 @@ from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
 from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
-from woodbury.model.chain import Back, ChainCall, MovedForward, chain_rows
+from woodbury.model.chain import Back, ChainCapture, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass, grads_of_many, written_rows
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled, unseen_parameters
 from woodbury.model.plan import Layer, Plan
-from woodbury.products import jacobian_products
+from woodbury.products import jacobian_products, transposed_jacobian_product
 
 _MANY_PASSES = 20  # of a step, from which on it says so
 _COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
@@ -49,50 +49,6 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
 def calls_model(forward: Forward) -> bool:
     """Whether a forward is the default one, as it is or wrapped."""
     return unwrap(forward) is call_model
-
-
-class Capture(Protocol):
-    """What a pass over a batch leaves, whether autograd followed it or a chain was run by hand."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def raw(self) -> Tensor:
-        """The outputs in the model's own shape (n, ...)."""
-
-    @property
-    def outputs(self) -> Tensor:
-        """The outputs (n, C)."""
-
-    def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
-        """Back-propagate columns and return the rows of every module whose parameters were used.
-
-        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on. Row
-        (i, a) is the derivative of columns[i, a] . outputs[i] in the module's parameters. Call it last: it frees
-        the graph.
-        """
-
-    def gradient(self, weights: Tensor) -> dict[str, Tensor]:
-        """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
-
-    def call_of(self, layer: str) -> Call | ChainCall | None:
-        """The inputs and outputs of a layer, if it was called once."""
-
-    def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
-        """The outputs of the same batch with `changes` added to the parameters, by parameter name.
-
-        Layers in `forwards` are computed by these functions. Parameters are bit-identical afterwards.
-        """
-
-    def push_forward(self, vectors: Sequence[Vector]) -> Tensor:
-        """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
-
-    def second_derivative(self, vector: Vector) -> Tensor:
-        """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
-
-    def check_inputs(self) -> None:
-        """Raise if the input of a layer was changed in place after the layer used it."""
 
 
 @dataclass
@@ -120,10 +76,17 @@ class GraphCapture:
         return self.autocast or fewest_digits(self.outputs)
 
     def call_of(self, layer: str) -> Call | None:
+        """The inputs and outputs of a layer, if it was called once."""
         calls = [call for call in self.calls if call.layer.name == layer]
         return calls[0] if len(calls) == 1 else None
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+        """Back-propagate columns and return the rows of every module whose parameters were used.
+
+        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on. Row
+        (i, a) is the derivative of columns[i, a] . outputs[i] in the module's parameters. Call it last: it frees
+        the graph.
+        """
         self.check_inputs()
         if self.chain is not None:
             layers, layer_inputs, backs = self.chain
@@ -190,6 +153,7 @@ class GraphCapture:
         return len(find_bare(self.plan, graph, names, len(self.outputs)).keys) == len(names)
 
     def check_inputs(self) -> None:
+        """Raise if the input of a layer was changed in place after the layer used it."""
         for call in self.calls:
             if not call.inputs_intact:
                 raise ValueError(
@@ -293,6 +257,10 @@ class GraphCapture:
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
+        """The outputs of the same batch with `changes` added to the parameters, by parameter name.
+
+        Layers in `forwards` are computed by these functions. Parameters are bit-identical afterwards.
+        """
         with (
             moved_model(self.plan, changes, forwards),
             torch.set_grad_enabled(trial_needs_gradients(self.plan, self.forward)),
@@ -301,6 +269,7 @@ class GraphCapture:
             return self.forward(self.model, self.inputs).detach()
 
     def push_forward(self, vectors: Sequence[Vector]) -> Tensor:
+        """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
@@ -312,6 +281,7 @@ class GraphCapture:
         return torch.stack([product(vector) for vector in vectors])
 
     def second_derivative(self, vector: Vector) -> Tensor:
+        """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
         plan, outputs = self.plan, self.outputs.detach()
 
         def run(change: Vector) -> Tensor:
@@ -347,11 +317,8 @@ class GraphCapture:
         return largest_difference(outputs.reshape(self.outputs.shape), self.outputs)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
-        parameters = self.plan.parameters
-        grads = torch.autograd.grad(
-            self.outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
-        )
-        return dict(zip(parameters, grads, strict=True))
+        """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
+        return transposed_jacobian_product(self.outputs, self.plan.parameters, weights)
 
     def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
         """Gradients that arrive at edges, (k, *shape) each, or None where they have no effect."""
@@ -363,6 +330,10 @@ class GraphCapture:
             )
             return [None if grad is None else grad.unsqueeze(0) for grad in grads]
         return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
+
+
+# What a pass over a batch leaves, whether autograd followed it or a chain was run by hand.
+Capture = GraphCapture | ChainCapture
 
 
 def _explicit(plan: Plan, blocks: Collection[str], rows: Vector) -> dict[str, RowForm]:

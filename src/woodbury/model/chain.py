@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury._process import has_global_hook
+from woodbury._process import has_global_hook, has_hook
 from woodbury._vector import Vector
 from woodbury.layers.forms import Layout, OuterRows, OuterSum, RowForm, layout_of, linear
 from woodbury.layers.rules import has_own_parameters, linear_rows
@@ -368,10 +368,7 @@ _FORWARDS = {kind: kind.forward for kind in _KNOWN}
 def _is_bare(module: nn.Module) -> bool:
     """Whether a call of the module runs the forward of its class and nothing else."""
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        has_hook(module)
         or "forward" in vars(module)
         or type(module).forward is not _FORWARDS.get(type(module))  # replaced for the whole class
     )

@@ -76,6 +76,11 @@ class Pass:
         same = self.gives(outputs.reshape(self.outputs.shape).to(self.outputs))
         return found[0] if same else None
 
+    def part(self, start: int, count: int) -> tuple[Any, Noise | None]:
+        """The inputs of the samples from `start` on, and the random numbers that the pass drew for them."""
+        inputs = _batch.part(self.inputs, slice(start, start + count), len(self.outputs))
+        return inputs, None if self.noise is None else replace(self.noise, start=start)
+
 
 class Bound(nn.Module):
     """forward(model, inputs) as a module, so that functional_call can exchange the model's parameters."""
@@ -105,16 +110,10 @@ def written_rows(
     the methods and the shapes of columns whose rows were checked; it gains this one. `announce` hears how many
     passes a slow method is going to take.
     """
-    model, forward, outputs_of_all = forward_pass.model, forward_pass.forward, forward_pass.outputs
-    window = slice(start, start + len(columns))
-    inputs = _batch.part(forward_pass.inputs, window, len(outputs_of_all))
+    outputs_of_all, window = forward_pass.outputs, slice(start, start + len(columns))
     methods: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
-        "func": lambda: rows_by_func(
-            model, forward, inputs, parameters, columns, max_bytes, noise_of(forward_pass, start)
-        ),
-        "chunks": lambda: rows_by_chunks(
-            model, forward, inputs, parameters, columns, noise_of(forward_pass, start)
-        ),
+        "func": lambda: rows_by_func(forward_pass, parameters, columns, start, max_bytes),
+        "chunks": lambda: rows_by_chunks(forward_pass, parameters, columns, start),
     }
     for name, compute in methods.items():
         if method not in (None, name):
@@ -147,12 +146,6 @@ def written_rows(
             _random.restore(random)
     announce(len(columns), _ONE_BY_ONE)
     return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
-
-
-def noise_of(forward_pass: Pass, start: int) -> Noise | None:
-    """The random numbers of the samples from `start` on, as the pass drew them."""
-    noise = forward_pass.noise
-    return None if noise is None else replace(noise, start=start)
 
 
 def wrong_rows(
@@ -223,17 +216,16 @@ no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 
 def rows_by_func(
-    model: nn.Module,
-    forward: Forward,
-    inputs: Any,
+    forward_pass: Pass,
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
-    max_bytes: int | None = None,
-    noise: Noise | None = None,
+    start: int,
+    max_bytes: int | None,
 ) -> tuple[Tensor, Vector]:
-    """Outputs (n, C) and, for columns (n, k, C), the rows of each parameter, (n, k, *shape)."""
-    bound = Bound(model, forward)
+    """Outputs (n, C) and, for columns (n, k, C) of the samples from `start` on, rows (n, k, *shape)."""
+    bound = Bound(forward_pass.model, forward_pass.forward)
     samples, per_sample, _ = columns.shape
+    inputs, noise = forward_pass.part(start, samples)
     point = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     leaves, structure = _batch.leaves_of(inputs, samples)
     mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
@@ -268,19 +260,15 @@ def rows_by_func(
 
 
 def rows_by_chunks(
-    model: nn.Module,
-    forward: Forward,
-    inputs: Any,
-    parameters: Mapping[str, nn.Parameter],
-    columns: Tensor,
-    noise: Noise | None = None,
+    forward_pass: Pass, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
 ) -> tuple[Tensor, Vector]:
     """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
     samples = len(columns)
+    inputs, noise = forward_pass.part(start, samples)
     outputs, pieces = [], []
     for window in windows(samples, _CHUNK):
         with torch.enable_grad(), noise.shared(window, False) if noise else nullcontext():
-            raw = forward(model, _batch.part(inputs, window, samples))
+            raw = forward_pass.forward(forward_pass.model, _batch.part(inputs, window, samples))
             flat = raw.reshape(window.stop - window.start, -1)
         pieces.append(rows_on_graph(flat, parameters, columns[window], together=True))
         outputs.append(flat.detach())

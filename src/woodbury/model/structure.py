@@ -14,12 +14,6 @@ from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan, plan_layers
 
 
-def names_by_group(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """The names of the parameters in each group, without those that are not trained."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
-
-
 class Structure:
     """The layers to train, and whether they form a chain."""
 
@@ -28,7 +22,7 @@ class Structure:
         self.by_layers = by_layers
         self.max_bytes = max_bytes
         self.chain: Chain | None = None  # the model as a chain, if its structure is one
-        self.names: list[list[str]] = []  # of the parameters in each group
+        self.names: list[list[str]] = []  # of the trained parameters in each group
         self._plan: Plan | None = None
         self.groups: tuple[tuple[int, ...], ...] = ()  # the ids of the parameters in each group
         self._shows_chain: bool | None = None  # None until tried
@@ -55,7 +49,8 @@ class Structure:
         if self._plan is not None:
             plan.findings.warned = self._plan.findings.warned
         self._plan = plan
-        self.groups, self.names = ids, names_by_group(groups, plan.parameters)
+        self.groups = ids
+        self.names = [[plan.names[own] for own in group if own in plan.names] for group in ids]
         self.chain = read_chain(plan, model) if self.by_layers else None
         self._shows_chain = None
         return plan

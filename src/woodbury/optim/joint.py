@@ -168,9 +168,6 @@ class JointRows(Rows):
 
     # -- products ------------------------------------------------------------------------------------------
 
-    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack(self.layer_matvec(vector)).sum(0)
-
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
         return list(self.joined(torch.stack(self._own.layer_matvec(vector))))
 

@@ -114,7 +114,7 @@ def remember(
         earlier = concatenate_forms([batch.forms for batch in kept.batches])
         if gram is not None:
             old = Rows(plan, earlier, before)
-            cross = old.cross_gram(rows, dtype=dtype)
+            cross = old.gram(rows, dtype=dtype)
             first = old.gram(dtype=dtype) if kept.gram is None else kept.gram
             gram = torch.cat([torch.cat([first, cross], 1), torch.cat([cross.t(), gram], 1)])
         e = line.factor_weights(next(iter(plan.parameters.values())).detach())

@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
+from woodbury.device.constants import identity
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
@@ -187,16 +188,12 @@ class KFAC(SecondOrder):
 
     def _outer(self, name: str, form: RowForm) -> OuterRows:
         if not isinstance(form, OuterRows):
+            place = " on several positions of a sample" if isinstance(form, SharedRows) else ""
             raise ValueError(
                 f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
-                f"{type(self.model.get_submodule(name)).__name__}{_place(form)}; GaussNewton and NaturalGradient "
-                "take it"
+                f"{type(self.model.get_submodule(name)).__name__}{place}; GaussNewton and NaturalGradient take it"
             )
         return form
-
-
-def _place(form: RowForm) -> str:
-    return " on several positions of a sample" if isinstance(form, SharedRows) else ""
 
 
 def kronecker_factors(form: OuterRows, divisor: Scalar) -> Factors:
@@ -229,7 +226,9 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         done = info == 0
         # cholesky_inverse raises on a factor that was left unfinished
-        inverse = torch.cholesky_inverse(_where(done, lower, partial(_identity_like, lower)))
+        inverse = torch.cholesky_inverse(
+            _where(done, lower, partial(identity, len(lower), lower.dtype, lower.device))
+        )
         result[side] = _where(done, inverse, partial(torch.zeros_like, inverse))
         result[f"{side}_shift"] = shift
         ok = ok & done
@@ -260,10 +259,6 @@ def _mixed(old: Tensor | None, new: Tensor, weight: float, good: Tensor) -> Tens
 def _where(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """value where the condition holds; on the CPU no pass over it is made to see that."""
     return value if truth(condition) is True else torch.where(condition, value, otherwise())
-
-
-def _identity_like(matrix: Tensor) -> Tensor:
-    return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _same_shapes(old: Mapping[str, Tensor], new: Factors) -> bool:
