@@ -289,7 +289,9 @@ def dense_path(
     c = nonnegative_by_enumeration(matrix + 1e-10 * matrix.diagonal().diag(), linear)
     p = c @ P
     s = D.diagonal().rsqrt()
-    bound = bounds.of_solve(B * s * s.unsqueeze(1), least)
+    # J^T H J cancels where outputs move together: it errs by eps of its terms
+    terms = times * reference.curvature_matrix([(J.abs(), r, H.abs()) for J, r, H in samples], "gauss-newton")
+    bound = bounds.of_solve(terms * s * s.unsqueeze(1), least)
     inside = reference.chosen(inputs, subset)
 
     def pulled_back(changes):
