@@ -179,6 +179,7 @@ def test_peers_that_compute_the_same_p_agree(peer, key, monkeypatch):
     assert peers.measure(peer, network, limit=0.0, warmup=network) == {"status": "over 0 s"}
 
 
+@pytest.mark.slow
 def test_peers_are_measured_in_processes_and_a_missing_one_is_reported(printed, monkeypatch):
     absent = peer_steps.Peer("absent", lambda task: None, "smw-gn", peer_steps.GN, "no-such-peer")
     monkeypatch.setitem(peer_steps.PEERS, "absent", absent)
@@ -208,6 +209,7 @@ print(peers.measure_memory(peer, peers.SMALL["classes"], warmup=peers.SMALL["cla
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak memory from /proc")
+@pytest.mark.slow
 def test_memory_of_a_step_is_its_peak_or_none_if_freed_memory_is_held(monkeypatch):
     """A step that holds 64 MiB for a moment, in a process whose peak has been higher before."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | peers.RETURNS_MEMORY

@@ -33,7 +33,9 @@ def test_lemma_1_predicted_decrease_bounds_gradient_times_step():
                 assert info.predicted * slack >= damping / (beta + damping) * g.norm() * info.step_norm
 
 
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+@pytest.mark.parametrize(
+    "method", [woodbury.GaussNewton, pytest.param(woodbury.NaturalGradient, marks=pytest.mark.slow)]
+)
 def test_theorem_1_semi_stochastic_variant_converges_to_a_stationary_point(method):
     """Full gradients, random S2, theta moves only if rho >= eta: f never rises and |g| falls below 1e-6.
 

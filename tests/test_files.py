@@ -474,6 +474,7 @@ def test_the_help_says_how_to_set_a_field() -> None:
 # -- determinism -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_with_the_same_command_end_bit_identically(tmp_path: Path) -> None:
     """Forked and started: the order of sets differs."""
     arguments = ["train", "digits", "--epochs", "1", "--seed", "5", "--out"]

@@ -673,6 +673,12 @@ def no_slope(b):
 
 y3 = torch.zeros(3, 40, dtype=torch.float64)
 BAD = [
+    ({"function": 3}, TypeError, "function must be a function of the parameters, got int"),
+    ({"start": "abc"}, TypeError, "start must be a tensor, an array or a list"),
+    ({"start": 1.0, "batched": True}, ValueError, "starts along its first axis"),
+    ({"bounds": 3}, ValueError, r"bounds must be a pair \(lower, upper\), got 3"),
+    ({"ftol": -1}, ValueError, "ftol must be None or a number"),
+    ({"max_nfev": 0}, ValueError, "max_nfev must be a positive integer"),
     ({"function": lambda b: (b, b)}, TypeError, "tensor of residuals, got tuple; torch.stack"),
     ({"function": lambda b: b[:0]}, ValueError, r"one residual or more .* shape \(0,\)"),
     ({"function": lambda b: b.detach()}, ValueError, "do not depend on the parameters .* without detach"),

@@ -68,6 +68,7 @@ print(peak() - before, sum(p.numel() * 4 for p in model.parameters()))
 """
 
 
+@pytest.mark.slow
 @needs_proc
 def test_natural_gradient_step_needs_less_than_two_copies_of_the_parameters_more_than_sgd():
     # bytes by which the peak grows in three steps, and bytes of the parameters
@@ -155,6 +156,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.slow
 @needs_proc
 def test_gram_of_shared_parameters_keeps_to_its_limit():
     """432 rows at 64 MiB: all pairs of positions would take 3 GB, all rows of the embedding 276 MB."""

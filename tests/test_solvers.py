@@ -18,7 +18,8 @@ from benchmarks.peers import RETURNS_MEMORY
 from cases import every_pair
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
-from woodbury.model.capture import Capture
+from woodbury.model.capture import GraphCapture
+from woodbury.model.chain import ChainCapture
 from woodbury.optim import smw
 from woodbury.row_matrix import Rows
 
@@ -160,7 +161,8 @@ def test_raised_damping_forms_the_matrix_once(monkeypatch):
     subset={"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))},
 )
 def test_products_give_the_dense_direction_without_a_row(name, kind, blocks, subset, monkeypatch):
-    forbid(monkeypatch, Capture, "rows")
+    forbid(monkeypatch, GraphCapture, "rows")
+    forbid(monkeypatch, ChainCapture, "rows")
     problem = problems.make(name)
     optimizer = METHODS[kind](
         problem.model, problem.loss, damping=0.03, blocks=blocks, solver="products", solver_tolerance=1e-12

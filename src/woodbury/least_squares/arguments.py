@@ -11,12 +11,17 @@ from torch import Tensor
 
 def starting_points(start: Any, batched: bool) -> tuple[Tensor, torch.Size]:
     """The starts (b, p), and the shape of the parameters as the function sees them."""
-    plain = isinstance(start, list | tuple | int | float)
-    x = torch.as_tensor(start, dtype=torch.float64 if plain else None).detach()
+    try:
+        x = torch.as_tensor(start, dtype=torch.float64 if isinstance(start, list | tuple | int | float) else None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"start must be a tensor, an array or a list of numbers: {error}") from None
+    x = x.detach()
     if not x.dtype.is_floating_point and not x.dtype.is_complex:
         x = x.double()
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"start must be float32 or float64, got {x.dtype}; convert it with start.double()")
+    if batched and x.dim() == 0:
+        raise ValueError("with batched=True, start must have the starts along its first axis, got one number")
     if x.numel() == 0:
         raise ValueError(f"start holds no parameters: its shape is {tuple(x.shape)}")
     shape = x.shape[1:] if batched else x.shape
@@ -58,7 +63,10 @@ class Bounds(NamedTuple):
 def limits(bounds: Any, x: Tensor, shape: torch.Size, batched: bool) -> Bounds | None:
     if bounds is None:
         return None
-    low, high = bounds
+    try:
+        low, high = bounds
+    except (TypeError, ValueError):
+        raise ValueError(f"bounds must be a pair (lower, upper), got {bounds!r}") from None
     lower = _for_each("the lower bound", -math.inf if low is None else low, x, shape, batched)
     upper = _for_each("the upper bound", math.inf if high is None else high, x, shape, batched)
     if not (lower < upper).all():
@@ -88,3 +96,19 @@ def diagonal(x_scale: Any, x: Tensor, shape: torch.Size, batched: bool) -> Tenso
     if wrong.any():
         raise ValueError(f"x_scale{place(wrong, shape, batched)} is not a positive number")
     return 1 / scales
+
+
+def tolerance(name: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ValueError(f"{name} must be None or a number that is not negative, got {value!r}")
+    return float(value)
+
+
+def largest_nfev(value: int | None, parameter_count: int) -> int:
+    if value is None:
+        return max(1000, 100 * (parameter_count + 1))
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"max_nfev must be a positive integer or None, got {value!r}")
+    return value

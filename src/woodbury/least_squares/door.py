@@ -112,10 +112,10 @@ def least_squares(
     residuals = Residuals(function, args, shape, batched, x)
     problem = Problem(
         *(residuals, cost, limits, scale),
-        residuals.epsilon ** (4 / 3) if ftol is None else ftol,
-        4 * residuals.epsilon if xtol is None else xtol,
-        0.0 if gtol is None else gtol,
-        max(1000, 100 * (x.shape[1] + 1)) if max_nfev is None else max_nfev,
+        arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
+        arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
+        arguments.tolerance("gtol", gtol, 0.0),
+        arguments.largest_nfev(max_nfev, x.shape[1]),
         verbose,
         None if callback is None else lambda x: callback(x.reshape(start_shape)),
     )

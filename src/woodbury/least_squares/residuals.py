@@ -22,6 +22,8 @@ class Residuals:
         self, function: Callable[..., Tensor], args: Sequence[Any], shape: torch.Size, batched: bool, start: Tensor
     ) -> None:
         """start (b, p); shape: that of the parameters as the function sees them."""
+        if not callable(function):
+            raise TypeError(f"function must be a function of the parameters, got {type(function).__name__}")
         self.batched, self._count = batched, len(start)
         self._function, self._shape = function, shape
         self._args = tuple(args)
