@@ -34,7 +34,6 @@ import torch
 
 from tests import processes
 from woodbury.experiments import checkpoint
-from woodbury.experiments.checkpoint import as_bytes
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps
@@ -48,13 +47,22 @@ def arguments_of(optimizer: str, out: Path) -> list[object]:
     return ["train", "digits", "--optimizer", optimizer, "--out", out, *options]
 
 
-def state_in(checkpoint: bytes) -> tuple[int, bytes]:
-    """The step of a checkpoint, and the bits of what the clock does not change; raises if it is not whole."""
+def state_in(checkpoint: bytes) -> tuple[int, Any]:
+    """The step of a checkpoint, and what the clock does not change, bit by bit; raises if it is not whole."""
     header, _, content = checkpoint.partition(b"\n")
     if header.split(b" ")[-1] != hashlib.sha256(content).hexdigest().encode():
         raise ValueError(f"no whole checkpoint: {header!r}")
     values = torch.load(io.BytesIO(content), weights_only=True)
-    return values["step"], as_bytes({key: value for key, value in values.items() if key not in _TIMED})
+    return values["step"], _bits({key: value for key, value in values.items() if key not in _TIMED})
+
+
+def _bits(value: Any) -> Any:
+    """A value equal to another where all bits are: the pickles of equal values may differ."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: _bits(item) for key, item in value.items()}
+    return [_bits(item) for item in value] if isinstance(value, list | tuple) else repr(value)
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
@@ -69,7 +77,7 @@ class Whole:
 
     weights: bytes
     records: list[dict[str, Any]]
-    states: dict[int, bytes]  # by step
+    states: dict[int, Any]  # by step
 
 
 def command_with_copies(copies: Path, *arguments: object) -> None:
