@@ -10,6 +10,7 @@ if "--other-kernels" in sys.argv:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if OTHER_KERNELS in os.environ:
     os.environ["OMP_NUM_THREADS"] = "2"
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # several test processes share the cores
     os.environ["ATEN_CPU_CAPABILITY"] = "default"  # torch's own kernels without vector instructions
     os.environ["OPENBLAS_CORETYPE"] = "ARMV8" if os.uname().machine == "aarch64" else "Prescott"
     os.environ["MKL_CBWR"] = "COMPATIBLE"
