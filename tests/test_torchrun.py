@@ -210,7 +210,7 @@ def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
     command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", 1, "--epochs", 1, "--out", tmp_path]
     done = run_python("-m", *torchrun, "-m", "woodbury", *command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("Medians over seeds") == 1
+    assert done.stdout.count("medians over seeds") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
     for name in ("smw-ng", "sgd"):
         assert (tmp_path / "digits-1" / f"{name}-seed0" / "model.pt").exists()
