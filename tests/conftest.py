@@ -46,15 +46,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _uses_bounds(function, module, seen):
-    """Whether a function, or one of its module that it calls, takes a bound from tests/bounds.py."""
+    """Whether a function, or what it uses of its module, takes a bound from tests/bounds.py."""
     function = getattr(function, "hypothesis", function)
     function = getattr(function, "inner_test", function)
     names = set(function.__code__.co_names) - seen
     seen |= names
-    called = [vars(module).get(name) for name in names]
-    return "bounds" in names or any(
-        isinstance(own, FunctionType) and _uses_bounds(own, module, seen) for own in called
-    )
+    if "bounds" in names:
+        return True
+    used = [vars(module).get(name) for name in names]
+    used += [part for own in used if isinstance(own, type) for part in vars(own).values()]
+    return any(_uses_bounds(own, module, seen) for own in used if isinstance(own, FunctionType))
 
 
 @pytest.fixture(autouse=True)

@@ -279,3 +279,10 @@ def test_ignored_targets_leave_the_scale_of_the_mean():
     assert reference.relative_error(p, alone) <= bound
     with pytest.raises(ValueError, match="every target of the batch is ignored"):
         optimizer.step(inputs, torch.tensor([-100, -100]))
+
+
+@pytest.mark.parametrize("method", [woodbury.KFAC, woodbury.HessianFree])
+@pytest.mark.parametrize("given", [{"momentum": 0.9}, {"blocks": "full"}, {"fallback": "autograd"}])
+def test_arguments_that_a_method_fixes_are_refused_by_their_names(method, given):
+    with pytest.raises(TypeError, match=f"{method.__name__} has no argument '{next(iter(given))}'"):
+        method(nn.Linear(3, 2), nn.MSELoss(), **given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypedDict
@@ -195,3 +195,10 @@ def check_curvature_samples(value: int | float | str | None) -> None:
         raise ValueError(f"curvature_samples must be at least 1, got {value}")
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(f"curvature_samples as a fraction must lie in (0, 1], got {value}")
+
+
+def refuse_fixed(method: str, given: Collection[str]) -> None:
+    """Raise if an argument was given that a method fixes itself."""
+    for name in ("blocks", "momentum", "fallback"):
+        if name in given:
+            raise TypeError(f"{method} has no argument {name!r}: what it stands for is fixed in this method")

@@ -18,7 +18,7 @@ from woodbury.displacement import Displacement
 from woodbury.linalg import minimize_quadratic
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.passes import Objective
-from woodbury.optim.settings import Common, check_number, check_whole_number
+from woodbury.optim.settings import Common, check_number, check_whole_number, refuse_fixed
 from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
 
@@ -59,6 +59,7 @@ class HessianFree(SecondOrder):
         check_number("progress", progress)
         self.max_iterations = max_iterations
         self.progress = progress
+        refuse_fixed("HessianFree", common)
         # the base keeps the last p, times its momentum, for us
         super().__init__(model, loss, lr, blocks="full", momentum=warm_start, fallback="autograd", **common)
 

@@ -29,7 +29,7 @@ from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
 from woodbury.optim.base import SecondOrder
-from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number
+from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
 from woodbury.optim.step import Problem, Proposal
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
@@ -74,6 +74,7 @@ class KFAC(SecondOrder):
         decay: float = 0.95,  # epsilon
         **common: Unpack[Common],
     ) -> None:
+        refuse_fixed("KFAC", common)
         check_whole_number("refresh", refresh, least=1)
         check_number("decay", decay, most=BELOW_ONE)
         self.refresh = refresh
