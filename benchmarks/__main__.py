@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks import gpu, laplacian, models, peers, processes, scale, standings, step
+from benchmarks import beside, gpu, laplacian, models, peers, processes, scale, standings, step
 from benchmarks.common import Command
 from woodbury.experiments.storage import round_numbers
 
@@ -27,6 +27,7 @@ COMMANDS = {
     "processes": processes.COMMAND,
     "laplacian": laplacian.COMMAND,
     "models": models.COMMAND,
+    "beside": beside.COMMAND,
 }
 
 

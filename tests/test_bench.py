@@ -1,6 +1,7 @@
 """The measurements print what they promise; their figures are for a quiet machine, not for a test."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,19 @@ from torch import nn
 
 import woodbury
 from benchmarks import __main__ as program
-from benchmarks import common, gpu, laplacian, models, peer_steps, peers, processes, scale, step
+from benchmarks import (
+    beside,
+    common,
+    gpu,
+    laplacian,
+    models,
+    peer_steps,
+    peers,
+    processes,
+    scale,
+    step,
+    trajectories,
+)
 from benchmarks.common import Network
 
 ROOT = Path(__file__).parent.parent
@@ -219,6 +232,93 @@ def test_memory_of_a_step_is_its_peak_or_none_if_freed_memory_is_held(monkeypatc
     held, ones = [], torch.ones
     monkeypatch.setattr(peers.torch, "ones", lambda *sizes: held.append(ones(*sizes)))
     assert not peers._sees_memory()
+
+
+# -- another commit beside the work tree ----------------------------------------------------------------------
+
+
+def _trajectory(parameter=2.0, ratio=0.5, condition=3.0):
+    info = {"loss": 4.0, "predicted": 1.0, "ratio": ratio, "damping": 1.0}
+    parameters = {"a": torch.ones(4), "b": torch.tensor([parameter], dtype=torch.float64)}
+    return {"size": 100, "condition": condition, "steps": {2: {"parameters": parameters, **info}}}
+
+
+def test_differences_are_the_largest_relative_ones_and_nan_equals_nan():
+    assert (
+        beside.difference({"a": 2.0, "b": torch.tensor([3.0, 4.0])}, {"a": 2.5, "b": torch.tensor([3.0, 5.0])})
+        == 0.25
+    )
+    assert beside.difference(math.nan, math.nan) == 0.0 == beside.difference(0.0, 0.0)
+    assert (
+        beside.difference(math.nan, 1.0)
+        == beside.difference(1.0, math.nan)
+        == beside.difference(0.0, 1.0)
+        == math.inf
+    )
+
+
+def test_rounding_explains_what_its_bound_says_and_no_more():
+    here = _trajectory()
+    rounding = 8 * EPS * 10 * 3 * 2  # sqrt(100), condition, steps
+    (entries,) = beside.compare(_trajectory(2.0 + rounding), here, [_trajectory()]).values()
+    assert entries["parameters"]["bound"] == pytest.approx(rounding, rel=1e-6, abs=0)
+    assert entries["parameters"]["difference"] == pytest.approx(rounding / 2, rel=0.01, abs=0)  # |a| = 2
+    assert entries["ratio"] == {
+        "difference": 0.0,
+        "bound": pytest.approx(8 * rounding, rel=1e-6, abs=0),
+    }  # 4 / (0.5 * 1)
+    (noisy,) = beside.compare(_trajectory(2.1), here, [_trajectory(), _trajectory(2.0 + 1e-6)]).values()
+    assert noisy["parameters"]["bound"] == pytest.approx(8 * 0.5e-6)
+    (lost,) = beside.compare(_trajectory(2.1), here, [_trajectory(3.0)]).values()
+    assert lost["parameters"]["bound"] == math.inf
+
+
+def test_a_difference_after_the_fewest_steps_is_a_fault_and_what_a_commit_lacks_is_none(monkeypatch, capsys):
+    def versions(source, *arguments):
+        run, failed = _trajectory(), {"error": "TypeError: no memory"}
+        if "--starts" in arguments:
+            return [{("mlp", "one"): run, ("mlp", "two"): run}] * 4
+        return [{("mlp", "one"): _trajectory(2.1), ("mlp", "two"): failed}]
+
+    monkeypatch.setattr(beside, "export", lambda commit, folder: folder)
+    monkeypatch.setattr(beside, "trajectories", versions)
+    assert program.main(["beside", "abc", "--steps", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "not in abc: mlp, two: TypeError: no memory" in lines
+    (beyond,) = (line for line in lines if line.startswith("beyond rounding"))
+    assert beyond.startswith("beyond rounding: mlp, one: parameters differs by 4.8e-02 after 2 steps")
+
+
+def test_every_problem_has_its_optimizers_under_names_of_their_own():
+    assert trajectories.CASES.keys() == trajectories.PROBLEMS.keys()
+    for cases in trajectories.CASES.values():
+        assert len({case.name for case in cases}) == len(cases)
+
+
+@pytest.mark.slow
+def test_the_work_tree_is_equal_to_itself(monkeypatch, capsys):
+    """Every run of every problem; `export` gives the very same files."""
+    monkeypatch.setattr(beside, "export", lambda commit, folder: ROOT / "src")
+    monkeypatch.setattr(beside, "_STARTS", 2)
+    assert program.main(["beside", "HEAD", "--steps", "1"]) == 0
+    count = sum(map(len, trajectories.CASES.values()))
+    assert capsys.readouterr().out.splitlines()[-1] == f"{count} runs are equal to rounding"
+
+
+@pytest.mark.slow
+def test_operations_are_counted_in_both_versions(printed, monkeypatch):
+    monkeypatch.setattr(beside, "export", lambda commit, folder: ROOT / "src")
+    (counts,) = printed("beside", "HEAD", "--operations").values()
+    assert list(counts) == list(trajectories.OPERATIONS)
+    for versions in counts.values():
+        assert versions["HEAD"] == versions["work tree"] > 50
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_a_commit_is_exported_and_an_unknown_one_named(tmp_path):
+    assert (beside.export("HEAD", tmp_path) / "woodbury" / "__init__.py").is_file()
+    with pytest.raises(SystemExit, match="no-such-commit"):
+        beside.export("no-such-commit", tmp_path)
 
 
 # -- the command line, tables and figures ---------------------------------------------------------------------

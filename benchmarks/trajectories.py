@@ -1,0 +1,337 @@
+"""What `benchmarks.beside` runs once per version: a few steps of every optimizer on six tiny problems, in float64.
+
+    PYTHONPATH=SRC python -m benchmarks.trajectories SRC FILE steps 1,5,20 [--only PROBLEM ...] [--starts NUMBER]
+    PYTHONPATH=SRC python -m benchmarks.trajectories SRC FILE operations
+
+It imports torch and the public names of woodbury alone, so that other commits can run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import woodbury
+
+Settings = Mapping[str, Any]
+_FEW_ROUNDINGS = 1e-15
+NUMBERS = ("loss", "predicted", "ratio", "damping")  # of a StepInfo, compared beside the parameters
+
+
+class Problem(NamedTuple):
+    """A model with its loss, the batches that take turns, and what every optimizer and every step is given."""
+
+    model: nn.Module
+    loss: nn.Module
+    batches: Sequence[tuple[Any, Any]]
+    settings: Settings = MappingProxyType({})
+    step: Settings = MappingProxyType({})
+
+
+class Case(NamedTuple):
+    """An optimizer on a problem; settings are made when needed, as other versions may lack their names."""
+
+    name: str
+    kind: str = "GaussNewton"
+    settings: Callable[[], Settings] = dict
+    step: Callable[[Problem], Settings] = lambda problem: {}
+
+
+# -- problems -------------------------------------------------------------------------------------------------
+
+
+def _chain(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _classes(model: nn.Module, *shape: int, sizes: Sequence[int], **more: Settings) -> Problem:
+    batches = [(torch.randn(size, *shape), torch.randint(5, (size,))) for size in sizes]
+    return Problem(model, nn.CrossEntropyLoss(), batches, **more)
+
+
+def mlp() -> Problem:
+    """A chain of Linear layers; curvature from a part of each batch, always the same; a smaller last batch."""
+    subset = {"subset": torch.tensor([1, 3, 4, 8, 9, 12, 14])}
+    return _classes(_chain(6, 10, 8, 5), 6, sizes=(24, 24, 24, 17), step=subset)
+
+
+def drawn() -> Problem:
+    """The same where every step draws its curvature samples, or takes the whole batch."""
+    return _classes(_chain(6, 10, 8, 5), 6, sizes=(24, 24, 24, 17), settings={"seed": 3})
+
+
+def cnn() -> Problem:
+    convolutions = (nn.Conv2d(1, 3, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(3, 4, 2), nn.Tanh())
+    return _classes(nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16, 5)), 1, 8, 8, sizes=(12, 12, 9))
+
+
+class _Tied(nn.Module):
+    """The next token from the last; the head shares its weight with the embedding."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.hidden = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+        return logits.mT  # (n, classes, positions), as CrossEntropyLoss has it
+
+
+def tokens() -> Problem:
+    """Cross entropy per token, an embedding tied to the head."""
+    batches = [(torch.randint(9, (6, 5)), torch.randint(9, (6, 5))) for _ in range(3)]
+    return Problem(_Tied(9, 6), nn.CrossEntropyLoss(), batches)
+
+
+def _residuals(laplacian: Callable[..., Any], model: nn.Module, points: Tensor) -> Tensor:
+    value, gradient, bend = laplacian(model, points)
+    residuals: Tensor = bend + value * gradient[..., 0] + torch.sin(3.0 * points[:, :1])
+    return residuals
+
+
+def equation(count: int) -> Problem:
+    """Residuals of a differential equation at so many points, a row each; the model has 59 parameters."""
+    settings = {"forward": partial(_residuals, woodbury.laplacian)}
+    return Problem(_chain(2, 6, 5, 1), nn.MSELoss(), [(torch.rand(count, 2), None) for _ in range(3)], settings)
+
+
+def regression() -> Problem:
+    """One batch, whole."""
+    inputs = torch.rand(60, 3)
+    return Problem(_chain(3, 8, 8, 1), nn.MSELoss(), [(inputs, torch.sin(inputs.sum(1, keepdim=True)))])
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "mlp": mlp,
+    "drawn": drawn,
+    "cnn": cnn,
+    "tokens": tokens,
+    "equation-90": partial(equation, 90),
+    "equation-30": partial(equation, 30),
+    "memory": drawn,
+    "search": regression,
+}
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------
+
+
+def _with(**settings: Any) -> Callable[[], Settings]:
+    return lambda: settings
+
+
+def _relative() -> Settings:
+    return {"damping": woodbury.LevenbergMarquardt(initial=0.1, relative=True)}
+
+
+def _searching(**settings: Any) -> Callable[[], Settings]:
+    return lambda: {"search": woodbury.CurvedSearch()} | settings
+
+
+def _short_ladder() -> Settings:
+    return {"search": woodbury.CurvedSearch(rungs=(1e-1, 1e-3, 1e-5), bend=1e-3, first=None, deep=None)}
+
+
+def _over_all(problem: Problem) -> Settings:
+    return {"full": problem.batches}
+
+
+def _judged(problem: Problem) -> Settings:
+    inputs = torch.rand(40, 3, generator=torch.Generator().manual_seed(5))
+    return {"held_out": (inputs, torch.sin(inputs.sum(1, keepdim=True)))}
+
+
+_PLAIN = (Case("GaussNewton"), Case("NaturalGradient", "NaturalGradient"))
+_BLOCKS = (
+    Case("GaussNewton, layer", settings=_with(blocks="layer")),
+    Case("NaturalGradient, layer", "NaturalGradient", _with(blocks="layer")),
+)
+_EQUATION = (
+    Case("GaussNewton"),
+    Case("GaussNewton, damping 0.01", settings=_with(damping=0.01)),
+    Case("GaussNewton, relative", settings=_relative),
+    Case("GaussNewton, momentum", settings=_with(momentum=0.9)),
+    Case("NaturalGradient", "NaturalGradient"),
+)
+CASES: dict[str, Sequence[Case]] = {
+    "mlp": (
+        *_PLAIN,
+        *_BLOCKS,
+        Case("GaussNewton, relative", settings=_relative),
+        Case("GaussNewton, damping 0.1", settings=_with(damping=0.1)),
+        Case("GaussNewton, weight decay", settings=_with(weight_decay=0.01)),
+        Case("GaussNewton, momentum", settings=_with(momentum=0.9)),
+        Case("GaussNewton, momentum, decay", settings=_with(momentum=0.9, weight_decay=0.01)),
+        Case("GaussNewton, momentum, layer", settings=_with(momentum=0.9, blocks="layer")),
+        Case("GaussNewton, cg", settings=_with(solver="cg")),
+        Case("GaussNewton, products", settings=_with(solver="products")),
+        Case("GaussNewton, full", settings=_with(accept=0.1), step=_over_all),
+        Case("NaturalGradient, weight decay", "NaturalGradient", _with(weight_decay=0.01)),
+        Case("NaturalGradient, momentum", "NaturalGradient", _with(momentum=0.9)),
+        Case("NaturalGradient, relative", "NaturalGradient", _relative),
+        Case("NaturalGradient, full", "NaturalGradient", _with(accept=0.1), _over_all),
+        Case("HessianFree", "HessianFree"),
+        Case("KFAC", "KFAC"),
+    ),
+    "drawn": (
+        Case("GaussNewton, 7 samples", settings=_with(curvature_samples=7)),
+        Case("GaussNewton, all samples"),
+        Case("NaturalGradient, half", "NaturalGradient", _with(curvature_samples=0.5)),
+        Case("HessianFree, 7 samples", "HessianFree", _with(curvature_samples=7)),
+        Case("KFAC, 7 samples", "KFAC", _with(curvature_samples=7)),
+    ),
+    "cnn": (*_PLAIN, *_BLOCKS, Case("GaussNewton, momentum", settings=_with(momentum=0.9))),
+    "tokens": (*_PLAIN, Case("GaussNewton, momentum", settings=_with(momentum=0.9))),
+    "equation-90": _EQUATION,
+    "equation-30": _EQUATION,
+    "memory": (
+        Case("GaussNewton, memory", settings=_with(memory=3)),
+        Case("GaussNewton, adam", settings=_with(metric="adam")),
+        Case("GaussNewton, diagonal", settings=_with(metric="diagonal")),
+        Case("GaussNewton, memory, adam", settings=_with(memory=3, metric="adam")),
+        Case("GaussNewton, memory, adam, momentum", settings=_with(memory=3, metric="adam", momentum=0.9)),
+        Case("GaussNewton, memory, diagonal, momentum", settings=_with(memory=3, metric="diagonal", momentum=0.9)),
+        Case(
+            "NaturalGradient, memory, adam, momentum",
+            "NaturalGradient",
+            _with(memory=3, metric="adam", momentum=0.9),
+        ),
+    ),
+    "search": (
+        Case("GaussNewton", settings=_searching()),
+        Case("GaussNewton, held out", settings=_searching(), step=_judged),
+        Case("GaussNewton, short ladder", settings=_short_ladder),
+        Case("GaussNewton, short ladder, held out", settings=_short_ladder, step=_judged),
+        Case("GaussNewton, diagonal", settings=_searching(metric="diagonal")),
+        Case("GaussNewton, diagonal, held out", settings=_searching(metric="diagonal"), step=_judged),
+    ),
+}
+
+
+# -- runs -----------------------------------------------------------------------------------------------------
+
+
+def run(problem_name: str, case: Case, steps: Sequence[int], start: int = 0) -> dict[str, Any]:
+    """{"steps": {number of steps: {"parameters" or one of NUMBERS: values}}, "size": ..., "condition": ...}.
+
+    size and condition are those of the bound in `benchmarks.beside`; the many dampings of a search leave the
+    condition open, as 1. Every start but 0 is a few roundings away from it: all later rounding errors differ.
+    """
+    torch.manual_seed(0)
+    problem = PROBLEMS[problem_name]()
+    if start:
+        _perturb(problem.model, torch.Generator().manual_seed(start))
+    settings: Settings = {**problem.settings, **case.settings()}
+    optimizer = getattr(woodbury, case.kind)(problem.model, problem.loss, **settings)
+    more = {**problem.step, **case.step(problem)}
+    K = _gram(problem, case.kind)
+    size = len(K) + sum(parameter.numel() for parameter in problem.model.parameters())
+    result: dict[str, Any] = {"size": size, "condition": 1.0, "steps": {}}
+    for step in range(max(steps)):
+        info = optimizer.step(*problem.batches[step % len(problem.batches)], **more).as_dict()
+        if step == 0 and "search" not in settings:
+            result["condition"] = 1.0 + float(torch.linalg.eigvalsh(K)[-1]) / info["damping"]
+        if step + 1 in steps:
+            parameters = {key: value.detach().clone() for key, value in problem.model.named_parameters()}
+            result["steps"][step + 1] = {"parameters": parameters, **{name: info[name] for name in NUMBERS}}
+    return result
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module, draws: torch.Generator) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.0 + _FEW_ROUNDINGS * torch.randn(parameter.shape, generator=draws))
+
+
+def _gram(problem: Problem, kind: str) -> Tensor:
+    """K of the first batch."""
+    curvature = "empirical" if kind == "NaturalGradient" else "gauss-newton"
+    forward = problem.settings.get("forward")
+    rows = woodbury.rows(problem.model, problem.loss, *problem.batches[0], curvature=curvature, forward=forward)
+    return rows.gram()
+
+
+def run_all(steps: Sequence[int], only: Sequence[str], start: int) -> dict[tuple[str, str], Any]:
+    """{(problem, optimizer): what `run` returns, or {"error": text} where this version cannot}."""
+    results: dict[tuple[str, str], Any] = {}
+    for name in only or PROBLEMS:
+        for case in CASES[name]:
+            try:
+                results[name, case.name] = run(name, case, steps, start)
+            except Exception as error:
+                results[name, case.name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return results
+
+
+# -- operations -----------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, Callable[[], Settings]] = {
+    "plain": dict,
+    "momentum": _with(momentum=0.9),
+    "memory, adam, momentum": _with(memory=3, metric="adam", momentum=0.9),
+    "search": _searching(),
+}
+
+
+class _Counter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count_operations(settings: Callable[[], Settings]) -> int | None:
+    """Of aten, in the fifth step of GaussNewton on 8-50-50-1 with 64 samples; None where this version cannot."""
+    torch.manual_seed(0)
+    model, inputs, targets = _chain(8, 50, 50, 1), torch.randn(64, 8), torch.randn(64, 1)
+    try:
+        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings())
+    except (TypeError, AttributeError):  # an argument, or a name, that is not there
+        return None
+    for _ in range(4):
+        optimizer.step(inputs, targets)
+    with _Counter() as counter:
+        optimizer.step(inputs, targets)
+    return counter.count
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trajectories")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("what", choices=["steps", "operations"])
+    parser.add_argument("steps", nargs="?", default="1")
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--starts", type=int, default=1)
+    options = parser.parse_args()
+    if not Path(woodbury.__file__).resolve().is_relative_to(options.source.resolve()):
+        parser.error(f"woodbury comes from {woodbury.__file__}, not from {options.source}")
+    torch.set_default_dtype(torch.float64)
+    if options.what == "operations":
+        torch.save({name: count_operations(settings) for name, settings in OPERATIONS.items()}, options.file)
+    else:
+        steps = [int(step) for step in options.steps.split(",")]
+        torch.save([run_all(steps, options.only, start) for start in range(options.starts)], options.file)
+
+
+if __name__ == "__main__":
+    main()
