@@ -305,13 +305,16 @@ def test_the_work_tree_is_equal_to_itself(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"{count} runs are equal to rounding"
 
 
-@pytest.mark.slow
 def test_operations_are_counted_in_both_versions(printed, monkeypatch):
-    monkeypatch.setattr(beside, "export", lambda commit, folder: ROOT / "src")
-    (counts,) = printed("beside", "HEAD", "--operations").values()
-    assert list(counts) == list(trajectories.OPERATIONS)
-    for versions in counts.values():
-        assert versions["HEAD"] == versions["work tree"] > 50
+    def versions(source, what):
+        return {name: trajectories.count_operations(settings) for name, settings in settings_of_steps.items()}
+
+    settings_of_steps = {"plain": dict, "momentum": lambda: {"momentum": 0.9}, "new": lambda: {"not_there": 1}}
+    monkeypatch.setattr(beside, "export", lambda commit, folder: folder)
+    monkeypatch.setattr(beside, "trajectories", versions)
+    (counts,) = printed("beside", "abc", "--operations").values()
+    assert all(row["abc"] == row["work tree"] for row in counts.values())
+    assert 50 < counts["plain"]["abc"] < counts["momentum"]["abc"] and counts["new"]["abc"] is None
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
