@@ -25,11 +25,13 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.common import Command, Network, Step, add_quick, say, table
 from woodbury._group import Group
-from woodbury.displacement import Displacement
-from woodbury.optim import sample_space, smw
-from woodbury.optim.joint import JointRows
-from woodbury.optim.passes import Passes
+from woodbury.optim import optimizer
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.quadratic import sample_space
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.joint import JointRows
+from woodbury.quadratic.objective import OnPieces
+from woodbury.quadratic.quadratic import Quadratic
 
 NETWORKS = {"mnist": Network((784, 500, 10), 256, 64), "cifar10": Network((3072, 400, 400, 10), 256, 64)}
 QUICK = {"tiny": Network((12, 8, 4), 16, 8)}
@@ -37,14 +39,14 @@ METHODS = ("smw-ng", "smw-gn")
 COUNTS = (1, 2, 4)
 # phase: what of the code is timed as it; the innermost that is running counts
 PHASES: dict[str, list[tuple[Any, str]]] = {
-    "passes and rows": [(smw, "linearize")],
+    "passes and rows": [(optimizer, "linearize")],
     "gather rows": [(JointRows, "__init__"), (JointRows, "_factor_forms")],
-    "Gram": [(sample_space, "gram_of")],
+    "Gram": [(Quadratic, "gram")],
     "gather Gram": [(JointRows, "joined")],
     "solve": [(sample_space, "solve_in_sample_space")],
     "p": [(Displacement, "add_"), (Displacement, "squared_norm"), (Displacement, "dense")],
     "sum p": [(Group, "sum_vector")],
-    "trial": [(Passes, "decrease_on")],
+    "trial": [(OnPieces, "decrease")],
     "agree": [(Group, "sums"), (Group, "of_first"), (Group, "gather_numbers")],
 }
 REST = "other"
@@ -127,7 +129,7 @@ def _measure(rank: int, processes: int, folder: str, networks: dict[str, Network
         for _ in range(3):
             step()
         entry = {"network": name, "method": method, "processes": processes}
-        entry |= _phases(Stopwatch(optimizer._group), step, repeats)
+        entry |= _phases(Stopwatch(optimizer._problems.group), step, repeats)
         entry["ddp_bytes"] = gradients.nbytes if processes > 1 else 0
         entry["loopback"] = _loopback(step, max(2, repeats // 3), processes)
         entry["ddp_loopback"] = _loopback(reduce, max(2, repeats // 3), processes)

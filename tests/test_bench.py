@@ -108,7 +108,7 @@ def test_layers_in_a_module_are_the_same_layers_and_no_chain():
     plain, wrapped = network.build(), replace(network, in_module=True).build()
     assert torch.equal(plain(inputs), wrapped(inputs))
     optimizers = [woodbury.NaturalGradient(model, network.loss()) for model in (plain, wrapped)]
-    assert [optimizer._structure.chain is not None for optimizer in optimizers] == [True, False]
+    assert [optimizer._problems.structure.chain is not None for optimizer in optimizers] == [True, False]
 
 
 def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):

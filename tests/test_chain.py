@@ -105,7 +105,7 @@ def test_steps_equal_those_of_the_same_layers_run_by_torch(loss, kind, bias, met
     model = nn.Sequential(*layers, nn.Linear(5, 3, bias=bias)).double()
     pair = pair_of(METHODS[method], model, loss, curvature_samples=3, damping=0.1, lr=0.5)
     assert_same_steps(pair, [batch(3, loss) for _ in range(3)])
-    assert [optimizer._structure.chain is None for optimizer in pair] == [False, True]
+    assert [optimizer._problems.structure.chain is None for optimizer in pair] == [False, True]
 
 
 SETTINGS = {  # tolerances below rounding
@@ -201,7 +201,7 @@ def test_settings_of_a_flatten_are_read_at_each_step():
     model[0].start_dim = 0
     with pytest.raises(RuntimeError):  # from torch, in its own words
         optimizer.step(inputs, targets)
-    assert optimizer._structure.chain is None
+    assert optimizer._problems.structure.chain is None
     model[0].start_dim = 1
     optimizer.step(inputs, targets)
 
@@ -269,7 +269,7 @@ def test_what_is_no_chain_is_not_run_as_one(change, late):
     optimizer = woodbury.GaussNewton(model, loss, damping=0.1, fallback="autograd")
     optimizer.step(inputs, targets)
     if late:
-        assert optimizer._structure.chain is not None
+        assert optimizer._problems.structure.chain is not None
         change(model)
         for group in optimizer.param_groups:  # parameters of new modules
             group["params"] = [p for p in model.parameters() if p.requires_grad]
@@ -279,7 +279,7 @@ def test_what_is_no_chain_is_not_run_as_one(change, late):
             else woodbury.GaussNewton(model, loss, damping=0.1, fallback="autograd")
         )
         optimizer.step(inputs, targets)
-    assert optimizer._structure.chain is None
+    assert optimizer._problems.structure.chain is None
     assert_verified(optimizer, inputs, targets)
 
 
@@ -346,14 +346,14 @@ def test_settings_of_an_activation_are_read_at_each_step():
     optimizer.step(inputs, targets)
     model[1].negative_slope = 0.5
     assert_verified(optimizer, inputs, targets)
-    assert optimizer._structure.chain is not None
+    assert optimizer._problems.structure.chain is not None
 
 
 def test_activations_written_in_place_leave_what_the_step_needs():
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)).double()
     inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), damping=0.1)
-    assert optimizer._structure.chain is not None
+    assert optimizer._problems.structure.chain is not None
     assert_verified(optimizer, inputs, targets)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import woodbury
-from woodbury.damping import as_damping
+from woodbury.policies.damping import as_damping
 from woodbury.optimizers import OPTIMIZERS
 
 

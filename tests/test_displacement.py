@@ -7,7 +7,7 @@ from torch import nn
 import problems
 import reference
 import woodbury
-from woodbury.displacement import Displacement
+from woodbury.quadratic.displacement import Displacement
 from woodbury.model.capture import call_model, capture
 from woodbury.model.plan import plan_layers
 
@@ -30,7 +30,9 @@ def test_trial_pass_equals_the_model_at_theta_plus_p(name, base, captured):
     parameters = plan.parameters
     c = torch.randn(rows.row_count, dtype=torch.float64)
     start = {key: torch.randn_like(p) for key, p in parameters.items()} if base else None
-    p = Displacement(parameters, rows, c, start)
+    p = Displacement(plan, rows, c)
+    if start is not None:
+        p = Displacement.of(plan, plan.space.pack(start) - rows.rmatvec(c))
     shifted = {key: q.detach() + p.dense()[key] for key, q in parameters.items()}
     expected = torch.func.functional_call(problem.model, shifted, (problem.inputs,)).detach()
     before = {key: q.detach().clone() for key, q in parameters.items()}
@@ -47,7 +49,7 @@ def test_trial_pass_equals_the_model_at_theta_plus_p(name, base, captured):
 
 def test_trial_pass_does_not_read_the_weights_of_the_first_layer():
     problem, plan, held, rows = setting("softmax")
-    p = Displacement(plan.parameters, rows, torch.randn(rows.row_count, dtype=torch.float64))
+    p = Displacement(plan, rows, torch.randn(rows.row_count, dtype=torch.float64))
     with torch.no_grad():
         expected = p.outputs_on(held)
         problem.model[0].weight.fill_(torch.nan)

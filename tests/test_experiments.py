@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 import processes
 from fuzz.files import stop_after
 from run_folders import assert_same_end, contents, records_of
-from woodbury.damping import Constant, LevenbergMarquardt
+from woodbury.policies.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset

@@ -36,7 +36,7 @@ from test_optim_contract import (
     theta_of,
 )
 from woodbury._vector import flatten
-from woodbury.linalg import solve_cholesky
+from woodbury.linalg import factor_cholesky, reciprocal_condition
 from woodbury.losses import rules as loss_rules
 from woodbury.optim import BadSamplesError, NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
@@ -298,9 +298,9 @@ def test_the_condition_of_a_cholesky_factor_bounds_that_of_the_matrix():
         matrix = a @ a.mT
         eigenvalues = torch.linalg.eigvalsh(matrix)
         exact = (eigenvalues[:, 0] / eigenvalues[:, -1]).min()
-        shown = solve_cholesky(matrix, torch.ones(3, 6).double(), look=True).reciprocal_condition
+        shown = reciprocal_condition(factor_cholesky(matrix)[0])
         assert exact <= shown + bounds.rounding(6)  # relative to lmax
-    assert solve_cholesky(torch.eye(4), torch.ones(4), look=True).reciprocal_condition == 1
+    assert reciprocal_condition(factor_cholesky(torch.eye(4))[0]) == 1
 
 
 def test_the_condition_is_looked_at_again_where_the_damping_falls():
@@ -316,7 +316,7 @@ def test_the_condition_is_looked_at_again_where_the_damping_falls():
 @that_take("solver")
 @pytest.mark.parametrize("solver", ["cg", "products"])
 def test_conjugate_gradients_that_stop_short_warn_and_the_step_is_rejected(kind, solver, monkeypatch):
-    from woodbury.optim import by_products, sample_space
+    from woodbury.quadratic import by_products, sample_space
 
     problem = problems.make("softmax")
 
@@ -768,8 +768,8 @@ def test_the_rule_of_a_loss_is_not_read_again_while_nothing_changes(kind, monkey
     problem, calls = problems.make("softmax"), []
     optimizer = build(kind, problem)
     optimizer.step(problem.inputs, problem.targets)
-    plain = type(optimizer._rule).check
-    monkeypatch.setattr(type(optimizer._rule), "check", lambda self, loss: calls.append(1) or plain(self, loss))
+    plain = type(optimizer._problems.rule).check
+    monkeypatch.setattr(type(optimizer._problems.rule), "check", lambda self, loss: calls.append(1) or plain(self, loss))
     for _ in range(3):
         optimizer.step(problem.inputs, problem.targets)
     assert not calls

@@ -201,7 +201,7 @@ def test_state_whose_every_tensor_is_on_the_gpu_goes_on(kind):
 
 
 def is_recorded(optimizer):
-    return bool(optimizer._recordings._recordings)
+    return bool(optimizer._replay.recordings._recordings)
 
 
 def recorded(name, kind, **settings):
@@ -262,7 +262,7 @@ def test_batches_of_several_shapes_are_recorded_each():
             a = ordinary.step(plain.inputs[:size], plain.targets[:size]).as_dict()
             b = optimizer.step(problem.inputs[:size], problem.targets[:size]).as_dict()
             assert a == b
-    assert len(optimizer._recordings._recordings) == 2
+    assert len(optimizer._replay.recordings._recordings) == 2
 
 
 def test_a_recorded_optimizer_can_be_copied():
@@ -291,7 +291,7 @@ def test_capture_false_and_large_steps_take_ordinary_steps(monkeypatch):
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss, capture=False)
     for _ in range(5):
         optimizer.step(*batch)
-    assert optimizer._recordings is None
+    assert optimizer._replay is None
     monkeypatch.setattr(recording, "_WORTH_RECORDING", 0)
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss)
     for _ in range(5):
@@ -594,7 +594,7 @@ def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
         assert bool(info.accepted) is accepted
         for name, value in model.named_buffers():
             assert torch.equal(value, twin.get_buffer(name)), name
-    assert bool(optimizer._recordings and optimizer._recordings._recordings) is capture
+    assert bool(optimizer._replay and optimizer._replay.recordings._recordings) is capture
 
 
 def test_the_laplacian_of_a_network_in_a_recorded_step():
@@ -630,7 +630,7 @@ def test_a_search_takes_the_step_of_the_cpu(name):
         optimizer = woodbury.GaussNewton(model, loss, search=search, weight_decay=0.01)
         direction = optimizer.direction(inputs, targets, held_out=(inputs[some], targets[some]))
         info = optimizer.step(inputs, targets)
-        assert info.accepted and optimizer._recordings is None
+        assert info.accepted and optimizer._replay is None
         made.append((flatten(direction).cpu(), info.length.item()))
     assert made[0][1] == made[1][1]
     # "residual" has a SiLU, whose second derivative comes from differences: sqrt(eps)

@@ -11,8 +11,8 @@ import bounds
 import problems
 import reference
 import woodbury
-from woodbury.damping import FORGETTING, next_scale
-from woodbury.optim.guard import LEAST, RUNAWAY, SMOOTHING, WARM_UP, Course
+from woodbury.policies.damping import FORGETTING, next_scale
+from woodbury.policies.guard import LEAST, RUNAWAY, SMOOTHING, WARM_UP, Course
 
 
 def test_the_level_is_the_smoothed_loss_and_the_best_its_least():

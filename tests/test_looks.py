@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import woodbury
-from woodbury.optim.passes import Passes
+from woodbury.quadratic.passes import Passes
 
 PI = torch.pi
 
@@ -100,7 +100,7 @@ def test_forward_mode_and_torch_func_are_not_given_up_near_the_solution(equation
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch(), **settings)
     for _ in range(2):
         optimizer.step(points(), None)
-    findings = optimizer._structure.read(model, optimizer.param_groups).findings
+    findings = optimizer._problems.structure.read(model, optimizer.param_groups).findings
     assert findings.forward_order == 2
     assert findings.fallback_method == method
 

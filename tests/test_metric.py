@@ -12,7 +12,7 @@ import bounds
 import reference
 import woodbury
 from woodbury.layers.forms import OuterRows
-from woodbury.optim.metric import FORGETTING, METRICS, POWER, SMALLEST
+from woodbury.quadratic.metric import FORGETTING, METRICS, POWER, SMALLEST
 from woodbury.row_matrix import rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}

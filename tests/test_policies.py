@@ -6,7 +6,7 @@ import json
 import pytest
 
 import woodbury
-from woodbury.policies import POLICIES, change, from_plain, to_plain
+from woodbury.policies.plain import POLICIES, change, from_plain, to_plain
 
 
 def example(name):

@@ -238,11 +238,11 @@ def bytes_of_steps(rank, world):
         optimizer = method(model, nn.CrossEntropyLoss(), curvature_samples=0.25)
         inputs, targets = torch.randn(128, 784), torch.randint(10, (128,))
         optimizer.step(inputs, targets)
-        before = optimizer._group.bytes_given
+        before = optimizer._problems.group.bytes_given
         optimizer.step(inputs, targets)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         rows = 32 * (784 + 500) + 32 * columns * (500 + 10)  # v per sample, h per row
-        counted.append((optimizer._group.bytes_given - before, 4 * parameters, 4 * rows))
+        counted.append((optimizer._problems.group.bytes_given - before, 4 * parameters, 4 * rows))
     return counted
 
 

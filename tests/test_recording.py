@@ -13,6 +13,9 @@ import woodbury
 from changes import CHANGES, Scaled
 from woodbury.device import recording, scalars
 from woodbury.device.recording import Key, Recording, Recordings
+from woodbury.optim import recorded
+from woodbury.optim.problems import Request
+from woodbury.optim.recorded import fingerprint_of
 
 CPU = torch.device("cpu")
 
@@ -38,10 +41,15 @@ def record(inputs, targets, rates, state, device, dtype, run):
     return Recording(Graph(), inputs, targets, buffers, state, numbers, [None] * len(buffers))
 
 
-def on_a_device(optimizer, device):
+def on_a_device(state, device):
     """The moving state as another device than the CPU has it."""
-    moving = {"damping": torch.as_tensor(optimizer.state["damping"], dtype=torch.float64)}
-    return moving | {name: optimizer.state[name] for name in ("momentum",) if name in optimizer.state}
+    moving = {"damping": torch.as_tensor(state["damping"], dtype=torch.float64)}
+    return moving | {name: state[name] for name in ("momentum",) if name in state}
+
+
+def replay(optimizer, problem):
+    request = Request(problem.inputs, problem.targets)
+    return optimizer._replayed(optimizer._replay, optimizer._context(), request)
 
 
 def refuse(number):
@@ -55,7 +63,7 @@ def test_replayed_steps_are_the_ordinary_ones(method, settings, curvature_sample
     for name in ("__bool__", "__float__"):
         monkeypatch.setattr(scalars.Number, name, refuse)
     monkeypatch.setattr(recording, "record", record)
-    monkeypatch.setattr(method, "_moving_state", on_a_device)
+    monkeypatch.setattr(recorded, "moving_state", on_a_device)
     problem, same = problems.make("softmax"), problems.make("softmax")
     ordinary, replaying = (
         method(p.model, p.loss, curvature_samples=curvature_samples, seed=0, **settings) for p in (problem, same)
@@ -65,7 +73,7 @@ def test_replayed_steps_are_the_ordinary_ones(method, settings, curvature_sample
         if step == 5:
             ordinary.param_groups[0]["lr"] = replaying.param_groups[0]["lr"] = 0.25
         a = ordinary.step(problem.inputs, problem.targets)
-        info = replaying._replay(replaying._recordings, same.inputs, same.targets, replaying._begin())
+        info = replay(replaying, same)
         replayed += info is not None
         b = info or replaying.step(same.inputs, same.targets)
         assert b.as_dict() == pytest.approx(a.as_dict(), rel=bounds.of_info(a, bound))
@@ -82,11 +90,9 @@ def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
     optimizer = woodbury.NaturalGradient(problem.model, problem.loss, curvature_samples=4, seed=0)
     before = optimizer.state["generator"].clone()
     for _ in range(recording.WARM_UP + 2):
-        assert (
-            optimizer._replay(optimizer._recordings, problem.inputs, problem.targets, optimizer._begin()) is None
-        )
+        assert replay(optimizer, problem) is None
     assert torch.equal(optimizer.state["generator"], before)
-    assert isinstance(optimizer.state["damping"], float) and optimizer._recordings._given_up
+    assert isinstance(optimizer.state["damping"], float) and optimizer._replay.recordings._given_up
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -95,7 +101,7 @@ def test_a_fingerprint_sees_what_changes_the_numbers(change, monkeypatch):
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples=5)
 
     def fingerprint():
-        return optimizer._fingerprint(optimizer._plan(), {})
+        return fingerprint_of(optimizer._context(), optimizer._problems, optimizer._plan(), {})
 
     optimizer.step(torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,)))
     before = fingerprint()
@@ -137,5 +143,5 @@ def test_only_batches_a_graph_can_read_have_a_shape():
 
 def test_a_copy_starts_without_recordings():
     optimizer = woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss())
-    optimizer._recordings.add(Key("a", 0), object())
-    assert copy.deepcopy(optimizer)._recordings.find(Key("a", 0)) is None
+    optimizer._replay.recordings.add(Key("a", 0), object())
+    assert copy.deepcopy(optimizer)._replay.recordings.find(Key("a", 0)) is None

@@ -21,7 +21,7 @@ from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.medians import groups_of
 from woodbury.experiments.panels import Panel, describe
 from woodbury.experiments.storage import with_checksum
-from woodbury.policies import from_plain, to_plain
+from woodbury.policies.plain import from_plain, to_plain
 
 LM = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 

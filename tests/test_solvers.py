@@ -20,7 +20,7 @@ from woodbury._memory import available_bytes
 from woodbury._vector import flatten
 from woodbury.model.capture import GraphCapture
 from woodbury.model.chain import ChainCapture
-from woodbury.optim import smw
+from woodbury.optim import problems as posing
 from woodbury.row_matrix import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -63,7 +63,7 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
     settings = {"damping": 0.05, "blocks": blocks, "momentum": 0.7, "weight_decay": weight_decay}
     optimizer = METHODS[kind](model, loss, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(woodbury.optim.sample_space, "is_smaller", lambda *args: False)
+        patch.setattr(woodbury.quadratic.parameter_space, "is_smaller", lambda *args: False)
         in_samples = flatten(optimizer.direction(inputs, targets, subset=subset))
     forbid(monkeypatch, Rows, "layer_grams")
     previous = flatten(optimizer.direction(inputs, targets, subset=subset))
@@ -268,8 +268,8 @@ def many_rows():
 def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(solver, needed, monkeypatch):
     """58500 rows of 2000 outputs; the Gram matrix thrice, or the rows of 175 parameters written out."""
     model, loss, inputs, targets = many_rows()
-    monkeypatch.setattr(smw, "available_bytes", lambda device: 2**28)
-    monkeypatch.setattr(smw, "_WORTH_ASKING", 2**20)
+    monkeypatch.setattr(posing, "available_bytes", lambda device: 2**28)
+    monkeypatch.setattr(posing, "_WORTH_ASKING", 2**20)
     forbid(monkeypatch, woodbury.losses.softmax.Softmax, "compact_factor")
     optimizer = woodbury.GaussNewton(model, loss, solver=solver)
     with pytest.raises(MemoryError) as error:
@@ -282,8 +282,8 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_allocated(solver, n
 
 def test_the_ways_out_of_too_many_rows_work(monkeypatch):
     model, loss, inputs, targets = many_rows()
-    monkeypatch.setattr(smw, "available_bytes", lambda device: 2**28)
-    monkeypatch.setattr(smw, "_WORTH_ASKING", 2**20)
+    monkeypatch.setattr(posing, "available_bytes", lambda device: 2**28)
+    monkeypatch.setattr(posing, "_WORTH_ASKING", 2**20)
     assert woodbury.GaussNewton(model, loss, curvature_samples=2).step(inputs, targets).accepted
     assert woodbury.NaturalGradient(model, loss).step(inputs, targets).accepted
     by_products = woodbury.GaussNewton(model, loss, solver="products", solver_tolerance=1e-2)
@@ -291,7 +291,7 @@ def test_the_ways_out_of_too_many_rows_work(monkeypatch):
 
 
 def test_an_ordinary_step_does_not_ask_for_the_memory_at_hand(monkeypatch):
-    forbid(monkeypatch, smw, "available_bytes")
+    forbid(monkeypatch, posing, "available_bytes")
     problem = problems.make("softmax")
     assert woodbury.GaussNewton(problem.model, problem.loss).step(problem.inputs, problem.targets).accepted
 

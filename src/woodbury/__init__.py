@@ -1,7 +1,6 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury._version import __version__
-from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments.recorder import Recorder
 from woodbury.fit import Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
@@ -9,10 +8,11 @@ from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
 from woodbury.optim import GaussNewton, NaturalGradient, StepInfo
+from woodbury.policies.damping import Constant, LevenbergMarquardt
+from woodbury.policies.search import CurvedSearch
 from woodbury.posterior import Posterior, posterior
 from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
-from woodbury.search import CurvedSearch
 
 __all__ = [
     "KFAC",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._vector import Vector, flatten, unflatten
+from woodbury._vector import Vector
 
 if torch.distributed.is_available():
     # Its functions take the group there is when it is imported as a default argument. torch.optim imports it with
@@ -63,7 +63,7 @@ class Group:
 
     def sum_vector(self, vector: Vector) -> Vector:
         """The sum of a vector by parameter name, in one collective."""
-        return vector if self.size == 1 else unflatten(self.sum(flatten(vector)), vector)
+        return vector if self.size == 1 else vector.of(self.sum(vector.flat))
 
     def gather(self, tensor: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
         """The tensor of each process; they may differ in the length of the last axis: `lengths`, if known."""

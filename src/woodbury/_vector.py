@@ -1,64 +1,157 @@
-"""Arithmetic on vectors in parameter space: dictionaries from parameter name to tensor."""
+"""Vectors in parameter space: one flat tensor, with a view of each parameter's part by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-Vector = dict[str, Tensor]
-
-
-def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    """Inner product <a, b> over the names of a, accumulated over tensors in float64."""
-    parts = [torch.sum(value * b[name]).double() for name, value in a.items()]
-    return torch.stack(parts).sum()
+Parts = dict[str, Tensor]  # tensors by parameter name
 
 
-def norm(a: Mapping[str, Tensor]) -> Tensor:
-    """Euclidean norm |a|."""
-    return dot(a, a).sqrt()
+class Space:
+    """The coordinates of a parameter vector: the names and shapes of its parts, one after the other."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self.shapes = dict(shapes)
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.size = sum(self.sizes)
+
+    @staticmethod
+    def of(parts: Mapping[str, Tensor]) -> Space:
+        """The space of tensors by name; the same one for the same names and shapes."""
+        return _space(tuple((name, part.shape) for name, part in parts.items()))
+
+    def pack(self, parts: Mapping[str, Tensor]) -> Vector:
+        """The vector of tensors by name, in any order; parts that are not there are zero."""
+        if len(parts) < len(self.shapes):
+            like = next(iter(parts.values()))
+            parts = {
+                name: parts[name] if name in parts else like.new_zeros(shape)
+                for name, shape in self.shapes.items()
+            }
+        return Vector(self, parts={name: parts[name] for name in self.shapes})
+
+    def zeros(self, like: Tensor) -> Vector:
+        """0 in the type and on the device of a tensor."""
+        return Vector(self, torch.zeros(self.size, dtype=like.dtype, device=like.device))
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a flat tensor, by name."""
+        pieces = flat.split(self.sizes)
+        return {
+            name: piece if len(shape) == 1 else piece.view(shape)
+            for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
 
 
-def combine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], scale: float | Tensor = 1.0) -> Vector:
-    """a + scale b, name by name."""
-    return {name: value + scale * b[name] for name, value in a.items()}
+@lru_cache(256)
+def _space(shapes: tuple[tuple[str, torch.Size], ...]) -> Space:
+    return Space(dict(shapes))
 
 
-def scaled(a: Mapping[str, Tensor], scale: float) -> Vector:
-    """scale a, name by name."""
-    return {name: scale * value for name, value in a.items()}
+class Vector(Mapping[str, Tensor]):
+    """A vector in parameter space: `flat`, or its parts by name; either is made from the other when asked for."""
+
+    __slots__ = ("_flat", "_parts", "space")
+
+    def __init__(self, space: Space, flat: Tensor | None = None, parts: dict[str, Tensor] | None = None) -> None:
+        self.space, self._flat, self._parts = space, flat, parts
+
+    @property
+    def flat(self) -> Tensor:
+        """(p,)."""
+        if self._flat is None:
+            assert self._parts is not None
+            self._flat = flatten(self._parts)
+        return self._flat
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """A tensor of the parameter's shape by name."""
+        if self._parts is None:
+            assert self._flat is not None
+            self._parts = self.space.split(self._flat)
+        return self._parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.space.shapes)
+
+    def __len__(self) -> int:
+        return len(self.space.shapes)
+
+    def of(self, flat: Tensor) -> Vector:
+        """Another vector of this space."""
+        return Vector(self.space, flat)
+
+    def __add__(self, other: Vector) -> Vector:
+        return self.of(self.flat + other.flat)
+
+    def __sub__(self, other: Vector) -> Vector:
+        return self.of(self.flat - other.flat)
+
+    def __neg__(self) -> Vector:
+        return self.of(-self.flat)
+
+    def __mul__(self, other: Vector | Tensor | float) -> Vector:
+        return self.of(self.flat * (other.flat if isinstance(other, Vector) else other))
+
+    def __truediv__(self, other: Vector | Tensor | float) -> Vector:
+        return self.of(self.flat / (other.flat if isinstance(other, Vector) else other))
+
+    def plus(self, other: Vector, scale: float) -> Vector:
+        """self + scale other."""
+        return self.of(torch.add(self.flat, other.flat, alpha=scale))
+
+    def dot(self, other: Vector) -> Tensor:
+        """<self, other>, accumulated in float64."""
+        if self.flat.dtype == torch.float64:
+            return torch.dot(self.flat, other.flat)
+        return (self.flat * other.flat).sum(dtype=torch.float64)
+
+    def restrict(self, names: Iterable[str]) -> Vector:
+        """The same with zeros in every part outside `names`."""
+        inside = set(names)
+        parts = {name: own if name in inside else torch.zeros_like(own) for name, own in self.items()}
+        return Vector(self.space, parts=parts)
+
+    def to(self, like: Tensor) -> Vector:
+        """The same in the type and on the device of a tensor."""
+        flat = self.flat
+        return self if flat.dtype == like.dtype and flat.device == like.device else self.of(flat.to(like))
+
+    def as_state(self) -> dict[str, Tensor]:
+        """What a `state_dict` holds: a tensor by name."""
+        return dict(self.parts)
 
 
-def weighted_sum(vectors: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Vector:
+pytree.register_pytree_node(Vector, lambda own: ([own.flat], own.space), lambda flat, space: Vector(space, *flat))
+
+
+def weighted_sum(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
     """sum_j w_j a_j; a vector of weight zero is not read."""
     used = [(weight, vector) for weight, vector in zip(weights, vectors, strict=True) if weight]
     if not used:
-        return zeros_like(vectors[0])
-    total = scaled(used[0][1], used[0][0])
+        return vectors[0].of(torch.zeros_like(vectors[0].flat))
+    total = used[0][1] * used[0][0]
     for weight, vector in used[1:]:
-        total = combine(total, vector, weight)
+        total = total.plus(vector, weight)
     return total
 
 
-def zeros_like(a: Mapping[str, Tensor]) -> Vector:
-    """0 with the names and shapes of a."""
-    return {name: torch.zeros_like(value) for name, value in a.items()}
+def flatten(parts: Mapping[str, Tensor]) -> Tensor:
+    """The entries of tensors by name, one after the other, as one long tensor."""
+    if isinstance(parts, Vector):
+        return parts.flat
+    return torch.cat([part.reshape(-1) for part in parts.values()])
 
 
-def restrict(a: Mapping[str, Tensor], names: Iterable[str]) -> Vector:
-    """a with every entry outside `names` replaced by zero."""
-    inside = set(names)
-    return {name: value if name in inside else torch.zeros_like(value) for name, value in a.items()}
-
-
-def flatten(a: Mapping[str, Tensor]) -> Tensor:
-    """The entries of a, one after the other, as one long tensor."""
-    return torch.cat([value.reshape(-1) for value in a.values()])
-
-
-def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> Vector:
-    """The inverse of `flatten` for a vector with the names and shapes of `like`."""
-    parts = flat.split([value.numel() for value in like.values()])
-    return {name: part.view_as(value) for (name, value), part in zip(like.items(), parts, strict=True)}
+def norm(parts: Mapping[str, Tensor]) -> Tensor:
+    """The Euclidean norm of tensors by name, accumulated in float64."""
+    return torch.linalg.vector_norm(flatten(parts), dtype=torch.float64)

@@ -26,6 +26,7 @@ class Seeds(NamedTuple):
     columns: list[Tensor]  # (m, k, C) each, or (m, C) for one per sample
     e: Tensor | None  # (m k,) of S2 with S e = r, None for ones
     rest: Tensor | None  # (m, C): what of r the columns of S2 do not hold, r = S e + rest; None for zero
+    unit: float = 1.0  # that S is in: D is to be divided by its square
 
 
 class Curvature(ABC):
@@ -80,7 +81,7 @@ class GaussNewtonMatrix(Curvature):
         columns = [factor.columns()]
         if m < len(outputs):
             columns.append(rule.residual(loss, outputs[m:], targets[m:]))
-        return Seeds(columns, factor.e.flatten(), factor.rest)
+        return Seeds(columns, factor.e.flatten(), factor.rest, factor.unit)
 
     @property
     def at_outputs(self) -> OutputProduct:
@@ -131,24 +132,15 @@ class OwnScale(GaussNewtonMatrix):
     """The same B with the columns of S over their largest entry s, e times s and D over s^2.
 
     A loss multiplied by a constant then has the same rows to the last bit, and so the same Gram matrix: at small
-    damping even its rounding decides about p. s is that of the last `factor`, and the divisors follow it.
+    damping even its rounding decides about p.
     """
-
-    def __init__(self) -> None:
-        self._scale = 1.0
 
     def factor(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         factor = super().factor(rule, loss, outputs, targets)
         assert factor.e is not None
         columns = factor.columns()
-        self._scale = _largest(columns)
-        return DenseFactor(factor.e * self._scale, columns / self._scale, rest=factor.rest)
-
-    def divisor(self, term_count: Scalar, samples: int) -> Scalar:
-        return super().divisor(term_count, samples) / self._scale**2
-
-    def divisor_of_sum(self, samples: int, of: int) -> Scalar:
-        return super().divisor_of_sum(samples, of) / self._scale**2
+        unit = _largest(columns)
+        return DenseFactor(factor.e * unit, columns / unit, rest=factor.rest, unit=unit)
 
 
 def _largest(columns: Tensor) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from woodbury.optim.base import SecondOrder
+from woodbury.optim.optimizer import SecondOrder
 
 FIELDS = ("loss", "damping", "ratio", "step_norm", "accepted")
 

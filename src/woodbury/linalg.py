@@ -23,27 +23,29 @@ class Solution(NamedTuple):
     x: Tensor  # (b, m)
     ok: Truth
     iterations: int
-    reciprocal_condition: float = 1.0  # or a bound from above, where it was asked for
 
 
-def solve_cholesky(
-    matrix: Tensor, rhs: Tensor, look: bool = False, factors: list[Tensor] | None = None
-) -> Solution:
+def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
     """Solve matrix x = rhs by a Cholesky factorisation, without waiting for the device.
 
     matrix (b, m, m), rhs (b, m). Where the matrix is not numerically positive definite `ok` is false
-    and x has no meaning. With `look`, which would wait, the solution says how well the matrix is conditioned:
-    lmin / lmax <= (min L_ii / max L_ii)^2. A list of `factors` gains L, for `solve_factored`.
+    and x has no meaning.
     """
+    lower, ok = factor_cholesky(matrix)
+    return Solution(solve_factored(lower, rhs), ok, 1)
+
+
+def factor_cholesky(matrix: Tensor) -> tuple[Tensor, Truth]:
+    """L with L L^T = matrix, (b, m, m), and whether the matrix is numerically positive definite."""
     lower, info = torch.linalg.cholesky_ex(matrix)
-    x = solve_factored(lower, rhs)
-    if factors is not None:
-        factors.append(lower)
-    ok = scalar(info if info.dim() == 0 else info.any()) == 0
-    if not look:
-        return Solution(x, ok, 1)
+    return lower, scalar(info if info.dim() == 0 else info.any()) == 0
+
+
+def reciprocal_condition(lower: Tensor) -> float:
+    """A bound from above on lmin / lmax of L L^T: (min L_ii / max L_ii)^2, the least of all blocks."""
     pivots = lower.diagonal(dim1=-2, dim2=-1)
-    return Solution(x, ok, 1, (pivots.amin(-1) / pivots.amax(-1)).min().item() ** 2)
+    smallest: float = (pivots.amin(-1) / pivots.amax(-1)).min().item()
+    return smallest**2
 
 
 def solve_factored(lower: Tensor, rhs: Tensor) -> Tensor:
@@ -170,7 +172,6 @@ class SampleSpaceStep(NamedTuple):
     coefficients: Tensor  # c (b, r)
     curvature: Scalar  # p^T B p = |U p|^2
     ok: Truth
-    reciprocal_condition: float
 
 
 def solve_in_sample_space(
@@ -213,7 +214,7 @@ def solve_in_sample_space(
     if gradient_rows:
         outside = ones(gradient_rows, gram.dtype, gram.device)
         x = torch.cat([x, outside if x.dim() == 1 else outside.expand(len(x), gradient_rows)], dim=-1)
-    return SampleSpaceStep(x / length, curvature, solution.ok, solution.reciprocal_condition)
+    return SampleSpaceStep(x / length, curvature, solution.ok)
 
 
 def plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
@@ -230,18 +231,6 @@ def plus_diagonal(matrix: Tensor, shift: Scale) -> Tensor:
 
 
 _SMALL = 128  # up to here one operation on the whole matrix costs less than several on its diagonal
-
-
-def solve_in_parameter_space(
-    curvature: Tensor, shift: Scale, rhs: Tensor, look: bool = False, factors: list[Tensor] | None = None
-) -> tuple[Tensor, Scalar, Solution]:
-    """p with (B + diag(shift)) p = rhs, p^T B p and the solution, for one block.
-
-    curvature B (m, m), shift one number or (m,), rhs (m,); look and factors as in `solve_cholesky`.
-    """
-    solution = solve_cholesky(plus_diagonal(curvature, shift), rhs.to(curvature.dtype), look, factors)
-    p = solution.x
-    return p, scalar(torch.dot(p, curvature.mv(p))), solution
 
 
 def sum_of_squares(values: Tensor) -> Scalar:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from woodbury import _batch
 from woodbury._memory import available_bytes, in_words
-from woodbury._vector import Vector, combine, unflatten
+from woodbury._vector import Vector
 from woodbury.curvature import GaussNewtonMatrix
 from woodbury.linalg import plus_diagonal
 from woodbury.losses.rules import LossRule, loss_rule, prepare
@@ -403,7 +403,7 @@ class _System(ABC):
 
     def as_vector(self, flat: Tensor) -> Vector:
         plan = self.rows.plan
-        return unflatten(flat.to(plan.dtype), plan.parameters)
+        return Vector(plan.space, flat.to(plan.dtype))
 
 
 class _SampleSpace(_System):
@@ -435,7 +435,8 @@ class _SampleSpace(_System):
             e = self.normal(len(self), generator=generator)
             weights = torch.cholesky_solve((self.rows.matvec(z).double() + e).unsqueeze(1), self.lower).squeeze(1)
             pulled = self.rows.rmatvec(weights)
-            draws.append(combine(z, {name: self.scales[name] * own for name, own in pulled.items()}, -1.0))
+            scales = root.square().to(pulled.flat.dtype)
+            draws.append(z - pulled * scales)
         return draws
 
     def determined(self) -> dict[str, float]:

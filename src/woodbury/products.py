@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from woodbury import _vector
 from woodbury._batch import Batch
-from woodbury._vector import Vector
+from woodbury._vector import Parts, norm
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import Factor
 
@@ -43,7 +42,7 @@ def jacobian_products(
     return product
 
 
-def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Vector:
+def transposed_jacobian_product(outputs: Tensor, parameters: Mapping[str, Tensor], weights: Tensor) -> Parts:
     """J^T w for outputs attached to the graph."""
     grads = torch.autograd.grad(
         outputs, list(parameters.values()), weights, retain_graph=True, materialize_grads=True
@@ -72,9 +71,9 @@ class FactorProducts:
         images = [self._jacobian({name: vector[name] for name in block}) for block in self.blocks]
         return torch.stack([self._factor.rmatvec(image).flatten() for image in images])
 
-    def rmatvec(self, coefficients: Tensor) -> Vector:
+    def rmatvec(self, coefficients: Tensor) -> Parts:
         """Z_b^T c_b = J_b^T (S c_b) for coefficients (b, n k), over all parameters."""
-        result: Vector = {}
+        result: Parts = {}
         for block, own in zip(self.blocks, coefficients, strict=True):
             weights = self._factor.matvec(own.view(len(self._outputs), -1))
             result |= transposed_jacobian_product(self._outputs, block, weights)
@@ -154,17 +153,17 @@ def relative_residual(
     with torch.enable_grad():
         curved = outputs[: batch.curvature]
         push = jacobian_products(curved, parameters)
-    image: Vector = {}
+    image: Parts = {}
     for block in blocks:
         weights = at_outputs(loss, curved, targets, push({name: vector[name] for name in block}))
         product = transposed_jacobian_product(curved, {name: parameters[name] for name in block}, weights)
-        image |= product if scale == 1.0 else _vector.scaled(product, scale)
-    rhs: Vector = {}
+        image |= {name: scale * part for name, part in product.items()}
+    rhs: Parts = {}
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
         pull = damping if metric is None else damping * metric[name]
         image[name] = image[name] + (decay[name] + pull) * vector[name]
         rhs[name] = -grad - decay[name] * parameter.detach()
         if previous is not None:
             rhs[name] = rhs[name] + pull * previous[name]
-    error, size = _vector.norm(_vector.combine(image, rhs, -1.0)), _vector.norm(rhs)
+    error, size = norm({name: image[name] - own for name, own in rhs.items()}), norm(rhs)
     return error / torch.where(size > 0, size, 1.0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from woodbury._batch import check_batch
 from woodbury._choice import FALLBACKS, part_named
 from woodbury._random import restore, snapshot
-from woodbury._vector import Vector
+from woodbury._vector import Parts, Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_own_product, byte_limit, windows
@@ -218,26 +218,24 @@ class Rows:
 
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
         """The terms of `matvec`, one per layer."""
-        return [
-            form.matvec({own: vector[full] for own, full in self._names[name].items()}) * self.scale
+        terms = [
+            form.matvec({own: vector[full] for own, full in self._names[name].items()})
             for name, form in self.forms.items()
         ]
+        return terms if self.scale == 1.0 else [term * self.scale for term in terms]
 
     def rmatvec(self, coefficients: Tensor) -> Vector:
         """U^T c for coefficients (r,), or (layers, r) to give each layer its own (the paper's J^T x)."""
-        result: Vector = {}
+        result: Parts = {}
         for index, (name, form) in enumerate(self.forms.items()):
             own = coefficients[index] if coefficients.dim() == 2 else coefficients
             for local, value in form.rmatvec(own).items():
-                result[self._names[name][local]] = value * self.scale
-        return {
-            name: result[name] if name in result else torch.zeros_like(parameter)
-            for name, parameter in self.plan.parameters.items()
-        }
+                result[self._names[name][local]] = value if self.scale == 1.0 else value * self.scale
+        return self.plan.space.pack(result) if result else self.plan.space.zeros(coefficients)
 
     def dense(self) -> Tensor:
         """U itself, (r, p), columns in the order of the model's trainable parameters."""
-        columns: Vector = {}
+        columns: Parts = {}
         for name, form in self.forms.items():
             for local, value in form.dense().items():
                 columns[self._names[name][local]] = value.reshape(self.row_count, -1) * self.scale
@@ -280,7 +278,7 @@ class Rows:
                 matrices.append(matrix)
         return matrices
 
-    def squared_columns(self, row_count: int) -> Vector:
+    def squared_columns(self, row_count: int) -> Parts:
         """The diagonal of U^T U over the first rows, by parameter."""
         squares: dict[str, list[Tensor]] = {name: [] for name in self.plan.parameters}
         with full_precision():

@@ -20,8 +20,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from woodbury.damping import LevenbergMarquardt
 from woodbury.optim import GaussNewton
+from woodbury.policies.damping import LevenbergMarquardt
 from woodbury.posterior import Posterior, TrainingData
 
 # Precision and noise at the start of each restart, in units of standardised data: from nearly linear to flexible.

@@ -17,7 +17,7 @@ from typing import Any
 
 import skorch
 
-from woodbury.optim.base import SecondOrder
+from woodbury.optim.optimizer import SecondOrder
 
 
 class _SecondOrderMixin:

@@ -16,7 +16,7 @@ from woodbury._group import all_processes
 from woodbury.experiments.errors import RunFolderError, printable
 from woodbury.experiments.storage import read_checked, with_checksum, write_whole
 from woodbury.optimizers import default_arguments
-from woodbury.policies import change, from_plain, to_plain
+from woodbury.policies.plain import change, from_plain, to_plain
 
 CONFIG_FILE = "config.json"  # in a run folder
 # What a `woodbury.Recorder` does not know of a run, with what stands for it.

@@ -12,10 +12,10 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Affine2D
 
-from woodbury.damping import LevenbergMarquardt
 from woodbury.experiments.looks import Look
 from woodbury.experiments.medians import RATIO_RANGE, Curve, Group, curves_of
 from woodbury.experiments.models import network_name
+from woodbury.policies.damping import LevenbergMarquardt
 
 _LOW_RATIO = LevenbergMarquardt.threshold
 THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there

@@ -19,7 +19,7 @@ from woodbury.experiments.readings import READ_EVERY, Clock, Reading, wait_for_d
 from woodbury.experiments.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
 from woodbury.experiments.storage import remove_unfinished
 from woodbury.optim import StepInfo
-from woodbury.policies import from_plain, to_plain
+from woodbury.policies.plain import from_plain, to_plain
 
 
 class Recorder:

@@ -21,7 +21,7 @@ from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_tim
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
-from woodbury.search import CurvedSearch
+from woodbury.policies.search import CurvedSearch
 
 
 def fit(

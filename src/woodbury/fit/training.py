@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
-from woodbury.damping import LevenbergMarquardt
 from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.price import Price
@@ -35,6 +34,7 @@ from woodbury.fit.run import Callback, Run
 from woodbury.fit.sources import MiniBatches, as_pair, is_batches, to_device
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.optim.shards import find_group
+from woodbury.policies.damping import LevenbergMarquardt
 from woodbury.products import is_sum
 
 RATE, RATE_BY_TIME, MOMENTUM = 0.3, 0.5, 0.9

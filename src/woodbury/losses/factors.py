@@ -23,6 +23,7 @@ class Factor(ABC):
 
     e: Tensor | None
     rest: Tensor | None = field(default=None, kw_only=True)  # (n, m), None for zeros
+    unit: float = field(default=1.0, kw_only=True)  # S is over it, and e times it
 
     @property
     @abstractmethod

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from woodbury._vector import Space
 from woodbury.layers.attention import projects_out
 from woodbury.layers.registry import Rule, layer_rule
 from woodbury.layers.rules import LOOKUPS, refused_option
@@ -96,6 +97,11 @@ class Plan:
     modules: tuple[ModuleState, ...]  # all of them: what a pass shows holds for one structure in one mode
     buffers: tuple[Holder, ...]  # those that a pass may change
     findings: Findings = field(default_factory=Findings, compare=False)
+
+    @cached_property
+    def space(self) -> Space:
+        """The coordinates of vectors in parameter space."""
+        return Space.of(self.parameters)
 
     @cached_property
     def block_of(self) -> dict[str, tuple[str, str]]:

@@ -1,10 +1,10 @@
 """The optimizers of the paper, exact in sample space, and what every second-order optimizer shares."""
 
 from woodbury._batch import BadSamplesError
-from woodbury.optim.base import SecondOrder
-from woodbury.optim.passes import NonFiniteLossError
+from woodbury.optim.info import StepInfo
+from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.smw import GaussNewton, NaturalGradient
-from woodbury.optim.step import StepInfo
+from woodbury.quadratic.passes import NonFiniteLossError
 
 __all__ = [
     "BadSamplesError",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import torch
+from torch import Tensor
 
 from woodbury import _batch
+from woodbury._batch import Batch
 from woodbury.curvature import Curvature
-from woodbury.optim.passes import NonFiniteLossError, NonFiniteSampleError
-from woodbury.optim.step import Problem
+from woodbury.quadratic.linearize import Problem
+from woodbury.quadratic.passes import Batches, NonFiniteLossError, NonFiniteSampleError, Passes, Piece
 
 NO_STEP = (
     "the system of the step cannot be solved, as its gradient or its curvature is not finite: numbers overflow in "
@@ -16,16 +21,40 @@ NO_STEP = (
 )
 
 
-def name_bad_samples(problem: Problem, curvature: Curvature, cause: Exception | None) -> None:
+class Doubts:
+    """What an optimizer has warned of, each kind once, and when it looks at the condition of its systems."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._given: set[str] = set()
+        self._solves, self._looked_at = 0, math.inf
+
+    def warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warnings.warn(f"{self._method}: {message}", RuntimeWarning, stacklevel=3)
+
+    def is_time_to_look(self, damping: float) -> bool:
+        """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""
+        if "doubt" in self._given:
+            return False
+        self._solves += 1
+        due = damping < 0.5 * self._looked_at or self._solves & (self._solves - 1) == 0
+        if due:
+            self._looked_at = damping
+        return due
+
+
+def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
     """Raise an error that names the samples whose loss, gradient or S is not finite, if it is some of them.
 
     cause is the error that the loss of the batch gave rise to, None if that is finite. On the CPU only.
     """
-    batch, passes = problem.batch, problem.passes
+    batch, passes, curvature = problem.batch, problem.passes, problem.curvature
     parameters = problem.plan.parameters.values()
     if problem.plan.device.type != "cpu" or not all(bool(torch.isfinite(own).all()) for own in parameters):
         return
-    bad = passes.bad_samples(batch, curvature)
+    bad = _bad_samples(passes, batch, curvature)
     # every sample, with a finite loss: it is not the samples, but numbers that overflow, say
     if bad and (len(bad) < batch.samples or cause is not None):
         bad = sorted(bad if batch.order is None else batch.order[bad].tolist())
@@ -36,9 +65,54 @@ def name_bad_samples(problem: Problem, curvature: Curvature, cause: Exception | 
             bad,
         ) from cause
     if problem.full is not None:
-        place = passes.bad_sample_of(problem.full, curvature)
+        place = _bad_sample_of(passes, problem.full, curvature)
         if place is not None:
             raise NonFiniteLossError(
                 f"the loss or the gradient at the current parameters is not finite for sample {place[1]} of batch "
                 f"{place[0]} of full=: nothing was changed. Leave it out of the loader"
             ) from cause
+
+
+def _bad_samples(passes: Passes, batch: Batch, curvature: Curvature) -> list[int]:
+    """The places in the batch of samples whose loss, gradient or S is not finite, by halving the batch."""
+
+    def search(indices: Tensor) -> list[int]:
+        inputs = _batch.take(batch.inputs, indices, batch.samples)
+        targets = None if batch.targets is None else _batch.take(batch.targets, indices, batch.samples)
+        piece, outputs = passes.evaluate(inputs, targets, len(indices))
+        finite = torch.isfinite(passes.rule.terms(passes.loss, outputs.double(), piece.targets))
+        if not finite.all():
+            found: list[int] = indices[~finite].tolist()
+            return found + (search(indices[finite]) if finite.any() else [])
+        if _is_finite(passes, piece, outputs, curvature):
+            return []
+        if len(indices) == 1:
+            return indices.tolist()
+        half = len(indices) // 2
+        return search(indices[:half]) + search(indices[half:])
+
+    try:
+        return search(torch.arange(batch.samples))
+    except Exception:  # a model may not take some of the samples alone: then it is not known
+        return []
+
+
+def _bad_sample_of(passes: Passes, full: Batches, curvature: Curvature) -> tuple[int, int] | None:
+    """The first batch of a loader with a bad sample, and the place of that there, if they can be told."""
+    for number, (inputs, targets) in enumerate(full):
+        samples = _batch.sample_count(inputs)
+        bad = _bad_samples(passes, Batch(inputs, targets, samples, samples), curvature)
+        if bad:
+            return number, min(bad)
+    return None
+
+
+def _is_finite(passes: Passes, piece: Piece, outputs: Tensor, curvature: Curvature) -> bool:
+    """Whether the gradient of these samples and their factor S are finite."""
+    try:
+        factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+    except torch.linalg.LinAlgError:  # an eigendecomposition of nan
+        return False
+    gradient = piece.capture.gradient(passes.residual(outputs, piece.targets))
+    parts = [*gradient.values(), factor.columns()]
+    return all(bool(torch.isfinite(part).all()) for part in parts)

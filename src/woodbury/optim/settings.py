@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from woodbury.damping import Damping
+from woodbury.curvature import Curvature
 from woodbury.model.fallback import Forward
+from woodbury.policies.damping import Damping, is_relative
+from woodbury.policies.search import CurvedSearch
+from woodbury.quadratic.blocks import Blocks
+from woodbury.quadratic.metric import Metric
+from woodbury.quadratic.quadratic import Solver
 
 
 class Common(TypedDict, total=False):
@@ -28,6 +34,110 @@ class Common(TypedDict, total=False):
     params: Iterable[Any] | None
     process_group: Any
     watch: bool
+
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a user chooses beside model and groups, checked here. A step that differs takes a changed copy."""
+
+    method: str  # the name of the optimizer, for messages
+    loss: nn.Module
+    forward: Forward
+    curvature: Curvature
+    solver: Solver
+    blocks: Blocks
+    damping: Damping
+    curvature_samples: int | float | str | None
+    accept: float | None
+    guard: float | None
+    has_fallback: bool
+    most_momentum: float = BELOW_ONE
+    gram_dtype: torch.dtype | None = None
+    max_bytes: int | None = None
+    capture: bool = False
+    autocast: torch.dtype | None = None
+    search: CurvedSearch | None = None
+    memory: int = 0
+    metric: Metric | None = None
+
+    def __post_init__(self) -> None:
+        check_curvature_samples(self.curvature_samples)
+        if self.accept is not None and (
+            isinstance(self.accept, bool) or not isinstance(self.accept, int | float) or math.isnan(self.accept)
+        ):
+            raise ValueError(f"accept must be a number or None, got {self.accept!r}")
+        if self.guard is not None:
+            check_number("guard", self.guard)
+        if not callable(self.forward):
+            raise TypeError(f"forward must be a function of (model, inputs), got {self.forward!r}")
+        if self.max_bytes is not None:
+            check_number("max_bytes", self.max_bytes, above=0)
+        if self.gram_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {self.gram_dtype}")
+        if self.autocast not in (None, torch.bfloat16):
+            raise ValueError(f"autocast must be torch.bfloat16 or None, got {self.autocast}")
+        if not isinstance(self.capture, bool):
+            raise TypeError(f"capture must be True or False, got {self.capture!r}")
+        check_whole_number("memory", self.memory, least=0)
+        self._check_search()
+        self._check_memory_and_metric()
+        self._check_damping()
+
+    def _check_search(self) -> None:
+        if self.search is None:
+            return
+        if not isinstance(self.search, CurvedSearch):
+            raise TypeError(f"search must be a woodbury.CurvedSearch or None, got {self.search!r}")
+        if not self.curvature.fits_loss:
+            raise ValueError(f"{self.method} takes no search: use GaussNewton(..., search=...)")
+        if not self.solver.exact:
+            raise ValueError(f"search= needs solver='cholesky', got {self.solver.name!r}")
+
+    def _check_memory_and_metric(self) -> None:
+        wanted = [f"memory={self.memory}"] if self.memory else []
+        wanted += [] if self.metric is None else [f"metric={self.metric.name!r}"]
+        if wanted and not self.solver.exact:
+            raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self.solver.name!r}")
+        searchable = self.metric is None or self.metric.name == "diagonal"
+        if self.search is not None and (self.memory or not searchable):
+            raise ValueError(f"search= and {wanted[0]} do not go together")
+
+    def _check_damping(self) -> None:
+        if not is_relative(self.damping) or self.solver.has_trace:
+            return
+        if self.method in ("GaussNewton", "NaturalGradient"):
+            raise ValueError(
+                f"solver={self.solver.name!r} forms no Gram matrix that the damping could be relative to: use "
+                "solver='cholesky' or 'cg', or relative=False"
+            )
+        raise ValueError(
+            f"{self.method} forms no Gram matrix that its damping could be relative to: use "
+            "GaussNewton or NaturalGradient, or relative=False"
+        )
+
+    def check_joint(self) -> None:
+        """Raise where several processes cannot take steps together with these settings."""
+        if self.search is not None:
+            raise ValueError("search= is for one process: it looks at the loss several times per step")
+        if not self.solver.takes_processes:
+            raise ValueError(f"solver={self.solver.name!r} is for one process: use 'cholesky', or HessianFree")
+        if self.memory or self.metric is not None:
+            raise ValueError("memory= and metric= are for one process: leave them out")
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a step looks at no number as it goes, and its shapes repeat: then a CUDA graph can hold it."""
+        return (
+            self.capture and self.solver.exact and self.search is None and not self.memory and self.metric is None
+        )
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no pass is differentiated later, so that torch need not follow steps along a chain."""
+        return self.search is None and not self.solver.keeps_state
 
 
 @dataclass(frozen=True)
@@ -99,9 +209,6 @@ def check_number(name: str, value: Any, *, above: float | None = None, most: flo
         raise ValueError(f"{name} must be more than {above:g}, got {value}")
     if value > most:
         raise ValueError(f"{name} must lie in [0, {'1)' if most < 1 else f'{most:g}]'}, got {value}")
-
-
-BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], most_momentum: float) -> None:

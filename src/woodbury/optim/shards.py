@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from woodbury import _batch
 from woodbury._choice import part_named
 from woodbury._group import ALONE, Group, all_processes
-from woodbury.device.scalars import Scalar
 from woodbury.losses.rules import loss_rule
 from woodbury.losses.seen import NoSamples
-from woodbury.optim.step import Problem, Proposal
+from woodbury.quadratic.linearize import Problem
 
 PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one process's own
 
@@ -83,13 +82,3 @@ def count_nothing(problem: Problem) -> Problem:
     loss = NoSamples(problem.passes.loss)
     passes = replace(problem.passes, chain=None, loss=loss, rule=loss_rule(loss), samples_count=False)
     return replace(problem, passes=passes)
-
-
-def agree(group: Group, proposal: Proposal, actual: Scalar) -> tuple[Proposal, Scalar]:
-    """The numbers of a step as the first process has them, so that all judge alike to the last bit."""
-    if group.size == 1:
-        return proposal, actual
-    own = (proposal.loss, proposal.predicted, proposal.squared_norm, proposal.damping, actual, proposal.usable)
-    loss, predicted, squared, damping, actual, usable = group.of_first([float(number) for number in own])
-    proposal = replace(proposal, loss=loss, predicted=predicted, squared_norm=squared)
-    return replace(proposal, damping=damping, usable=bool(usable)), actual

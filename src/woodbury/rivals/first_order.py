@@ -12,11 +12,11 @@ from woodbury._batch import check_batch, is_empty
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
-from woodbury.optim.passes import check_loss
+from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
 from woodbury.optim.shards import find_group, start_alike
-from woodbury.optim.step import Numbers, StepInfo
 from woodbury.products import loss_of
+from woodbury.quadratic.passes import check_loss
 
 
 class FirstOrder(torch.optim.Optimizer):

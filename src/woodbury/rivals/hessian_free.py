@@ -6,21 +6,78 @@ from autograd, so any model will do; the system is solved until progress slows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from woodbury import _vector
+from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
-from woodbury.displacement import Displacement
+from woodbury.device.scalars import Scalar
 from woodbury.linalg import minimize_quadratic
-from woodbury.optim.base import SecondOrder
-from woodbury.optim.passes import Objective
+from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import Common, check_number, check_whole_number, refuse_fixed
-from woodbury.optim.step import Problem, Proposal
 from woodbury.products import FactorProducts
+from woodbury.quadratic.damped import Damped, Minimizer
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.quadratic import Quadratic, Solver
+
+
+@dataclass(frozen=True)
+class EarlyStopped(Solver):
+    """Conjugate gradients in parameter space that end early, from the last p on."""
+
+    name = "hessian-free"
+    forms_rows = False
+    has_trace = False
+    max_iterations: int
+    progress: float
+
+    def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
+        return _EarlyStopped(quadratic, damping, self)
+
+
+class _EarlyStopped(Damped):
+    def __init__(self, quadratic: Quadratic, damping: Scalar, solver: EarlyStopped) -> None:
+        self.quadratic, self.damping, self._solver = quadratic, damping, solver
+
+    def minimizer(self) -> Minimizer:
+        quadratic, damping = self.quadratic, float(self.damping)
+        linear = quadratic.all_of_gradient()
+        if quadratic.decay is not None:
+            linear = linear + quadratic.decay.force
+        # the optimizer keeps the last p, times its momentum: a place to start from
+        start = torch.zeros_like(linear.flat) if quadratic.center is None else quadratic.center.flat
+
+        def product(x: Tensor) -> Tensor:
+            p = linear.of(x)
+            image = self._curvature(p).flat.add_(x, alpha=damping)
+            return image if quadratic.decay is None else image.add_(quadratic.decay.times(p).flat)
+
+        minimum = minimize_quadratic(
+            product,
+            linear.flat,
+            start,
+            progress=self._solver.progress,
+            max_iterations=self._solver.max_iterations,
+        )
+        p = linear.of(quadratic.group.same(minimum.x))
+        squared = float(p.dot(p))
+        return Minimizer(
+            Displacement.of(quadratic.plan, p),
+            predicted=0.5 * damping * squared - minimum.value,  # the model without its damping term
+            squared_norm=squared,
+            usable=True,
+            gains={"iterations": minimum.iterations},
+        )
+
+    def _curvature(self, p: Vector) -> Vector:
+        """B p = Z^T (Z p) / D."""
+        rows = self.quadratic.rows
+        assert isinstance(rows, FactorProducts)
+        product = rows.rmatvec(rows.matvec(p) / self.quadratic.divisor)
+        return self.quadratic.group.sum_vector(self.quadratic.space.pack(product))
 
 
 class HessianFree(SecondOrder):
@@ -38,11 +95,6 @@ class HessianFree(SecondOrder):
         progress: CG stops after iteration i when (phi_i - phi_{i-k}) / phi_i < k progress, k = max(10, i / 10).
     """
 
-    curvature = CURVATURES["gauss-newton"]
-    _by_layers = False
-    _twice_differentiated = True
-    _most_momentum = 1.0  # of the last p, as a place to start from
-
     def __init__(
         self,
         model: nn.Module,
@@ -57,72 +109,14 @@ class HessianFree(SecondOrder):
         check_number("warm_start", warm_start, most=1.0)
         check_whole_number("max_iterations", max_iterations, least=1)
         check_number("progress", progress)
-        self.max_iterations = max_iterations
-        self.progress = progress
         refuse_fixed("HessianFree", common)
-        # the base keeps the last p, times its momentum, for us
-        super().__init__(model, loss, lr, blocks="full", momentum=warm_start, fallback="autograd", **common)
+        solver = EarlyStopped(max_iterations, progress)
+        method = {"curvature": CURVATURES["gauss-newton"], "solver": solver, "most_momentum": 1.0}
+        super().__init__(
+            model, loss, lr, blocks="full", momentum=warm_start, fallback="autograd", method=method, **common
+        )
 
     @property
     def iterations(self) -> int:
         """Of CG in the last step."""
         return int(self.state.get("iterations", 0))
-
-    def _propose(self, problem: Problem) -> Proposal:
-        parameters = problem.plan.parameters
-        objective = problem.passes.objective(problem.batch, problem.full)
-        gradient = objective.gradient
-        decays, damping = problem.hyper.weight_decay, float(problem.damping)
-        linear = _vector.flatten(
-            {name: gradient[name] + decays[name] * parameter.detach() for name, parameter in parameters.items()}
-        )
-        curvature = self._curvature_product(problem, objective)
-        start = torch.zeros_like(linear) if problem.previous is None else _vector.flatten(problem.previous)
-        minimum = minimize_quadratic(
-            lambda x: _add_scaled(curvature(x), x, damping, decays, parameters),
-            linear,
-            start,
-            progress=self.progress,
-            max_iterations=self.max_iterations,
-        )
-        minimum = minimum._replace(x=problem.passes.group.same(minimum.x))
-        squared = float(minimum.x @ minimum.x)
-        return Proposal(
-            displacement=Displacement(parameters, base=_vector.unflatten(minimum.x, parameters)),
-            predicted=0.5 * problem.damping * squared - minimum.value,  # the model without its damping term
-            squared_norm=squared,
-            damping=problem.damping,
-            usable=True,
-            loss=objective.loss,
-            parts=[piece.inputs for piece in objective.pieces],
-            center=None,
-            evaluate=objective.evaluate,
-            memory={"iterations": minimum.iterations},
-        )
-
-    def _curvature_product(self, problem: Problem, objective: Objective) -> Callable[[Tensor], Tensor]:
-        """x -> B x on flat vectors."""
-        parameters, piece = problem.plan.parameters, objective.pieces[0]
-        passes = problem.passes
-        factor = self.curvature.factor(passes.rule, passes.loss, objective.outputs, piece.targets)
-        samples = problem.batch.curvature
-        divisor = passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
-        rows = FactorProducts(piece.capture.outputs, parameters, factor, [tuple(parameters)])
-
-        def product(x: Tensor) -> Tensor:
-            image = rows.matvec(_vector.unflatten(x, parameters)) / divisor  # S^T J x / D
-            return passes.group.sum(_vector.flatten(rows.rmatvec(image)))
-
-        return product
-
-
-def _add_scaled(
-    image: Tensor, x: Tensor, damping: float, decays: Mapping[str, float], parameters: Mapping[str, Tensor]
-) -> Tensor:
-    """image + (lambda + W) x on flat vectors, in place; W is the weight decay of each parameter."""
-    image.add_(x, alpha=damping)
-    if any(decays.values()):
-        parts = _vector.unflatten(x, parameters)
-        for name, part in _vector.unflatten(image, parameters).items():
-            part.add_(parts[name], alpha=decays[name])
-    return image

@@ -12,6 +12,7 @@ which is exact for one sample, and where h is the same for all samples (a linear
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,18 +20,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from woodbury import _vector
-from woodbury._vector import Vector
+from woodbury._vector import Parts, Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.constants import identity
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
-from woodbury.displacement import Displacement
 from woodbury.layers.forms import OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.linalg import full_precision
-from woodbury.optim.base import SecondOrder
+from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
-from woodbury.optim.step import Problem, Proposal
+from woodbury.quadratic.damped import Damped, Minimizer
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.quadratic import Quadratic, Solver
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
@@ -43,6 +44,118 @@ class Factors(NamedTuple):
 
     inputs: Tensor  # A (i + 1, i + 1)
     grads: Tensor  # G (o, o)
+
+
+@dataclass(frozen=True)
+class Kronecker(Solver):
+    """One Kronecker product per layer in place of its block of B."""
+
+    name = "kfac"
+    has_trace = False
+    keeps_state = True
+    refresh: int
+    decay: float
+
+    def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
+        return _Kronecker(quadratic, damping, self)
+
+
+class _Kronecker(Damped):
+    def __init__(self, quadratic: Quadratic, damping: Scalar, solver: Kronecker) -> None:
+        self.quadratic, self.damping, self._solver = quadratic, damping, solver
+
+    def minimizer(self) -> Minimizer:
+        quadratic, group = self.quadratic, self.quadratic.group
+        with group.together():
+            outer = {name: self._outer(name, form) for name, form in quadratic.factor_forms().items()}
+        with full_precision():
+            fresh = {name: kronecker_factors(form, quadratic.divisor) for name, form in outer.items()}
+            if group.size > 1:
+                share = quadratic.outputs.passes.share_of(quadratic.outputs.samples)
+                fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
+            good = torch.isfinite(as_double(quadratic.loss))
+            gains, inverses, usable = self._updated(fresh, good)
+            p, predicted = self._solve(outer, inverses)
+        p = p.of(group.same(p.flat))
+        displacement = Displacement.of(quadratic.plan, p)
+        return Minimizer(displacement, predicted, scalar(p.dot(p)), truth(usable), gains=gains)
+
+    def _updated(
+        self, fresh: Mapping[str, Factors], good: Tensor
+    ) -> tuple[dict[str, Any], dict[str, Inverses], Tensor]:
+        """What the state gains by this batch, the inverses to use, and whether they can be.
+
+        A batch whose loss or factors are not finite leaves the averages alone. Inverses that could not be
+        computed are zero, so that a device that cannot tell yet takes no step by them; they are not kept.
+        """
+        for factors in fresh.values():
+            # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
+            good = good & torch.isfinite(factors.inputs.trace() + factors.grads.trace())
+        known, state = truth(good), self.quadratic.state  # a tensor where asking would wait
+        step = state.get("factor_steps", 0) + (1 if known is not False else 0)
+        weight = min(1 - 1 / max(step, 1), self._solver.decay)
+        averages: dict[str, dict[str, Tensor]] = dict(state.get("averages", {}))
+        stored: dict[str, Inverses] = dict(state.get("inverses", {}))
+        due = step <= _FIRST_STEPS or step % self._solver.refresh == 0
+        used: dict[str, Inverses] = {}
+        usable = good
+        for name, new in fresh.items():
+            old = averages.get(name, {})
+            if old and not _same_shapes(old, new):  # a parameter was frozen or thawed since
+                old = {}
+                stored.pop(name, None)
+            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in new._asdict().items()))
+            averages[name] = factors._asdict()
+            if name in stored and not due:
+                used[name] = stored[name] = {key: value.to(new.inputs) for key, value in stored[name].items()}
+                continue
+            used[name], ok = damped_inverses(factors, self.damping + self._decay_of(name))
+            usable = usable & ok
+            if truth(ok) is False:
+                stored.pop(name, None)
+            else:
+                stored[name] = used[name]
+        gains = {"factor_steps": step, "averages": averages, "inverses": stored}
+        return gains if known is not False else {}, used, usable
+
+    def _solve(self, forms: Mapping[str, OuterRows], inverses: Mapping[str, Inverses]) -> tuple[Vector, Scalar]:
+        """p and m(0) - m(p)."""
+        quadratic, layers = self.quadratic, self.quadratic.plan.layer_named
+        gradient = quadratic.all_of_gradient()
+        if quadratic.decay is not None:
+            gradient = gradient + quadratic.decay.force
+        parts: Parts = {}
+        predicted: Scalar = 0.0
+        for name, form in forms.items():
+            names = [layers[name].parameters[local] for local in form.parameters]
+            sides = [gradient[own].unsqueeze(1) if gradient[own].dim() == 1 else gradient[own] for own in names]
+            matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
+            step, decrease = kronecker_step(matrix, inverses[name])
+            predicted = predicted + scalar(decrease)
+            if form.weight is not None:
+                parts[layers[name].parameters[form.weight]] = step[:, : form.inputs.shape[1]]
+            if form.bias is not None:
+                parts[layers[name].parameters[form.bias]] = step[:, -1]
+        p = quadratic.space.pack(parts)
+        if quadratic.decay is not None:
+            predicted = predicted - 0.5 * quadratic.decay.curvature(p)
+        return p, predicted
+
+    def _decay_of(self, layer: str) -> float:
+        """The largest weight decay among a layer's parameters: one lambda serves the whole Kronecker product."""
+        decay = self.quadratic.decay
+        names = self.quadratic.plan.layer_named[layer].parameters.values()
+        return 0.0 if decay is None else max(decay.rates[name] for name in names)
+
+    def _outer(self, name: str, form: RowForm) -> OuterRows:
+        if not isinstance(form, OuterRows):
+            place = " on several positions of a sample" if isinstance(form, SharedRows) else ""
+            module = self.quadratic.plan.model.get_submodule(name)
+            raise ValueError(
+                f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
+                f"{type(module).__name__}{place}; GaussNewton and NaturalGradient take it"
+            )
+        return form
 
 
 class KFAC(SecondOrder):
@@ -62,8 +175,6 @@ class KFAC(SecondOrder):
         decay: of the running averages of A and G: step t (from 1) uses the weight min(1 - 1/t, decay).
     """
 
-    curvature = CURVATURES["gauss-newton"]
-
     def __init__(
         self,
         model: nn.Module,
@@ -77,124 +188,8 @@ class KFAC(SecondOrder):
         refuse_fixed("KFAC", common)
         check_whole_number("refresh", refresh, least=1)
         check_number("decay", decay, most=BELOW_ONE)
-        self.refresh = refresh
-        self.decay = decay
-        super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, **common)
-
-    def _propose(self, problem: Problem) -> Proposal:
-        passes, group = problem.passes, problem.passes.group
-        objective = passes.objective(problem.batch, problem.full)
-        piece, outputs = objective.pieces[0], objective.outputs
-        samples = problem.batch.curvature
-        with group.together():
-            factor = self.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
-            forms = piece.capture.rows([factor.columns()])
-            outer = {name: self._outer(name, form) for name, form in forms.items()}
-        divisor = passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
-        with full_precision():
-            fresh = {name: kronecker_factors(form, divisor) for name, form in outer.items()}
-            if group.size > 1:
-                share = passes.share_of(samples)
-                fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
-            memory, inverses, usable = self._updated(problem, fresh, torch.isfinite(as_double(objective.loss)))
-            vector, predicted = self._solve(problem, forms, objective.gradient, inverses)
-            vector = {name: group.same(value) for name, value in vector.items()}
-        return Proposal(
-            displacement=Displacement(problem.plan.parameters, base=vector),
-            predicted=predicted,
-            squared_norm=scalar(_vector.dot(vector, vector)),
-            damping=problem.damping,
-            usable=truth(usable),
-            loss=objective.loss,
-            parts=[piece.inputs for piece in objective.pieces],
-            center=None,
-            evaluate=objective.evaluate,
-            memory=memory,
-        )
-
-    def _updated(
-        self, problem: Problem, fresh: Mapping[str, Factors], good: Tensor
-    ) -> tuple[dict[str, Any], dict[str, Inverses], Tensor]:
-        """What the state gains by this batch, the inverses to use, and whether they can be.
-
-        A batch whose loss or factors are not finite leaves the averages alone. Inverses that could not be
-        computed are zero, so that a device that cannot tell yet takes no step by them; they are not kept.
-        """
-        for factors in fresh.values():
-            # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
-            good = good & torch.isfinite(factors.inputs.trace() + factors.grads.trace())
-        known = truth(good)  # a tensor where asking would wait
-        step = self.state.get("factor_steps", 0) + (1 if known is not False else 0)
-        weight = min(1 - 1 / max(step, 1), self.decay)
-        averages: dict[str, dict[str, Tensor]] = dict(self.state.get("averages", {}))
-        stored: dict[str, Inverses] = dict(self.state.get("inverses", {}))
-        due = step <= _FIRST_STEPS or step % self.refresh == 0
-        used: dict[str, Inverses] = {}
-        usable = good
-        for name, new in fresh.items():
-            old = averages.get(name, {})
-            if old and not _same_shapes(old, new):  # a parameter was frozen or thawed since
-                old = {}
-                stored.pop(name, None)
-            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in new._asdict().items()))
-            averages[name] = factors._asdict()
-            if name in stored and not due:
-                used[name] = stored[name] = {key: value.to(new.inputs) for key, value in stored[name].items()}
-                continue
-            used[name], ok = damped_inverses(factors, problem.damping + _decay_of(problem, name))
-            usable = usable & ok
-            if truth(ok) is False:
-                stored.pop(name, None)
-            else:
-                stored[name] = used[name]
-        memory = {"factor_steps": step, "averages": averages, "inverses": stored}
-        return memory if known is not False else {}, used, usable
-
-    def _solve(
-        self,
-        problem: Problem,
-        forms: Mapping[str, RowForm],
-        gradient: Vector,
-        inverses: Mapping[str, Inverses],
-    ) -> tuple[Vector, Scalar]:
-        """p and m(0) - m(p)."""
-        hyper, parameters = problem.hyper, problem.plan.parameters
-        vector = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        layers = {layer.name: layer for layer in problem.plan.layers}
-        predicted: Scalar = 0.0
-        for name, form in forms.items():
-            form, names = self._outer(name, form), layers[name].parameters
-            weight = None if form.weight is None else names[form.weight]
-            bias = None if form.bias is None else names[form.bias]
-            own = [parameter for parameter in (weight, bias) if parameter is not None]
-            decayed = {
-                parameter: gradient[parameter] + hyper.weight_decay[parameter] * parameters[parameter].detach()
-                if hyper.weight_decay[parameter]
-                else gradient[parameter]
-                for parameter in own
-            }
-            sides = [value.unsqueeze(1) if value.dim() == 1 else value for value in decayed.values()]
-            matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
-            step, decrease = kronecker_step(matrix, inverses[name])
-            predicted = predicted + scalar(decrease)
-            if weight is not None:
-                vector[weight] = step[:, : form.inputs.shape[1]]
-            if bias is not None:
-                vector[bias] = step[:, -1]
-            for parameter in own:
-                if hyper.weight_decay[parameter]:
-                    square = vector[parameter].square().sum()
-                    predicted = predicted - 0.5 * hyper.weight_decay[parameter] * scalar(square)
-        return vector, predicted
-
-    def _outer(self, name: str, form: RowForm) -> OuterRows:
-        if not isinstance(form, OuterRows):
-            place = " on several positions of a sample" if isinstance(form, SharedRows) else ""
-            raise ValueError(
-                f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
-                f"{type(self.model.get_submodule(name)).__name__}{place}; GaussNewton and NaturalGradient take it"
-            )
-        return form
+        method = {"curvature": CURVATURES["gauss-newton"], "solver": Kronecker(refresh, decay)}
+        super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, method=method, **common)
 
 
 def kronecker_factors(form: OuterRows, divisor: Scalar) -> Factors:
@@ -264,9 +259,3 @@ def _where(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) ->
 
 def _same_shapes(old: Mapping[str, Tensor], new: Factors) -> bool:
     return all(old[side].shape == matrix.shape for side, matrix in new._asdict().items())
-
-
-def _decay_of(problem: Problem, layer: str) -> float:
-    """The largest weight decay among a layer's parameters: one lambda serves the whole Kronecker product."""
-    own = next(entry for entry in problem.plan.layers if entry.name == layer)
-    return max(problem.hyper.weight_decay[name] for name in own.parameters.values())

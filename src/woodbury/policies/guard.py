@@ -13,11 +13,12 @@ f(theta + p) <= f(theta). The first ten steps are free: they show what losses th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from woodbury.device.scalars import Scalar, Truth, as_number, magnitude, where
-from woodbury.optim.settings import Hyperparameters
 
 SMOOTHING = 0.05  # share of the last loss in the level
 RUNAWAY = 4.0  # times the best level above it
@@ -63,9 +64,9 @@ class Course(NamedTuple):
         return Course(self.first, level, where(level < self.best, level, self.best), self.steps + 1)
 
 
-def largest_rate(hyper: Hyperparameters) -> Scalar:
-    """alpha, the largest of all groups."""
-    rates = list({id(rate): rate for rate in hyper.lr.values()}.values())
+def largest_rate(by_parameter: Mapping[str, float | Tensor]) -> Scalar:
+    """alpha, the largest of all parameters."""
+    rates = list({id(rate): rate for rate in by_parameter.values()}.values())
     largest = as_number(rates[0])
     for rate in map(as_number, rates[1:]):
         largest = where(rate > largest, rate, largest)

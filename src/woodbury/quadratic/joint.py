@@ -173,7 +173,7 @@ class JointRows(Rows):
 
     def rmatvec(self, coefficients: Tensor) -> Vector:
         local = self._own.rmatvec(self._own_part(coefficients))
-        return self._group.sum_vector({name: value.detach() for name, value in local.items()})
+        return self._group.sum_vector(local.of(local.flat.detach()))
 
     def curvature(
         self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
@@ -187,13 +187,13 @@ class JointRows(Rows):
         def solve_own_blocks(matrix: Tensor, rhs: Tensor) -> Solution:
             if matrix.dim() == 2:
                 return solve(matrix, rhs)
-            x, ok, condition = torch.zeros_like(rhs), True, 1.0
+            x, ok = torch.zeros_like(rhs), True
             if group.rank < len(matrix):
                 own = solve(matrix[group.rank :: group.size], rhs[group.rank :: group.size])
                 x[group.rank :: group.size] = own.x
-                ok, condition = bool(own.ok), own.reciprocal_condition
+                ok = bool(own.ok)
             (failures,) = group.sums(0.0 if ok else 1.0)
-            return Solution(group.sum(x), not failures, 1, condition)
+            return Solution(group.sum(x), not failures, 1)
 
         return solve_own_blocks
 

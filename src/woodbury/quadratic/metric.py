@@ -26,16 +26,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from woodbury import _vector
 from woodbury._vector import Vector
-from woodbury.device.scalars import compute, scalar
-from woodbury.displacement import Displacement
+from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
 from woodbury.layers.shared import SharedRows
 from woodbury.model.plan import Plan
-from woodbury.optim.linearize import Linearization
-from woodbury.optim.step import Answer, Problem
+from woodbury.quadratic.damped import Damped, Minimizer
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.quadratic import Quadratic
 from woodbury.row_matrix import Rows
 
 Moments = Mapping[str, Tensor]  # by parameter, with ".rows" and ".columns" behind the name of a factored one
@@ -53,16 +52,18 @@ class Units:
     factors: Mapping[str, tuple[Tensor, ...]]  # by parameter: (rows, columns) or (entries,)
 
     @cached_property
-    def entries(self) -> Vector:
-        """s by parameter."""
-        return {
-            name: (torch.outer(*own) if len(own) == 2 else own[0]).view_as(self.plan.parameters[name])
-            for name, own in self.factors.items()
-        }
+    def vector(self) -> Vector:
+        """s."""
+        return self.plan.space.pack(
+            {
+                name: (torch.outer(*own) if len(own) == 2 else own[0]).view_as(self.plan.parameters[name])
+                for name, own in self.factors.items()
+            }
+        )
 
     def metric(self) -> Vector:
-        """D by parameter."""
-        return {name: own.square().reciprocal() for name, own in self.entries.items()}
+        """D."""
+        return self.vector.of(self.vector.flat.square().reciprocal())
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
@@ -76,39 +77,76 @@ class Units:
                 scaled = form.scaled(*own)
                 if scaled is not None:
                     return scaled
-        written = {name: rows * self.entries[names[name]] for name, rows in form.dense().items()}
+        written = {name: rows * self.vector[names[name]] for name, rows in form.dense().items()}
         return ExplicitRows(written)
 
     def _is_of_outputs(self, bias: str, outputs: Tensor) -> bool:
         return self.factors[bias][0] is outputs
 
-    def of_line(self, line: Linearization) -> Linearization:
-        """The model around theta in these units."""
-        assert isinstance(line.rows, Rows)
-        rows = Rows(self.plan, self.of_rows(line.rows.forms), line.rows.row_count)
-        gradient = None if line.gradient is None else self.times(line.gradient)
-        return replace(line, rows=rows, gradient=gradient, head=None, complete=None, gram=None, matrices=None)
+    def of_quadratic(self, quadratic: Quadratic) -> Quadratic:
+        """The quadratic model in these units: rows Z s, gradient s g, center q / s."""
+        rows = quadratic.all_rows
+        return replace(
+            quadratic,
+            rows=Rows(self.plan, self.of_rows(rows.forms), rows.row_count),
+            gradient=None if quadratic.gradient is None else quadratic.gradient * self.vector,
+            center=None if quadratic.center is None else quadratic.center / self.vector,
+            head=None,
+            _complete=None if quadratic._complete is None else quadratic._complete * self.vector,
+            _gram=None,
+            _matrices=None,
+        )
 
-    def of_problem(self, problem: Problem) -> Problem:
-        """q / s in place of q."""
-        if problem.previous is None:
-            return problem
-        return replace(problem, previous=self.divided(problem.previous))
 
-    def back(self, answer: Answer) -> Answer:
-        """p = s p' of the answer p'."""
-        vector = self.times(answer.displacement.dense())
-        squared = scalar(_vector.dot(vector, vector))
-        displacement = Displacement(self.plan.parameters, base=vector)
-        return replace(answer, displacement=displacement, squared_norm=squared, image=None)
+class InMetric:
+    """The quadratic model with the damping term lambda |p - q|_D^2 / 2: a plain one in the units s."""
 
-    def times(self, vector: Mapping[str, Tensor]) -> Vector:
-        """s times a vector."""
-        return {name: value * self.entries[name] for name, value in vector.items()}
+    def __init__(self, plain: Quadratic, units: Units) -> None:
+        self._plain, self._units = plain, units
+        self._inside = units.of_quadratic(plain)
 
-    def divided(self, vector: Mapping[str, Tensor]) -> Vector:
-        """A vector over s."""
-        return {name: value / self.entries[name] for name, value in vector.items()}
+    def __getattr__(self, name: str) -> Any:  # what the damping does not change
+        return getattr(self._plain, name)
+
+    def trace(self) -> Scalar:
+        """Of K' = U' U'^T."""
+        return self._inside.trace()
+
+    def by_layer(self) -> InMetric:
+        return InMetric(self._plain.by_layer(), self._units)
+
+    def at(self, damping: Scalar, refine: bool = False) -> Damped:
+        return _DampedInMetric(self._inside.at(damping, refine), self._units, self._plain)
+
+    def metric(self) -> Vector:
+        """D."""
+        return self._units.metric()
+
+
+class _DampedInMetric(Damped):
+    """(B + lambda D) p = lambda D q - g, by the plain system of p' = p / s."""
+
+    def __init__(self, inside: Damped, units: Units, plain: Quadratic) -> None:
+        self._inside, self._units, self._plain = inside, units, plain
+        self.damping = inside.damping
+
+    @property
+    def center(self) -> Vector | None:
+        return self._plain.center
+
+    def minimizer(self) -> Minimizer:
+        self._found = self._inside.minimizer()
+        p = self._found.displacement.dense() * self._units.vector
+        displacement = Displacement.of(self._plain.plan, p)
+        return replace(
+            self._found, displacement=displacement, squared_norm=scalar(p.dot(p))
+        )  # (Z s) (p / s) = Z p
+
+    def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
+        return self._inside.pull_back(weights, refine) * self._units.vector
+
+    def doubt(self, found: Minimizer, look: bool) -> str | None:
+        return self._inside.doubt(self._found, look)
 
 
 class Metric(ABC):
@@ -117,7 +155,7 @@ class Metric(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
+    def after(self, moments: Moments, quadratic: Quadratic, steps: int) -> dict[str, Tensor]:
         """The moments with those of a step, after so many others."""
 
     @abstractmethod
@@ -130,10 +168,10 @@ class AdamMetric(Metric):
 
     name = "adam"
 
-    def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
+    def after(self, moments: Moments, quadratic: Quadratic, steps: int) -> dict[str, Tensor]:
         share = max(1 - FORGETTING, 1 / (steps + 1))  # a plain mean at first
         result: dict[str, Tensor] = {}
-        for name, own in line.all_of_gradient().items():
+        for name, own in quadratic.all_of_gradient().items():
             square = own.square()
             if square.dim() > 1:
                 square = square.flatten(1)
@@ -176,10 +214,10 @@ class DiagonalMetric(Metric):
 
     name = "diagonal"
 
-    def after(self, moments: Moments, line: Linearization, steps: int) -> dict[str, Tensor]:
-        assert isinstance(line.rows, Rows)
-        (divisor,) = compute(line.divisor)
-        diagonal = {name: own / divisor for name, own in line.rows.squared_columns(line.curvature_rows).items()}
+    def after(self, moments: Moments, quadratic: Quadratic, steps: int) -> dict[str, Tensor]:
+        (divisor,) = compute(quadratic.divisor)
+        squares = quadratic.all_rows.squared_columns(quadratic.curvature_rows)
+        diagonal = {name: own / divisor for name, own in squares.items()}
         return {
             name: torch.maximum(moments[name].to(own), own) if name in moments else own
             for name, own in diagonal.items()
@@ -198,11 +236,10 @@ class DiagonalMetric(Metric):
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
 
 
-def next_units(
-    metric: Metric, state: Mapping[str, Any], line: Linearization, plan: Plan
-) -> tuple[Units, dict[str, Any]]:
+def next_units(metric: Metric, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
     """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
+    plan = quadratic.plan
     placed = {name: own.to(device=plan.device, dtype=plan.dtype) for name, own in state.get("moments", {}).items()}
     steps = state.get("steps", 0)
-    moments = metric.after(placed, line, steps)
+    moments = metric.after(placed, quadratic, steps)
     return metric.units(moments, plan), {"steps": steps + 1, "moments": moments}

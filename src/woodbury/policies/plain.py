@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from woodbury.damping import Constant, LevenbergMarquardt, as_damping
-from woodbury.search import CurvedSearch
+from woodbury.policies.damping import Constant, LevenbergMarquardt, as_damping
+from woodbury.policies.search import CurvedSearch
 
 POLICIES: dict[str, type[Any]] = {
     policy.__name__: policy for policy in (LevenbergMarquardt, Constant, CurvedSearch)

@@ -21,11 +21,11 @@ from torch import Tensor
 from woodbury.device.scalars import Scalar
 from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms, layout_of
 from woodbury.model.plan import Plan
-from woodbury.optim.linearize import Linearization
+from woodbury.quadratic.quadratic import Quadratic
 from woodbury.row_matrix import Rows
 
 
-class Batch(NamedTuple):
+class KeptBatch(NamedTuple):
     """The factor rows of one batch."""
 
     forms: Mapping[str, RowForm]
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 class Kept(NamedTuple):
     """The factor rows of the last batches, the oldest first."""
 
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[KeptBatch, ...] = ()
     gram: Tensor | None = None  # of all of them, where it was formed
     plan: Plan | None = None  # of the model they belong to
 
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
         batches = []
         for batch in state.get("batches", ()):
             forms = {name: _form_of_state(own, plan) for name, own in batch["forms"].items()}
-            batches.append(Batch(forms, batch["rows"], batch["divisor"]))
+            batches.append(KeptBatch(forms, batch["rows"], batch["divisor"]))
         gram = state.get("gram")
         return cls(tuple(batches), None if gram is None else gram.to(plan.device), plan)
 
@@ -99,16 +99,14 @@ def _joined(earlier: Mapping[str, RowForm], own: Mapping[str, RowForm]) -> dict[
     return forms
 
 
-def remember(
-    line: Linearization, kept: Kept, most: int, dtype: torch.dtype | None, needs_gram: bool
-) -> tuple[Linearization, Kept]:
-    """The model around theta with the rows of the batches before, and what to keep for the next step.
+def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -> tuple[Quadratic, Kept]:
+    """The quadratic model with the rows of the batches before, and what to keep for the next step.
 
     Without needs_gram (in a metric, which is another at every step) no Gram matrix is formed.
     """
-    assert isinstance(line.rows, Rows)
-    rows, count, plan = line.rows, line.curvature_rows, line.rows.plan
-    new, before = Batch(line.factor_forms(), count, line.divisor), kept.rows
+    rows, count, plan = quadratic.all_rows, quadratic.curvature_rows, quadratic.plan
+    dtype = quadratic.gram_dtype
+    new, before = KeptBatch(quadratic.factor_forms(), count, quadratic.divisor), kept.rows
     gram = rows.gram(dtype=dtype) if needs_gram else None
     if kept.batches:
         earlier = concatenate_forms([batch.forms for batch in kept.batches])
@@ -117,19 +115,17 @@ def remember(
             cross = old.gram(rows, dtype=dtype)
             first = old.gram(dtype=dtype) if kept.gram is None else kept.gram
             gram = torch.cat([torch.cat([first, cross], 1), torch.cat([cross.t(), gram], 1)])
-        e = line.factor_weights(next(iter(plan.parameters.values())).detach())
-        line = replace(
-            line,
+        e = quadratic.factor_weights(next(iter(plan.parameters.values())).detach())
+        quadratic = replace(
+            quadratic,
             rows=Rows(plan, _joined(earlier, rows.forms), before + rows.row_count),
             curvature_rows=before + count,
-            divisor=sum([batch.divisor for batch in kept.batches], line.divisor),
+            divisor=sum([batch.divisor for batch in kept.batches], quadratic.divisor),
             e=torch.cat([e.new_zeros(before), e]),
             head=None,
-            complete=None,
         )
-    line.gram = gram
     batches = (*kept.batches, new)
-    dropped = sum(batch.rows for batch in batches[:-most])
+    dropped, whole = sum(batch.rows for batch in batches[:-most]), gram
     if gram is not None:
         gram = gram[dropped : before + count, dropped : before + count]
-    return line, Kept(batches[-most:], gram, plan)
+    return replace(quadratic, _gram=whole), Kept(batches[-most:], gram, plan)

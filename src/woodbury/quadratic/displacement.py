@@ -1,6 +1,6 @@
 """The step p: evaluate the model at theta + p, and move there; formed only where needed.
 
-    p = base - Z^T c
+    p = p0 - Z^T c
 
 For a layer whose rows are outer products, (Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
 pass at theta + p is z(v) - (v V^T + 1) Hbar, and the update is one in-place product. Where a layer gets the
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from woodbury._vector import Vector
+from woodbury._vector import Parts, Vector
 from woodbury.device.constants import ones
-from woodbury.device.scalars import Scalar, Scale, Truth, compute, is_known, scalar, scaled_if
+from woodbury.device.scalars import Scalar, Truth, compute, is_known, scalar, scaled_if
 from woodbury.layers.forms import OuterRows, OuterSum
 from woodbury.model.capture import Capture, moved_model
 from woodbury.model.chain import MovedForward
@@ -35,27 +35,24 @@ class _Factored(NamedTuple):
 
 
 class Displacement:
-    """p = base - scales * Z^T c for rows Z and coefficients c (r,), or (layers, r) to give each layer its own.
+    """p = -Z^T c for rows Z and coefficients c (r,), or (layers, r) to give each layer its own; or any p (`of`).
 
-    Either part may be absent. With a base, with scales or with `form` p is formed; otherwise it stays factored.
-    With `form` the first layer is factored as well if v V^T is known: that is cheaper in the trial pass.
+    In layers whose rows are outer products it stays factored. With `form` p is formed, and the first layer is
+    factored as well if v V^T is known: that is cheaper in the trial pass.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
-        rows: Rows | None = None,
-        coefficients: Tensor | None = None,
-        base: Vector | None = None,
-        scales: Mapping[str, Scale] | None = None,
+        plan: Plan,
+        rows: Rows,
+        coefficients: Tensor,
         form: bool = False,
     ) -> None:
-        self.parameters = parameters
+        self.plan = plan
         self._factored: list[_Factored] = []
-        self._vector: Vector = {}  # parameters whose p is formed
-        if rows is None or coefficients is None or base is not None or scales is not None or rows.joint:
-            self._vector = _form(rows, coefficients, base, scales)
-            return
+        self._vector: Vector | None = None  # p, where all of it is formed
+        self._formed: Mapping[str, Tensor] = {}  # parameters whose p is formed
+        formed: Parts = {}
         by_layer = coefficients.dim() == 2
         for index, (name, own_rows) in enumerate(rows.forms.items()):
             own = coefficients[index] if by_layer else coefficients
@@ -65,22 +62,32 @@ class Displacement:
                 self._factored.append(_Factored(layer, own_rows.weighted_sum(own)))
             if form or not factored:
                 names = rows.plan.owned[name]
-                self._vector |= {names[local]: -value for local, value in own_rows.rmatvec(own).items()}
+                formed |= {names[local]: -value for local, value in own_rows.rmatvec(own).items()}
+        self._formed = formed
+        if formed and not self._only_factored():
+            self._vector = self._formed = plan.space.pack(formed)
+
+    @classmethod
+    def of(cls, plan: Plan, vector: Vector) -> Displacement:
+        """p as it is given."""
+        displacement = cls.__new__(cls)
+        displacement.plan, displacement._factored = plan, []
+        displacement._vector = displacement._formed = vector
+        return displacement
 
     def dense(self) -> Vector:
-        """p as a dictionary over all trainable parameters."""
-        vector = dict(self._vector)
-        for layer, total in self._only_factored():
-            vector |= {layer.parameters[local]: -value for local, value in total.dense().items()}
-        return {
-            name: vector[name] if name in vector else torch.zeros_like(parameter)
-            for name, parameter in self.parameters.items()
-        }
+        """p."""
+        if self._vector is None:
+            parts = dict(self._formed)
+            for layer, total in self._only_factored():
+                parts |= {layer.parameters[local]: -value for local, value in total.dense().items()}
+            self._vector = self.plan.space.pack(parts)
+        return self._vector
 
     def squared_norm(self) -> Scalar:
         """|p|^2, where all of p is formed."""
-        assert not self._only_factored()
-        norms = [torch.linalg.vector_norm(value) for value in self._vector.values()]
+        assert self._vector is not None
+        norms = [torch.linalg.vector_norm(own) for own in self._formed.values()]
         return scalar(torch.stack(norms).double().square().sum())
 
     def outputs_on(self, capture: Capture, piece: int = 0) -> Tensor:
@@ -102,7 +109,7 @@ class Displacement:
         Call it under torch.no_grad(). Parameters whose version is not the one in `versions` any more have moved
         already: so the call can be repeated after an interrupt.
         """
-        parameters = self.parameters
+        parameters: Mapping[str, nn.Parameter] = self.plan.parameters
         if versions is not None:
             parameters = {name: own for name, own in parameters.items() if own._version == versions[name]}
         holds = None  # the step is known to be accepted
@@ -110,7 +117,7 @@ class Displacement:
             holds = compute(accepted)[0].bool()
         elif not accepted:
             return
-        for name, change in self._vector.items():
+        for name, change in self._formed.items():
             if name not in parameters:
                 continue
             moved = rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
@@ -138,16 +145,16 @@ class Displacement:
 
     def _only_factored(self) -> list[_Factored]:
         """The layers whose p is factored and not formed as well."""
-        if not self._vector:
+        if not self._formed:
             return self._factored
-        return [own for own in self._factored if not self._vector.keys() & _names(own)]
+        return [own for own in self._factored if not self._formed.keys() & _names(own)]
 
-    def _changes(self) -> Vector:
+    def _changes(self) -> Mapping[str, Tensor]:
         """What the trial pass adds to parameters: p of the layers that are not factored."""
-        if not self._factored or not self._vector:
-            return self._vector
+        if not self._factored or not self._formed:
+            return self._formed
         factored = {name for own in self._factored for name in _names(own)}
-        return {name: change for name, change in self._vector.items() if name not in factored}
+        return {name: change for name, change in self._formed.items() if name not in factored}
 
     def _forwards(self, capture: Capture | None, piece: int) -> dict[str, MovedForward]:
         return {own.layer.name: partial(_moved_linear, own, capture, piece) for own in self._factored}
@@ -156,19 +163,6 @@ class Displacement:
 def _names(own: _Factored) -> set[str]:
     """The names in the model of the parameters of a factored layer."""
     return {own.layer.parameters[local] for local in own.total.parameters}
-
-
-def _form(
-    rows: Rows | None, coefficients: Tensor | None, base: Vector | None, scales: Mapping[str, Scale] | None
-) -> Vector:
-    """p itself."""
-    if rows is None or coefficients is None:
-        assert base is not None
-        return base
-    product = rows.rmatvec(coefficients)
-    if scales is not None:
-        product = {name: value * scales[name] for name, value in product.items()}
-    return {name: -value if base is None else base[name] - value for name, value in product.items()}
 
 
 def _moved_linear(

@@ -1,7 +1,7 @@
 """Search policies: which p to take from a ladder of dampings, and how far to go along it.
 
 A policy is a frozen dataclass, as a damping policy is; what it remembers from step to step is state of the
-optimizer. `woodbury.optim.searched` does the steps.
+optimizer. `woodbury.policies.curved` does the steps.
 """
 
 from __future__ import annotations

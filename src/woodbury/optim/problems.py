@@ -1,0 +1,321 @@
+"""The problem of a step: the batch checked, S2 chosen, the settings of the groups read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch, _random
+from woodbury._batch import Batch
+from woodbury._group import Group
+from woodbury._memory import available_bytes, in_words
+from woodbury._vector import Vector
+from woodbury.curvature import OwnScale
+from woodbury.device.scalars import as_number, is_known, to_device
+from woodbury.losses.rules import LossRule, loss_rule
+from woodbury.model.capture import call_model
+from woodbury.model.chain import Chain
+from woodbury.model.compiled import run_as_written
+from woodbury.model.plan import Plan
+from woodbury.model.structure import Structure
+from woodbury.optim.price import affordable_rows
+from woodbury.optim.settings import Hyperparameters, Settings, check_groups, explain_inputs, read_settings
+from woodbury.optim.shards import borrow_sample, count_nothing
+from woodbury.optim.transaction import Transaction
+from woodbury.optim.watch import UNWATCHED
+from woodbury.policies.damping import check_damping
+from woodbury.quadratic.decay import Decay
+from woodbury.quadratic.linearize import Problem
+from woodbury.quadratic.passes import Batches, Passes
+
+FIRST_COLUMNS = 8  # to reckon with before the model has shown its outputs
+_WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a step was called with."""
+
+    inputs: Any
+    targets: Tensor | None
+    subset: Tensor | None = None
+    full: Batches | None = None
+    held_out: Any = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step is taken with: the optimizer's model, settings, state and groups as they are."""
+
+    model: nn.Module
+    settings: Settings
+    state: dict[Any, Any]
+    groups: Sequence[Mapping[str, Any]]
+    transaction: Transaction
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.groups[0]["params"][0].device
+        return device
+
+
+class Problems:
+    """Makes the problems of an optimizer, and knows what does not change from one to the next."""
+
+    def __init__(self, settings: Settings, group: Group) -> None:
+        self.group = group
+        self.structure = Structure(settings.has_fallback, settings.solver.forms_rows, settings.max_bytes)
+        self.rule: LossRule = loss_rule(settings.loss)
+        self.orders = _random.Orders()
+        self._options: tuple[Any, ...] | None = None  # of the loss, as they were when last looked at
+        self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
+        self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
+        self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
+
+    def fresh_copy(self) -> dict[str, Any]:
+        """What a copy of the optimizer keeps: nothing that belongs to this model."""
+        return {
+            **vars(self),
+            "structure": self.structure.fresh_copy(),
+            "orders": _random.Orders(),
+            "_options": None,
+        }
+
+    # -- a batch --------------------------------------------------------------------------------------------
+
+    def pose(self, context: Context, request: Request) -> tuple[Problem, Hyperparameters]:
+        """The problem of a batch, which may be spread over processes: an error of one is an error of all.
+
+        A process without a sample borrows one of another, and counts it 0 times.
+        """
+        borrowed = borrow_sample(self.group, request.inputs, request.targets, context.device, context.state)
+        if borrowed is not None:
+            request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
+        with self.group.together():
+            self.check_surroundings(context)
+            samples = count_samples(request.inputs, request.targets)
+            if request.held_out is not None:
+                _check_held_out(context.settings, request.held_out)
+            self._sample_axes = _batch.sample_axes(request.inputs, samples, self._sample_axes)
+            plan, batch = self.plan(context), self._choose(context, request, samples)
+            context.state["damping"] = to_device(context.state["damping"], context.device)
+            problem, hyper = self.problem(context, plan, batch, request)
+        return (problem if borrowed is None else count_nothing(problem)), hyper
+
+    def plan(self, context: Context) -> Plan:
+        """The layers to train, made anew whenever something about the model has changed."""
+        return self.structure.read(context.model, context.groups)
+
+    def problem(
+        self,
+        context: Context,
+        plan: Plan,
+        batch: Batch,
+        request: Request,
+        rates: Sequence[float | Tensor] | None = None,
+    ) -> tuple[Problem, Hyperparameters]:
+        """The problem of a chosen batch with the settings as they are now.
+
+        While a step is recorded, its learning rates by group are given.
+        """
+        settings, transaction = context.settings, context.transaction
+        hyper = read_settings(context.groups, self.structure.names, rates)
+        damping = as_number(context.state["damping"]) + settings.damping.floor
+        if is_known(damping) and not 0 < damping < math.inf:
+            check_damping(damping, settings.damping)
+        if settings.memory:
+            batch = batch.copied()
+        chain = None if request.full is not None else self._chain_for(settings, batch.inputs)
+        is_chain, forward = chain is not None, settings.forward
+        if not is_chain:
+            forward = run_as_written(forward, plan.has_compiled)
+            transaction.watch(plan, _random.snapshot(plan.device) if rates is None else None)
+            if transaction.buffers is not None:
+                forward = transaction.buffers.preserved(forward, batch.inputs)
+            if settings.autocast is None:  # which casts between layers
+                is_chain = self.structure.shows_chain(plan, forward, batch.inputs, batch.samples)
+        passes = Passes(plan, chain, forward, settings.autocast, settings.loss, self.rule, self.group)
+        if chain is None:
+            passes.check_parts(batch)
+        problem = Problem(
+            passes,
+            batch,
+            settings.curvature if settings.search is None else OwnScale(),
+            settings.solver,
+            settings.blocks,
+            settings.gram_dtype,
+            decay=Decay(hyper.weight_decay, plan.parameters) if hyper.any_decay else None,
+            center=_center(plan, hyper, context.state.get("momentum", {})),
+            is_chain=is_chain,
+            apart=settings.memory > 0,
+            full=request.full,
+            held_out=None if request.held_out is None else tuple(request.held_out),
+            random=None if chain is not None else transaction.random,
+            state=context.state,
+            check_memory=partial(self._check_memory, settings),
+        )
+        return problem, hyper
+
+    def _chain_for(self, settings: Settings, inputs: Any) -> Chain | None:
+        """The chain that the model is, if a batch can be run along it by hand.
+
+        Not with a loss rule of someone's own, which may draw random numbers or differentiate.
+        """
+        chain = self.structure.chain
+        plain = settings.forward is call_model and settings.autocast is None and self.rule.by_hand
+        return chain if chain is not None and plain and chain.takes(inputs) else None
+
+    # -- checks ---------------------------------------------------------------------------------------------
+
+    def check_surroundings(self, context: Context) -> None:
+        """Raise where no step can be taken here and now."""
+        self._read_rule(context.settings.loss)
+        check_groups(context.groups, context.settings.most_momentum)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step needs gradients: take it outside torch.inference_mode()")
+        device = context.device.type
+        if device == "meta":
+            raise ValueError("the model is on the meta device, which holds no numbers: bring it to another first")
+        if torch.is_autocast_enabled(device):
+            raise RuntimeError(
+                "a step inside torch.autocast is not supported: take it outside, and pass autocast=torch.bfloat16 "
+                "to GaussNewton or NaturalGradient for passes through the model in that type"
+            )
+
+    def _read_rule(self, loss: nn.Module) -> None:
+        """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
+        attributes = vars(loss)
+        buffers = [own for own in attributes["_buffers"].values() if own is not None]
+        versions = [own._version for own in buffers]
+        if self._options is not None:
+            before, known, tensors, numbers = self._options
+            try:  # values that are the same object are not compared
+                same = before is loss and known == attributes and versions == numbers
+            except RuntimeError:  # an attribute is another tensor than before
+                same = False
+            if same and not any(map(is_not, buffers, tensors)):
+                return
+        self.rule = loss_rule(loss)
+        self._options = loss, dict(attributes), buffers, versions
+
+    def _check_memory(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
+        """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
+        batch, plan = problem.batch, problem.plan
+        self._columns = k = settings.curvature.column_count(self.rule, raw.shape)
+        row_count, number = batch.curvature * k * (1 + settings.memory), raw.element_size()
+        others = batch.samples - batch.curvature
+        height, outputs = row_count + others, raw.numel() // raw.shape[0]
+        # in parameter space a block has fewer parameters than there are rows: this bounds both cases below
+        if not plan.uncovered and 8 * height * (5 * len(plan.owned) * height + outputs) < _WORTH_ASKING:
+            return
+        size = settings.solver.size(plan, settings.blocks, row_count, others)
+        columns = row_count * outputs * number
+        wide = number if settings.gram_dtype is None else settings.gram_dtype.itemsize
+        written_out = row_count * plan.size if size < height else 0  # in parameter space
+        if plan.uncovered:
+            written_out += height * sum(plan.parameters[name].numel() for name in plan.uncovered)
+        # written out and collected; the matrix, with damping, and its factor
+        needed = (2 * written_out + 3 * len(settings.blocks.sizes(plan)) * size**2) * wide
+        if columns + needed < _WORTH_ASKING:
+            return
+        available = available_bytes(raw.device)
+        if available is not None and columns + needed > available:
+            raise MemoryError(
+                f"{settings.method}: {batch.curvature} curvature samples give {row_count} rows, {k} each. "
+                f"Their columns take about {in_words(columns)} and the system to solve {in_words(needed)}; "
+                f"{in_words(available)} are available. Ways out: fewer curvature_samples, "
+                "NaturalGradient (one row per sample), or solver='products' (no rows at all)"
+            )
+
+    # -- S2 -------------------------------------------------------------------------------------------------
+
+    def _choose(self, context: Context, request: Request, samples: int) -> Batch:
+        """Order the batch so that S2 leads."""
+        inputs, targets, state = request.inputs, request.targets, context.state
+        if request.subset is not None:
+            order, count = _batch.subset_first(request.subset, samples)
+            return _batch.ordered_batch(inputs, targets, samples, order.to(context.device), count)
+        count = self.curvature_count(context, samples)
+        if count == samples:
+            return Batch(inputs, targets, samples, samples)
+        if self.group.size > 1:  # an order of its own for each process, and the same state for all
+            seed, state["generator"] = _random.draw_seed(state["generator"])
+            generator = torch.Generator().manual_seed(seed + self.group.rank)
+            order = torch.randperm(samples, generator=generator).to(context.device)
+        else:
+            order, state["generator"] = self.orders.draw(samples, state["generator"], context.device)
+        return _batch.ordered_batch(inputs, targets, samples, order, count)
+
+    def curvature_count(self, context: Context, samples: int) -> int:
+        """N2 for a batch of N1 samples; a batch smaller than an earlier one may be smaller than N2."""
+        state, wanted = context.state, context.settings.curvature_samples
+        state["largest_batch"] = largest = max(samples, state["largest_batch"])
+        if wanted is None:
+            return samples
+        if isinstance(wanted, str):
+            return self.affordable_samples(context, samples)
+        if isinstance(wanted, float):
+            return max(1, round(wanted * samples))
+        if self.group.size > 1:  # its share of all
+            share = wanted // self.group.size + (self.group.rank < wanted % self.group.size)
+            return max(1, min(share, samples))
+        if wanted > largest:
+            raise ValueError(
+                f"curvature_samples={wanted} is more than the {samples} samples of the batch; "
+                "use None for the whole batch, or a fraction of it"
+            )
+        return min(wanted, samples)
+
+    def affordable_samples(self, context: Context, samples: int) -> int:
+        """N2 that curvature_samples="auto" takes of a batch of N1 samples: all where no Gram matrix is formed."""
+        if not context.settings.solver.has_trace:
+            return samples
+        chosen = context.state.get("curvature_samples")  # by `woodbury.fit`
+        if chosen is None:
+            if samples not in self._affordable:
+                trained = [parameter for group in context.groups for parameter in group["params"]]
+                self._affordable[samples] = affordable_rows(samples, trained)
+            chosen = max(2, self._affordable[samples] // self._columns)
+        return min(samples, int(chosen))
+
+
+def count_samples(inputs: Any, targets: Tensor | None) -> int:
+    """The number of samples of a batch; raises an error that says what to write where it is none."""
+    try:
+        return _batch.check_batch(inputs, targets)
+    except (TypeError, ValueError):
+        if inputs is None:
+            raise TypeError(UNWATCHED) from None
+        explain_inputs(inputs)
+        raise
+
+
+def _check_held_out(settings: Settings, held_out: Any) -> None:
+    if settings.search is None:
+        raise ValueError(f"{settings.method} has no search: held_out= needs GaussNewton(..., search=...)")
+    if not isinstance(held_out, tuple | list) or len(held_out) != 2:
+        raise TypeError(f"held_out must be a pair (inputs, targets), got {type(held_out).__name__}")
+    count_samples(*held_out)
+
+
+def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) -> Vector | None:
+    """q = mu p_prev, or None while it is zero."""
+    if not stored or not hyper.any_momentum:
+        return None
+    like = next(iter(plan.parameters.values()))
+    if isinstance(stored, Vector) and stored.space is plan.space:
+        before = stored.to(like)
+    else:  # from a state_dict, or of other parameters
+        known = {name: stored[name].to(like) for name in plan.parameters if name in stored}
+        before = plan.space.pack(known) if known else plan.space.zeros(like)
+    rates = set(hyper.momentum.values())
+    if len(rates) == 1:
+        return before * rates.pop()
+    return plan.space.pack({name: hyper.momentum[name] * part for name, part in before.items()})

@@ -1,0 +1,1 @@
+"""Policies: how much lambda, how far along p, and whether to move at all."""

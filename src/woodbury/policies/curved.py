@@ -1,0 +1,239 @@
+"""A step with a `CurvedSearch`: p from a ladder of dampings, the bend of its path, and the length along it.
+
+The numbers of the search decide what comes next, so that such a step waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from woodbury import _random
+from woodbury._vector import Vector, weighted_sum
+from woodbury.curvature import Curvature
+from woodbury.device.scalars import Scalar, as_number
+from woodbury.linalg import minimize_nonnegative
+from woodbury.policies.ladder import Ladder, Rung, of_layers
+from woodbury.policies.path import Choice, Judge, Path, bent_path
+from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.policies.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
+from woodbury.quadratic.damped import Damped, Minimizer
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.objective import Objective, OnPieces, on_samples
+
+OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
+KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4),
+LOST = 0.4  # back below this (a quarter of a step gives 7/16)
+DEEPEST = 5
+RIDGE = 1e-10  # of the k x k system of the combination, relative to its diagonal
+
+
+@dataclass
+class Memory:
+    """What a search remembers from step to step."""
+
+    length: float = 1.0  # where the next line search starts
+    dull: int = 0  # steps in a row that gained next to nothing
+    dropped: int = 0  # rungs left out
+    agreement: float = 1.0  # see `_agreement`
+    depth: int = 0  # 1: with the deep rung; above: continued by 2^(depth - 2) iterations
+    is_new: bool = field(default=True, repr=False)  # before the first step
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any]) -> Memory:
+        return cls(**state, is_new=False) if state else cls()
+
+    def as_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("length", "dull", "dropped", "agreement", "depth")}
+
+    def after(self, search: CurvedSearch, choice: Choice, loss: float, promised: float) -> Memory:
+        """After a step along the combination, whose quadratic model promised some decrease."""
+        length, decrease = choice.length.length, choice.length.decrease
+        gained = decrease >= search.least_gain * abs(loss)
+        dropped = self.dropped
+        if length <= search.hopeless and bool(choice.coefficients.any()):
+            dropped = min(dropped + 1, len(search.rungs) - 1)
+        elif length >= 0.25:
+            dropped = max(dropped - 1, 0)
+        kept = decrease / promised if promised > 0 else 0.0
+        depth = self.depth + (kept >= KEPT) - (kept < LOST)
+        depth = 0 if search.deep is None or dropped else min(max(depth, 0), DEEPEST)
+        return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped, depth=depth)
+
+
+@dataclass(frozen=True)
+class SearchedStep(Policy):
+    """The step that a search finds; it is judged on other samples where `held_out` is given."""
+
+    search: CurvedSearch
+    curvature: Curvature
+    limits: Limits
+    held_out: tuple[Any, Tensor | None] | None  # (inputs, targets)
+
+    def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:
+        search, memory = self.search, Memory.read(state.get("search", {}))
+        ladder = Ladder(quadratic, float(quadratic.trace()))
+        rungs = ladder.rungs(search, memory.dropped, memory.depth)
+        if not rungs:
+            nothing = quadratic.space.zeros(next(iter(quadratic.plan.parameters.values())))
+            choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1))
+            return _proposal(quadratic, objective, choice, math.nan, 0.0, memory)
+        judge = self._judge_of(quadratic, objective, rungs)
+        combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
+        layer = None
+        if memory.is_new and self._is_out_of_scale(quadratic):
+            layer = self._best_layer(quadratic, ladder.trace, judge)
+        if layer is not None:
+            choice, memory = Choice(*layer, combined), Memory()
+        elif memory.dull >= search.patience:
+            vector, length, rung = _best_of(judge, [own.vector for own in rungs], LENGTHS_OF_ONE_RUNG)
+            coefficients = torch.zeros_like(combined)
+            coefficients[rung] = float(length.length > 0)
+            choice, memory = Choice(vector, length, coefficients), replace(memory, dull=0)
+        else:
+            choice = self._along_path(ladder, rungs, judge, combined, memory.length)
+            memory = memory.after(search, choice, judge.loss, judge.predicted(combined))
+        memory.agreement = _agreement(objective, rungs, judge, combined)
+        predicted = judge.predicted(choice.length.length * choice.coefficients)
+        damping = rungs[int(choice.coefficients.argmax())].damping
+        return _proposal(quadratic, objective, choice, predicted, damping, memory)
+
+    def solve(self, quadratic: AnyQuadratic, state: Mapping[str, Any]) -> tuple[Damped, Minimizer]:
+        damped = quadratic.at(self.search.rungs[-1] * float(quadratic.trace()))
+        return damped, damped.minimizer()
+
+    def next_damping(self, proposal: Proposal, state: Mapping[str, Any]) -> Scalar:
+        return as_number(state["damping"])  # its dampings follow the trace of K
+
+    def _along_path(
+        self, ladder: Ladder, rungs: Sequence[Rung], judge: Judge, combined: Tensor, start: float
+    ) -> Choice:
+        """The best step along the path of p = sum_j c_j p_j, or straight ahead, tried from some length on."""
+        search, quadratic = self.search, ladder.quadratic
+        p = weighted_sum([rung.vector for rung in rungs], combined.tolist())
+        if not bool(combined.any()):
+            return Choice(p, STAY, combined)
+        if search.bend is None:
+            path = Path(quadratic, ladder.at(rungs[0].damping), p, None)
+        else:
+            path = bent_path(quadratic, ladder.at(search.bend * ladder.trace), p)
+
+        def gain(length: float, bent: bool) -> float:
+            return judge.decrease(path.at(length, bent))
+
+        length = find_length(gain, search, start, path.bend is not None)
+        if path.bend is None or self.held_out is None:
+            return Choice(path.at(length.length, length.bent), length, combined)
+        return Choice(*path.beyond(length, judge, search, judge.predicted(combined)), combined)
+
+    def _judge_of(self, quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
+        """The quadratic model along the rungs, on the samples that judge the step."""
+        vectors = [rung.vector for rung in rungs]
+        if self.held_out is not None:
+            held_out = on_samples(objective.passes, *self.held_out, quadratic.decay)
+            return self._judge_elsewhere(quadratic, held_out, vectors)
+        slopes = torch.tensor(
+            [float(quadratic.slope(own.vector, own.image)) for own in rungs], dtype=torch.float64
+        )
+        images = torch.stack([rung.image for rung in rungs])[:, : quadratic.curvature_rows]
+        factors = images.double() / float(quadratic.divisor) ** 0.5
+        products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
+        return Judge(objective, float(objective.loss), slopes, products)
+
+    def _judge_elsewhere(self, quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> Judge:
+        """The same on other samples, by pushing the rungs forward there."""
+        passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
+        outputs = piece.capture.outputs.detach()
+        with _random.replayed(held_out.random):
+            images = piece.capture.push_forward(vectors)  # (k, n, C)
+        residual = passes.residual(outputs, piece.targets)
+        factor = self.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+        slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
+        divisor = float(passes.divisor(self.curvature, term_count, len(outputs), len(outputs))) / factor.unit**2
+        factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
+        if quadratic.decay is not None:
+            slopes = slopes + torch.tensor([float(quadratic.decay.slope(own)) for own in vectors]).double()
+        products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
+        return Judge(held_out, float(held_out.loss), slopes, products)
+
+    def _is_out_of_scale(self, quadratic: AnyQuadratic) -> bool:
+        """Whether the residuals of the batch are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
+
+        Then steps in all layers at once are limited by the product of their changes: one layer must find the scale.
+        """
+        if self.search.first is None or self.held_out is not None or quadratic.e is None:
+            return False
+        theta = {name: own.detach() for name, own in quadratic.plan.parameters.items()}
+        own = quadratic.image(quadratic.space.pack(theta))[: quadratic.curvature_rows]
+        # the rows are S^T J / s and e is s S^-1 r: e / s^2 is in their unit
+        samples = sum(len(piece.targets) for piece in quadratic.pieces)
+        share = samples / quadratic.outputs.samples
+        unit = float(quadratic.divisor) / float(quadratic.term_count) * share
+        return bool(unit * quadratic.e.norm() > OUT_OF_SCALE * own.norm())
+
+    def _best_layer(self, quadratic: AnyQuadratic, trace: float, judge: Judge) -> tuple[Vector, Length] | None:
+        """The best step of a single layer, -(B_ll + lambda D)^{-1} g_l, if it takes away at least half of the loss."""
+        if self.search.first is None or len(quadratic.plan.blocks) < 2:
+            return None
+        layers = of_layers(quadratic, self.search.first * trace)
+        if not layers:
+            return None
+        best, length, _ = _best_of(judge, layers, (1.0,))
+        return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
+
+
+def _products_of_decay(quadratic: AnyQuadratic, vectors: Sequence[Vector]) -> Tensor | float:
+    """p_i^T W p_j, (k, k), on the CPU."""
+    if quadratic.decay is None:
+        return 0.0
+    own = torch.stack([vector.flat for vector in vectors]).double()
+    weighted = torch.stack([quadratic.decay.times(vector).flat for vector in vectors]).double()
+    return (own @ weighted.T).cpu()
+
+
+def _best_of(judge: Judge, vectors: Sequence[Vector], lengths: Sequence[float]) -> tuple[Vector, Length, int]:
+    """The best step along one of some vectors, and which one it is."""
+    best, step, which = STAY, vectors[0] * 0.0, 0
+    for index, own in enumerate(vectors):
+        for length in lengths:
+            trial = own * length
+            decrease = judge.decrease(trial)
+            if decrease > best.decrease:
+                best, step, which = Length(length, False, decrease), trial, index
+    return step, best, which
+
+
+def _proposal(
+    quadratic: AnyQuadratic, objective: Objective, choice: Choice, predicted: float, damping: float, memory: Memory
+) -> Proposal:
+    p, length = choice.vector, choice.length
+    return Proposal(
+        Displacement.of(quadratic.plan, p),
+        objective.loss,
+        damping,
+        predicted,
+        float(p.dot(p)),
+        length.length > 0,
+        decrease=length.decrease,
+        length=length.length,
+        share=float(choice.coefficients.sum()),
+        bent=length.bent,
+        gains={"search": memory.as_state()},
+    )
+
+
+def _agreement(objective: Objective, rungs: Sequence[Rung], judge: Judge, combined: Tensor) -> float:
+    """How much of the relative decrease that the batch promises for its smallest damping other samples promise.
+
+    Well below 1 says that the step is limited by the number of samples.
+    """
+    loss = float(objective.loss)
+    promised = rungs[-1].predicted / abs(loss) if loss else 0.0
+    if not promised > 0 or not judge.loss:
+        return 1.0
+    return min(1.0, judge.predicted(combined) / abs(judge.loss) / promised)

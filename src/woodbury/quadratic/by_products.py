@@ -1,0 +1,82 @@
+"""p through products alone: the system in sample space by CG with Z and Z^T, no row in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from woodbury._vector import Vector
+from woodbury.device.scalars import Scalar, scalar
+from woodbury.linalg import solve_conjugate_gradient
+from woodbury.model.plan import Plan
+from woodbury.products import FactorProducts
+from woodbury.quadratic.blocks import Blocks
+from woodbury.quadratic.damped import Damped, Minimizer
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.quadratic import Quadratic, Solver
+from woodbury.quadratic.sample_space import doubt_of_iterated, tolerance_in
+
+
+class ByProducts(Damped):
+    """Conjugate gradients through U and U^T by autograd: neither rows nor a Gram matrix in memory."""
+
+    def __init__(self, quadratic: Quadratic, damping: Scalar, tolerance: float | None) -> None:
+        assert isinstance(quadratic.rows, FactorProducts)
+        self.quadratic, self.damping, self._rows = quadratic, damping, quadratic.rows
+        self._tolerance = tolerance_in(quadratic.plan.dtype, tolerance)
+
+    @property
+    def center(self) -> Vector | None:
+        return self.quadratic.center
+
+    @cached_property
+    def base(self) -> Vector | None:
+        """p0."""
+        return self.quadratic.base(self.damping)
+
+    def minimizer(self) -> Minimizer:
+        """CG with products Z (D Z^T x); the system is that of `woodbury.linalg.solve_in_sample_space`."""
+        quadratic, rows, base = self.quadratic, self._rows, self.base
+        like = next(iter(quadratic.plan.parameters.values())).detach()
+        e = quadratic.factor_weights(like) * (quadratic.divisor / quadratic.term_count)
+        shift = quadratic.divisor * self.damping
+        rhs = e.expand(len(rows.blocks), -1) if base is None else e + rows.matvec(base)
+        solution = solve_conjugate_gradient(
+            lambda x: rows.matvec(self._transposed(x)) + shift * x,
+            rhs,
+            self._tolerance,
+            max_iterations=10 * quadratic.curvature_rows,
+        )
+        change = self._transposed(solution.x)
+        p = -change if base is None else base - change
+        predicted = quadratic.predicted(p, rows.matvec(p))
+        displacement = Displacement.of(quadratic.plan, p)
+        return Minimizer(displacement, predicted, scalar(p.dot(p)), solution.ok)
+
+    def doubt(self, found: Minimizer, look: bool) -> str | None:
+        return doubt_of_iterated(self.quadratic, self.base, found, self._tolerance)
+
+    def _transposed(self, x: Tensor) -> Vector:
+        """D Z^T x with D = lambda / (lambda + W)."""
+        vector, decay = self.quadratic.space.pack(self._rows.rmatvec(x)), self.quadratic.decay
+        return vector if decay is None else decay.scaled(vector, self.damping)
+
+
+@dataclass(frozen=True)
+class Products(Solver):
+    """Conjugate gradients through U and U^T by autograd."""
+
+    name = "products"
+    forms_rows = False
+    has_trace = False
+    takes_processes = False
+
+    tolerance: float | None = None  # relative residual at which it stops
+
+    def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
+        return ByProducts(quadratic, damping, self.tolerance)
+
+    def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
+        return 0

@@ -1,0 +1,180 @@
+"""Passes through the model: the outputs of a batch, their losses, and what these are divided by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury._batch import BadSamplesError, Batch
+from woodbury._group import ALONE, Group
+from woodbury.curvature import Curvature
+from woodbury.device.scalars import Scalar, is_known, scalar
+from woodbury.losses.rules import LossRule, check_term_count, prepare
+from woodbury.model.capture import Capture, capture
+from woodbury.model.chain import Chain
+from woodbury.model.fallback import Forward
+from woodbury.model.independence import check_part, check_samples_apart
+from woodbury.model.plan import Plan
+
+Batches = Iterable[tuple[Any, "Tensor | None"]]
+
+
+class NonFiniteLossError(ValueError):
+    """The loss at the current parameters, before any step, is not a finite number."""
+
+
+class NonFiniteSampleError(BadSamplesError, NonFiniteLossError):
+    """The loss or the gradient of some samples of the batch is not finite at the current parameters."""
+
+
+@dataclass
+class Piece:
+    """Part of a batch as the loss saw it at theta."""
+
+    inputs: Any
+    targets: Tensor  # as the loss rule prepared them
+    losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
+    term_count: Scalar  # M, what f divides by: f = sum of losses / M; 1 where the loss is a sum
+    capture: Capture
+
+
+def mean_of(losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
+    """Sum of all losses / M."""
+    joined = losses[0] if len(losses) == 1 else torch.cat([own.reshape(-1) for own in losses])
+    return scalar(joined if joined.dim() == 0 else joined.sum()) / term_count
+
+
+def check_loss(loss: Scalar) -> Scalar:
+    """f(theta); raises if it is not finite. Elsewhere than on the CPU the step is rejected instead."""
+    if is_known(loss) and not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"the loss at the current parameters is {loss}: nothing was changed. "
+            "Check the model's parameters for nan or inf"
+        )
+    return loss
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """How a batch goes through the model and the loss in this step."""
+
+    plan: Plan
+    chain: Chain | None  # what is run by hand, if that
+    forward: Forward
+    autocast: torch.dtype | None
+    loss: nn.Module
+    rule: LossRule
+    group: Group = ALONE  # of processes whose samples are one batch
+    samples_count: bool = True  # whether those of this process do; not where it has borrowed one, having none
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether f is a sum over samples instead of a mean."""
+        return self.rule.is_sum(self.loss)
+
+    def term_count(self, pieces: Sequence[Piece]) -> Scalar:
+        """M, what f over all pieces divides by; 1 where the loss is a sum."""
+        if self.is_sum:
+            return 1.0
+        term_count = pieces[0].term_count if len(pieces) == 1 else sum(piece.term_count for piece in pieces)
+        return check_term_count(self.sum(term_count))
+
+    def sum(self, number: Scalar) -> Scalar:
+        """The sum of a number over all processes."""
+        return number if self.group.size == 1 else self.group.sums(float(number))[0]
+
+    def share_of(self, samples: int) -> float:
+        """The share of so many samples of this process in those of all processes."""
+        own = float(samples) if self.samples_count else 0.0
+        return own / self.group.sums(own)[0]
+
+    def mean(self, losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
+        """Sum of all losses, of all processes, / M."""
+        return self.sum(mean_of(losses, term_count))
+
+    def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
+        """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples."""
+        if self.group.size > 1:
+            share = 1.0 if self.samples_count else 0.0
+            terms, *counts = self.group.sums(float(term_count), share * samples, share * of)
+            term_count, (samples, of) = terms, map(round, counts)
+        return self._divisor(curvature, term_count, samples, of)
+
+    def _divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
+        if self.is_sum:
+            return curvature.divisor_of_sum(samples, of)
+        return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
+
+    def totals(self, pieces: Sequence[Piece], curvature: Curvature, batch: Batch) -> tuple[Scalar, Scalar, Scalar]:
+        """M, f(theta) and D of a batch whose first piece is S2; of all processes together, in one collective."""
+        first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
+        if self.group.size == 1:
+            term_count = self.term_count(pieces)
+            loss = check_loss(mean_of(losses, term_count))
+            return term_count, loss, self.divisor(curvature, first, batch.curvature, batch.samples)
+        share = 1.0 if self.samples_count else 0.0
+        own = (sum(float(piece.term_count) for piece in pieces), float(mean_of(losses, 1.0)), float(first))
+        terms, total, first, *counts = self.group.sums(*own, share * batch.curvature, share * batch.samples)
+        term_count = 1.0 if self.is_sum else check_term_count(terms)
+        return term_count, check_loss(total / term_count), self._divisor(curvature, first, *map(round, counts))
+
+    def capture(self, inputs: Any, samples: int) -> Capture:
+        """A pass over a batch, or part of it, at theta."""
+        if self.chain is not None:
+            return self.chain.run(inputs)
+        captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
+        if samples > 1:
+            findings = self.plan.findings
+            passes = findings.passes + 1
+            if self._is_due(passes, 2):
+                check_samples_apart(captured, passes, alone=self._is_due(passes, 4))
+            findings.passes = passes  # after an error the next step looks again
+        return captured
+
+    def _is_due(self, passes: int, factor: int) -> bool:
+        """Whether to look again, at powers of a factor: what a model does may depend on the data.
+
+        Only at the first on a device, which would have to wait for it.
+        """
+        if passes > 1 and self.plan.device.type != "cpu":
+            return False
+        while passes % factor == 0:
+            passes //= factor
+        return passes == 1
+
+    def check_parts(self, batch: Batch) -> None:
+        """Raise if the model gives other outputs for the curvature samples than for the batch they belong to."""
+        if batch.curvature < batch.samples:
+            findings = self.plan.findings
+            parts = findings.parts + 1
+            if self._is_due(parts, 4):
+                check_part(self.plan, self.forward, batch, self.autocast, parts)
+            findings.parts = parts
+
+    def evaluate(self, inputs: Any, targets: Tensor | None, samples: int) -> tuple[Piece, Tensor]:
+        """Run the model at theta on part of the batch; also its detached outputs (n, C)."""
+        captured = self.capture(inputs, samples)
+        outputs = captured.outputs
+        if outputs.requires_grad:
+            outputs = outputs.detach()
+        prepared = prepare(self.rule, self.loss, captured.raw, targets)
+        term_count = 1.0 if self.is_sum else self.rule.count(self.loss, prepared)
+        return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
+
+        Their sum alone where the outputs have fewer digits than it.
+        """
+        if outputs.dtype == torch.float64:
+            return self.rule.terms(self.loss, outputs, targets)
+        return self.rule.total(self.loss, outputs.double(), targets)
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient of each sample's loss at its outputs."""
+        return self.rule.residual(self.loss, outputs, targets)

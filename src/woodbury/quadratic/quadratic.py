@@ -1,0 +1,271 @@
+"""m(p): the quadratic model of the loss around theta for one batch.
+
+    m(p) - m(0) = (g + W theta) . p + p^T (B + W) p / 2,     B = U^T U,  W the weight decay
+
+With the rows Z of the batch (factor rows of S2 in front, then gradient rows of the samples outside it)
+
+    U = Z[:curvature_rows] / sqrt(D),      g = Z^T (e / M, 1 / M) + gradient
+
+`quadratic.at(damping)` adds lambda |p - q|^2 / 2 and minimises. A metric and the rows of earlier batches give
+quadratics again (`woodbury.quadratic.metric`, `woodbury.quadratic.memory`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from woodbury._group import ALONE, Group
+from woodbury._random import Snapshot, replayed
+from woodbury._vector import Space, Vector
+from woodbury.curvature import Curvature
+from woodbury.device.scalars import Scalar, compute, scalar
+from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
+from woodbury.linalg import sum_of_squares
+from woodbury.losses.factors import Factor
+from woodbury.model.plan import Plan
+from woodbury.products import FactorProducts
+from woodbury.quadratic.blocks import BLOCKS, Blocks
+from woodbury.quadratic.damped import Damped
+from woodbury.quadratic.decay import Decay
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.passes import Passes, Piece
+from woodbury.row_matrix import Rows
+
+
+class Solver(ABC):
+    """A way to minimise a damped quadratic model: the name that users choose, and the finals it leads to."""
+
+    name: ClassVar[str]
+    forms_rows: ClassVar[bool] = True  # else it takes products alone, and needs no layer rules
+    exact: ClassVar[bool] = False  # fails only where the matrix is not definite, and looks at no number meanwhile
+    has_trace: ClassVar[bool] = True  # whether there is a K that a damping can be relative to
+    takes_processes: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = False  # whether tensors of a step live on in the state
+    tolerance: float | None = None  # relative residual at which it stops, if it can be chosen
+
+    @abstractmethod
+    def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
+        """The damped model."""
+
+    def trace(self, quadratic: Quadratic) -> Scalar:
+        """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
+        return quadratic.trace_of_gram()
+
+    def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
+        """Rows of each matrix to be factored, or 0 for none, for so many factor rows and rows of other samples."""
+        return row_count + others
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs y of the curvature samples around theta, in the units of the rows: S^T y, (m,)."""
+
+    passes: Passes
+    curvature: Curvature
+    piece: Piece  # whose first samples are those of the curvature
+    samples: int
+    random: Snapshot | None  # before the pass at theta
+
+    @cached_property
+    def _factor(self) -> Factor:
+        outputs = self.piece.capture.outputs.detach()[: self.samples]
+        return self.curvature.factor(
+            self.passes.rule, self.passes.loss, outputs, self.piece.targets[: self.samples]
+        )
+
+    def second_derivative(self, p: Vector) -> Tensor:
+        """S^T y'' along p."""
+        with replayed(self.random):
+            curve = self.piece.capture.second_derivative(p)[: self.samples]
+        return self._factor.rmatvec(curve).flatten()
+
+    def change(self, p: Vector) -> Tensor:
+        """S^T (y(theta + p) - y)."""
+        with replayed(self.random):
+            moved = Displacement.of(self.passes.plan, p).outputs_on(self.piece.capture)
+        before = self.piece.capture.outputs.detach()
+        change = (moved.reshape(before.shape) - before)[: self.samples]
+        return self._factor.rmatvec(change).flatten()
+
+
+@dataclass(eq=False)
+class Quadratic:
+    """The quadratic model of one batch; see the module docstring."""
+
+    plan: Plan
+    blocks: Blocks
+    solver: Solver
+    gram_dtype: torch.dtype | None
+    rows: Rows | FactorProducts  # Z, unscaled
+    curvature_rows: int
+    divisor: Scalar  # D
+    term_count: Scalar  # M, what the mean loss of the batch divides by
+    e: Tensor | None  # (curvature rows,), S e = r up to a rest, None for ones; zero where g is that of a loader
+    gradient: Vector | None  # the part of g that is not in Z
+    decay: Decay | None  # W
+    center: Vector | None  # q = mu p_prev, None for zero
+    loss: Scalar  # f(theta) of the samples that were run
+    pieces: list[Piece]  # the batch as it went through the model, S2 first
+    outputs: Outputs
+    is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
+    group: Group = ALONE
+    head: Mapping[str, RowForm] | None = None  # the factor rows of S2 by layer, where they were formed alone
+    state: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    _gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
+    _matrices: list[Tensor] | None = None  # B by block, once formed
+    _complete: Vector | None = None  # all of g, once formed
+
+    @property
+    def space(self) -> Space:
+        return self.plan.space
+
+    @property
+    def all_rows(self) -> Rows:
+        """Z, where it is formed."""
+        assert isinstance(self.rows, Rows)
+        return self.rows
+
+    def at(self, damping: Scalar, refine: bool = False) -> Damped:
+        """m(p) + lambda |p - q|^2 / 2; with `refine` its minimizer is refined by one step."""
+        return self.solver.at(self, damping, refine)
+
+    def by_layer(self) -> Quadratic:
+        """The same without the entries of B between parameters of two layers."""
+        return replace(self, blocks=BLOCKS["layer"], _gram=None, _matrices=None)
+
+    # -- what is asked of it --------------------------------------------------------------------------------
+
+    def trace(self) -> Scalar:
+        """Of K, which is that of B."""
+        return self.solver.trace(self)
+
+    def image(self, p: Vector) -> Tensor:
+        """Z p, (rows,)."""
+        return self.all_rows.matvec(p)
+
+    def slope(self, p: Vector, image: Tensor) -> Scalar:
+        """(g + W theta) . p for a vector p with the image Z p."""
+        inside = self.factor_weights(image)
+        weights = torch.cat([inside, inside.new_ones(len(image) - self.curvature_rows)])
+        slope = scalar(torch.dot(weights, image)) / self.term_count
+        if self.gradient is not None:
+            slope = slope + scalar(self.gradient.dot(p))
+        return slope if self.decay is None else slope + self.decay.slope(p)
+
+    def predicted(self, p: Vector, images: Tensor) -> Scalar:
+        """m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2 for images Z p of each block, (b, rows) or (rows,)."""
+        image = images if images.dim() == 1 else images.sum(0)
+        curvature = sum_of_squares(images[..., : self.curvature_rows]) / self.divisor
+        if self.decay is not None:
+            curvature = curvature + self.decay.curvature(p)
+        return -self.slope(p, image) - 0.5 * curvature
+
+    # -- g --------------------------------------------------------------------------------------------------
+
+    def factor_weights(self, like: Tensor) -> Tensor:
+        """e, written out."""
+        return like.new_ones(self.curvature_rows) if self.e is None else self.e
+
+    def all_of_gradient(self) -> Vector:
+        """g = Z^T (e / M, 1 / M) + gradient."""
+        if self._complete is None:
+            rows, like = self.rows, next(iter(self.plan.parameters.values())).detach()
+            inside = self.factor_weights(like)
+            if isinstance(rows, Rows):
+                outside = inside.new_ones(rows.row_count - self.curvature_rows)
+                complete = rows.rmatvec(torch.cat([inside, outside]) / self.term_count)
+                self._complete = complete if self.gradient is None else complete + self.gradient
+            else:
+                blocks = inside.expand(len(rows.blocks), -1)
+                complete = self.space.pack(rows.rmatvec(blocks / self.term_count))
+                complete = complete if self.gradient is None else complete + self.gradient
+                self._complete = self.group.sum_vector(complete)
+        return self._complete
+
+    def force(self, damping: Scalar) -> Vector:
+        """lambda q - W theta - g, which (B + lambda + W) p is equal to."""
+        force = -self.all_of_gradient()
+        if self.decay is not None:
+            force = force - self.decay.force
+        return force if self.center is None else force + self.center * damping
+
+    def base(self, damping: Scalar) -> Vector | None:
+        """p0 = (lambda q - W theta - g') / (lambda + W): p without any row; None if zero.
+
+        g' is the part of the gradient that is not in the rows.
+        """
+        force = self.gradient
+        if self.decay is not None:
+            force = self.decay.force if force is None else force + self.decay.force
+        if force is None:
+            return self.center
+        base = force / -damping
+        if self.center is not None:
+            base = base + self.center
+        return base if self.decay is None else self.decay.scaled(base, damping)
+
+    # -- matrices -------------------------------------------------------------------------------------------
+
+    def gram(self, damping: Scalar | None = None, head: bool = False) -> Tensor:
+        """Z D Z^T of each block for D = lambda / (lambda + W), or with `head` its first rows.
+
+        Without a damping Z Z^T. Another damping comes back with the same Z Z^T.
+        """
+        scales = None if damping is None or self.decay is None else self.decay.scales(damping)
+        rows = self.all_rows
+        if scales is not None and self.decay is not None and not self.decay.is_uniform:
+            return self.blocks.gram(rows, scales, self.gram_dtype)
+        if self._gram is None:
+            if head:
+                own = rows.gram_head(self.curvature_rows, self.gram_dtype)
+                self._gram = rows.joined(self.blocks.join(own))
+            else:
+                self._gram = self.blocks.gram(rows, None, self.gram_dtype)
+        return self._gram if scales is None else self._gram * next(iter(scales.values()))
+
+    def matrices(self) -> list[Tensor]:
+        """B by block; another damping comes back with the same B."""
+        if self._matrices is None:
+            (divisor,) = compute(self.divisor)
+            names = self.blocks.parameter_names(self.plan)
+            formed = self.all_rows.curvature(self.curvature_rows, names, self.gram_dtype)
+            self._matrices = [matrix.div_(divisor) for matrix in formed]
+        return self._matrices
+
+    def trace_of_gram(self) -> Scalar:
+        """Of U U^T, from the Gram matrix."""
+        m, gram = self.curvature_rows, self.gram()
+        return scalar(gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1).sum()) / self.divisor
+
+    # -- rows -----------------------------------------------------------------------------------------------
+
+    def factor_forms(self) -> Mapping[str, RowForm]:
+        """The rows of S2 by layer, without those of other samples."""
+        rows = self.all_rows
+        if rows.row_count == self.curvature_rows:
+            return rows.forms
+        forms: dict[str, RowForm] = {}
+        for name, form in rows.forms.items():
+            if isinstance(form, OuterRows | ExplicitRows):
+                forms[name] = form.head(self.curvature_rows)
+            else:
+                assert self.head is not None  # what is no chain ran S2 alone
+                forms[name] = self.head[name]
+        return forms
+
+    def written_out(self, most: int) -> Quadratic:
+        """The same with rows written out in layers of at most so many parameters whose rows are sums."""
+        rows = self.all_rows
+        plan, forms = rows.plan, dict(rows.forms)
+        for name, form in rows.forms.items():
+            size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
+            if size <= most and not isinstance(form, OuterRows | ExplicitRows):
+                forms[name] = ExplicitRows(form.dense())
+        return replace(self, rows=Rows(plan, forms, rows.row_count))

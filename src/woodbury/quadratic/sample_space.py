@@ -1,0 +1,250 @@
+"""p through samples: the small system has one row per factor row.
+
+With rows Z of the batch (factor rows of S2, then gradient rows of the samples outside it), U the factor
+rows over sqrt(D) (D = N2 for a mean over samples; see `woodbury.curvature`), and g = U^T e + g_rest:
+
+    (K + lambda I) a = e + U p0 - U g_rest / lambda          K = U U^T, small
+    p = p0 - U^T a - g_rest / lambda                         U p = lambda a - e
+
+which is p = -(U^T U + lambda I)^{-1} g for p0 = 0 (paper, equations (6) and (7), by the
+Sherman-Morrison-Woodbury identity). Writing g through e instead of subtracting U^T K^{-1} U g from g keeps
+float32 accurate at small damping. Momentum, weight decay and a gradient given from outside enter through p0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from woodbury._vector import Vector
+from woodbury.device.scalars import Scalar, compute, is_known, scalar
+from woodbury.linalg import (
+    SampleSpaceStep,
+    Solution,
+    factor_cholesky,
+    plus_diagonal,
+    quadratic_form,
+    quadratic_form_error,
+    reciprocal_condition,
+    solve_conjugate_gradient,
+    solve_factored,
+    solve_in_sample_space,
+    sum_of_squares,
+)
+from woodbury.quadratic.damped import (
+    Damped,
+    Minimizer,
+    doubt_of_cancellation,
+    doubt_of_condition,
+    doubt_of_iteration,
+)
+from woodbury.quadratic.displacement import Displacement
+from woodbury.quadratic.quadratic import Quadratic, Solver
+
+
+class _InSampleSpace(Damped):
+    """What the two ways to solve the small system share."""
+
+    def __init__(self, quadratic: Quadratic, damping: Scalar) -> None:
+        self.quadratic, self.damping = quadratic, damping
+
+    @property
+    def center(self) -> Vector | None:
+        return self.quadratic.center
+
+    @cached_property
+    def base(self) -> Vector | None:
+        """p0."""
+        return self.quadratic.base(self.damping)
+
+    def coefficients(self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution]) -> SampleSpaceStep:
+        """c of p = p0 - Z^T c."""
+        quadratic, projected = self.quadratic, None
+        if self.base is not None:
+            images = quadratic.all_rows.layer_matvec(self.base)
+            projected = quadratic.blocks.join([own[: quadratic.curvature_rows] for own in images])
+        return solve_in_sample_space(
+            gram,
+            quadratic.curvature_rows,
+            quadratic.divisor,
+            quadratic.term_count,
+            quadratic.e,
+            projected,
+            self.damping,
+            quadratic.all_rows.shared_out(solve),
+        )
+
+    def displacement(self, step: SampleSpaceStep, form: bool) -> Displacement:
+        """p0 - D Z^T c with D = lambda / (lambda + W); formed, unless both p0 and W are zero."""
+        quadratic, rows = self.quadratic, self.quadratic.all_rows
+        if self.base is None and not rows.joint:
+            return Displacement(quadratic.plan, rows, step.coefficients, form)
+        product = rows.rmatvec(step.coefficients)
+        if quadratic.decay is not None:
+            product = quadratic.decay.scaled(product, self.damping)
+        return Displacement.of(quadratic.plan, -product if self.base is None else self.base - product)
+
+
+class InSampleSpace(_InSampleSpace):
+    """By a Cholesky factorisation of K + lambda I: exact."""
+
+    def __init__(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> None:
+        super().__init__(quadratic, damping)
+        self._refine = refine
+        self._lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all of p is Z^T c with one c for all blocks: then it can be refined."""
+        quadratic = self.quadratic
+        whole = quadratic.decay is None and quadratic.all_rows.row_count == quadratic.curvature_rows
+        return whole and quadratic.gram().dim() == 2
+
+    def minimizer(self) -> Minimizer:
+        """m(0) - m(p) = lambda |p|^2 + |U p|^2 / 2 for p0 = 0."""
+        quadratic, rows = self.quadratic, self.quadratic.all_rows
+        # p itself where all that is cheaper with it: then K is needed on the factor rows alone
+        plain_chain = self.base is None and quadratic.is_chain
+        form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
+        gram = quadratic.gram(self.damping, form)
+        step = self.coefficients(gram, self._factor_and_solve)
+        if self._refine and self.base is None and self._is_plain:
+            return self._refined_minimizer(step)
+        displacement = self.displacement(step, form)
+        if self.base is not None:
+            return minimizer_of(quadratic, displacement, self.damping, step.curvature, step.ok)
+        squared = displacement.squared_norm() if form else scalar(quadratic_form(gram, step.coefficients))
+        digits = 1e-6 if gram.dtype == torch.float64 else 0.05  # a bound, and in float32 forming p takes its time
+        if not form and is_known(squared) and squared * digits < quadratic_form_error(gram, step.coefficients):
+            # where rows nearly repeat each other, c is large and c^T Z Z^T c small; p itself keeps its digits
+            p = displacement.dense()
+            squared = scalar(p.dot(p))
+        return Minimizer(displacement, self.damping * squared + 0.5 * step.curvature, squared, step.ok)
+
+    def doubt(self, found: Minimizer, look: bool) -> str | None:
+        cancels = None
+        if self.base is not None and self.quadratic.gradient is not None:
+            cancels = doubt_of_cancellation(self.base, found)
+        if cancels is not None or not look or self._lower is None:
+            return cancels
+        return doubt_of_condition(reciprocal_condition(self._lower), self._lower.dtype)
+
+    def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
+        # s U^T (U s U^T + lambda I)^{-1} w with s = lambda / (lambda + W)
+        quadratic, rows, m = self.quadratic, self.quadratic.all_rows, self.quadratic.curvature_rows
+        gram = quadratic.gram(self.damping)
+        if self._lower is None:
+            (shift,) = compute(self.damping * quadratic.divisor)
+            square = gram.narrow(-1, 0, m).narrow(-2, 0, m)
+            self._lower = factor_cholesky(plus_diagonal(square, shift))[0]
+        c = solve_factored(self._lower, weights.to(gram.dtype).expand(*gram.shape[:-2], m))
+        if refine and self._is_plain:
+            c = self._refined(c, weights)
+        outside = c.new_zeros(*c.shape[:-1], rows.row_count - m)
+        p = rows.rmatvec(torch.cat([c, outside], dim=-1).to(weights.dtype))
+        return p if quadratic.decay is None else quadratic.decay.scaled(p, self.damping)
+
+    def _factor_and_solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
+        self._lower, ok = factor_cholesky(matrix)
+        return Solution(solve_factored(self._lower, rhs), ok, 1)
+
+    def _refined(self, c: Tensor, weights: Tensor) -> Tensor:
+        """c after one step of iterative refinement of (Z Z^T + D lambda I) c = weights.
+
+        With the residual from Z (Z^T c) rather than from the rounded Gram matrix: this wins back the digits that K
+        loses at small damping (corrected semi-normal equations, Björck 1987).
+        """
+        assert self._lower is not None
+        quadratic, rows = self.quadratic, self.quadratic.all_rows
+        own = c.to(weights.dtype)
+        product = rows.matvec(rows.rmatvec(own)) + (quadratic.divisor * self.damping) * own
+        return own + solve_factored(self._lower, (weights - product).to(self._lower.dtype)).to(own.dtype)
+
+    def _refined_minimizer(self, step: SampleSpaceStep) -> Minimizer:
+        """p for g = Z^T e / M: (Z Z^T + D lambda I) c = D e / M, refined."""
+        quadratic, rows = self.quadratic, self.quadratic.all_rows
+        c = step.coefficients.to(quadratic.plan.dtype)
+        c = self._refined(c, quadratic.factor_weights(c) * (quadratic.divisor / quadratic.term_count))
+        p = -rows.rmatvec(c)
+        image = rows.matvec(p)
+        curvature = sum_of_squares(image) / quadratic.divisor
+        found = minimizer_of(quadratic, Displacement.of(quadratic.plan, p), self.damping, curvature, step.ok)
+        found.image = image
+        return found
+
+
+class ByIteration(_InSampleSpace):
+    """By conjugate gradients with the explicit matrix."""
+
+    def __init__(self, quadratic: Quadratic, damping: Scalar, tolerance: float | None) -> None:
+        super().__init__(quadratic, damping)
+        self._tolerance = tolerance
+
+    def minimizer(self) -> Minimizer:
+        quadratic, rows = self.quadratic, self.quadratic.all_rows
+        step = self.coefficients(quadratic.gram(self.damping, rows.joint), self._solve)
+        displacement = self.displacement(step, rows.joint)
+        p = displacement.dense()
+        images = quadratic.blocks.join(rows.layer_matvec(p))
+        return Minimizer(displacement, quadratic.predicted(p, images), scalar(p.dot(p)), step.ok)
+
+    def doubt(self, found: Minimizer, look: bool) -> str | None:
+        tolerance = tolerance_in(self.quadratic.gram_dtype or self.quadratic.plan.dtype, self._tolerance)
+        return doubt_of_iterated(self.quadratic, self.base, found, tolerance)
+
+    def _solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
+        product = partial(_matrix_product, matrix)
+        tolerance = tolerance_in(rhs.dtype, self._tolerance)
+        return solve_conjugate_gradient(product, rhs, tolerance, 10 * rhs.shape[-1])
+
+
+def _matrix_product(matrix: Tensor, x: Tensor) -> Tensor:
+    """A x, block by block."""
+    return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)
+
+
+def tolerance_in(dtype: torch.dtype, tolerance: float | None) -> float:
+    """The relative residual at which conjugate gradients stop, eps^(3/4) unless it is given."""
+    return torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance
+
+
+def doubt_of_iterated(quadratic: Quadratic, base: Vector | None, found: Minimizer, tolerance: float) -> str | None:
+    """Why p by conjugate gradients cannot be trusted, if so."""
+    if found.usable is False:
+        return doubt_of_iteration(tolerance)
+    if base is None or quadratic.gradient is None:
+        return None
+    return doubt_of_cancellation(base, found, tolerance)
+
+
+def minimizer_of(
+    quadratic: Quadratic, displacement: Displacement, damping: Scalar, curvature: Scalar, usable: Any
+) -> Minimizer:
+    """A p that is formed and solves its system, with curvature = p^T B p.
+
+    m(0) - m(p) = lambda p . (p - q) + p^T (B + W) p / 2
+    """
+    p = displacement.dense()
+    squared = pull = scalar(p.dot(p))
+    if quadratic.center is not None:
+        pull = pull - scalar(p.dot(quadratic.center))
+    if quadratic.decay is not None:
+        curvature = curvature + quadratic.decay.curvature(p)
+    return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable)
+
+
+@dataclass(frozen=True)
+class ConjugateGradient(Solver):
+    """Conjugate gradients with the explicit matrix."""
+
+    name = "cg"
+
+    tolerance: float | None = None  # relative residual at which it stops
+
+    def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
+        return ByIteration(quadratic, damping, self.tolerance)

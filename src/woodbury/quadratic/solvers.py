@@ -1,0 +1,17 @@
+"""The solvers of a damped quadratic model, by the names that users give them.
+
+To add one: a final in this folder, and a name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from woodbury.quadratic.by_products import Products
+from woodbury.quadratic.parameter_space import Cholesky
+from woodbury.quadratic.quadratic import Solver
+from woodbury.quadratic.sample_space import ConjugateGradient
+
+SOLVERS: dict[str, Callable[[float | None], Solver]] = {  # of a tolerance
+    kind.name: kind for kind in (Cholesky, ConjugateGradient, Products)
+}
