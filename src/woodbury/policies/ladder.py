@@ -66,7 +66,7 @@ class Ladder:
     def _can_deepen(self) -> bool:
         """Whether all of g is U^T e, of one block and without weight decay, in float64."""
         quadratic = self.quadratic
-        is_whole = quadratic.gradient is None and quadratic.rows.row_count == quadratic.curvature_rows
+        is_whole = quadratic.gradient is None and quadratic.all_rows.row_count == quadratic.curvature_rows
         is_plain = quadratic.blocks.name == "full" and quadratic.decay is None
         return is_whole and is_plain and quadratic.plan.dtype == torch.float64
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch, is_empty
+from woodbury._vector import Space
 from woodbury.device.scalars import Scalar, scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
@@ -116,7 +117,8 @@ class FirstOrder(torch.optim.Optimizer):
         loss = float(check_loss(group.sums(own)[0]))
         parameters = self._trained()
         gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
-        summed = group.sum_vector({str(number): gradient for number, gradient in enumerate(gradients)})
+        parts = {str(number): gradient for number, gradient in enumerate(gradients)}
+        summed = group.sum_vector(Space.of(parts).pack(parts))
         for parameter, gradient in zip(parameters, summed.values(), strict=True):
             parameter.grad = gradient
         return loss
