@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from woodbury import _batch
-from woodbury.layers.forms import OuterRows, RowForm
+from woodbury.layers.forms import RowForm
 from woodbury.layers.registry import as_form
 from woodbury.layers.rules import sequence_rows
 from woodbury.layers.sums import Place, whole_parameter
@@ -81,8 +81,8 @@ class Call:
                 f"the rule for {type(layer.module).__name__} gives no rows for parameter "
                 f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
             )
-        if cast and isinstance(form, OuterRows):
-            form = replace(form, affine=False)  # W v + b of a low-precision pass has fewer digits
+        if cast:
+            form = form.only_rows()  # W v + b of a low-precision pass has fewer digits
         return form.restrict(layer.parameters)
 
     def places(self, plan: Plan) -> dict[str, Place]:

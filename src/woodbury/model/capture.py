@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature, unwrap
 from typing import Any
@@ -21,11 +21,10 @@ from woodbury import _random
 from woodbury._vector import Vector
 from woodbury.layers import recurrent
 from woodbury.layers.attention import attention_rows, watch_linear_maps
-from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
+from woodbury.layers.forms import ExplicitRows, RowForm, concatenate_forms
 from woodbury.layers.norms import instance_norm_rows
+from woodbury.layers.positions import own_outputs
 from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows, turned_linear_rows
-from woodbury.layers.shared import SharedRows, own_outputs
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model import tangents
 from woodbury.model.bare import Bare, find_bare
@@ -80,7 +79,7 @@ class GraphCapture:
         calls = [call for call in self.calls if call.layer.name == layer]
         return calls[0] if len(calls) == 1 else None
 
-    def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+    def rows(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
 
         segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on. Row
@@ -244,14 +243,13 @@ class GraphCapture:
 
     def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
         """The rows of a call, split by the modules its parameters belong to."""
-        if isinstance(form, SharedRows | EmbeddingRows) and self.plan.max_bytes is not None:
-            form = replace(form, max_bytes=self.plan.max_bytes)
+        form = form.within(self.plan.max_bytes)
         uses: dict[str, dict[str, Place]] = {}
         for own, place in call.places(self.plan).items():
             block, local = self.plan.block_of[place.name]
             uses.setdefault(block, {})[own] = place._replace(name=local)
-        if isinstance(form, OuterRows) and set(uses) != {call.layer.name}:
-            form = replace(form, affine=False)  # the module also depends on parameters of others
+        if set(uses) != {call.layer.name}:
+            form = form.only_rows()  # the module also depends on parameters of others
         if len(uses) == 1:
             return {block: Use(form, places) for block, places in uses.items()}
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}

@@ -25,8 +25,7 @@ from woodbury.curvature import CURVATURES
 from woodbury.device.constants import identity
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.displacement import Displacement
-from woodbury.layers.forms import OuterRows, RowForm
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.optim.base import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
@@ -89,10 +88,10 @@ class KFAC(SecondOrder):
         with group.together():
             factor = self.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
             forms = piece.capture.rows([factor.columns()])
-            outer = {name: self._outer(name, form) for name, form in forms.items()}
+            sides = {name: self._sides(name, form) for name, form in forms.items()}
         divisor = passes.divisor(self.curvature, piece.term_count, samples, objective.samples)
         with full_precision():
-            fresh = {name: kronecker_factors(form, divisor) for name, form in outer.items()}
+            fresh = {name: kronecker_factors(*own, divisor) for name, own in sides.items()}
             if group.size > 1:
                 share = passes.share_of(samples)
                 fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
@@ -160,53 +159,41 @@ class KFAC(SecondOrder):
         """p and m(0) - m(p)."""
         hyper, parameters = problem.hyper, problem.plan.parameters
         vector = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        layers = {layer.name: layer for layer in problem.plan.layers}
         predicted: Scalar = 0.0
         for name, form in forms.items():
-            form, names = self._outer(name, form), layers[name].parameters
-            weight = None if form.weight is None else names[form.weight]
-            bias = None if form.bias is None else names[form.bias]
-            own = [parameter for parameter in (weight, bias) if parameter is not None]
-            decayed = {
-                parameter: gradient[parameter] + hyper.weight_decay[parameter] * parameters[parameter].detach()
-                if hyper.weight_decay[parameter]
-                else gradient[parameter]
-                for parameter in own
-            }
-            sides = [value.unsqueeze(1) if value.dim() == 1 else value for value in decayed.values()]
+            own = [problem.plan.layer_named[name].parameters[local] for local in form.parameters]  # W, b
+            sides = []
+            for parameter in own:
+                side, decay = gradient[parameter], hyper.weight_decay[parameter]
+                side = side + decay * parameters[parameter].detach() if decay else side
+                sides.append(side.unsqueeze(1) if side.dim() == 1 else side)
             matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
             step, decrease = kronecker_step(matrix, inverses[name])
             predicted = predicted + scalar(decrease)
-            if weight is not None:
-                vector[weight] = step[:, : form.inputs.shape[1]]
-            if bias is not None:
-                vector[bias] = step[:, -1]
-            for parameter in own:
+            for parameter, part in zip(own, step.split([side.shape[1] for side in sides], dim=1), strict=True):
+                vector[parameter] = part.reshape(parameters[parameter].shape)
                 if hyper.weight_decay[parameter]:
-                    square = vector[parameter].square().sum()
+                    square = part.square().sum()
                     predicted = predicted - 0.5 * hyper.weight_decay[parameter] * scalar(square)
         return vector, predicted
 
-    def _outer(self, name: str, form: RowForm) -> OuterRows:
-        if not isinstance(form, OuterRows):
-            place = " on several positions of a sample" if isinstance(form, SharedRows) else ""
+    def _sides(self, name: str, form: RowForm) -> tuple[Tensor, Tensor]:
+        sides = form.kronecker_sides()
+        if sides is None:
+            place = " on several positions of a sample" if form.has_positions else ""
             raise ValueError(
                 f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
                 f"{type(self.model.get_submodule(name)).__name__}{place}; GaussNewton and NaturalGradient take it"
             )
-        return form
+        return sides
 
 
-def kronecker_factors(form: OuterRows, divisor: Scalar) -> Factors:
-    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
+def kronecker_factors(inputs: Tensor, grads: Tensor, divisor: Scalar) -> Factors:
+    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T for inputs a = (v, 1) and grads h of a layer.
 
     D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
-    samples = form.layout.samples
-    sides = [] if form.weight is None else [form.inputs]
-    sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
-    inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / divisor)
+    return Factors(inputs.t() @ inputs / len(inputs), grads.t() @ grads / divisor)
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:
