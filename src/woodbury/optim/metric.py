@@ -30,9 +30,7 @@ from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.device.scalars import compute, scalar
 from woodbury.displacement import Displacement
-from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
 from woodbury.optim.linearize import Linearization
 from woodbury.optim.step import Answer, Problem
@@ -66,28 +64,17 @@ class Units:
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
-        return {layer: self._of_form(form, self.plan.owned[layer]) for layer, form in forms.items()}
-
-    def _of_form(self, form: RowForm, names: Mapping[str, str]) -> RowForm:
-        if isinstance(form, OuterRows | SharedRows | EmbeddingRows):
-            own = self.factors[names[form.weight]] if form.weight is not None else ()
-            has_bias = getattr(form, "bias", None) is not None
-            if len(own) == 2 and (not has_bias or self._is_of_outputs(names["bias"], own[0])):
-                scaled = form.scaled(*own)
-                if scaled is not None:
-                    return scaled
-        written = {name: rows * self.entries[names[name]] for name, rows in form.dense().items()}
-        return ExplicitRows(written)
-
-    def _is_of_outputs(self, bias: str, outputs: Tensor) -> bool:
-        return self.factors[bias][0] is outputs
+        return {
+            layer: form.in_units({own: self.factors[full] for own, full in self.plan.owned[layer].items()})
+            for layer, form in forms.items()
+        }
 
     def of_line(self, line: Linearization) -> Linearization:
         """The model around theta in these units."""
         assert isinstance(line.rows, Rows)
         rows = Rows(self.plan, self.of_rows(line.rows.forms), line.rows.row_count)
         gradient = None if line.gradient is None else self.times(line.gradient)
-        return replace(line, rows=rows, gradient=gradient, head=None, complete=None, gram=None, matrices=None)
+        return replace(line, rows=rows, gradient=gradient, complete=None, gram=None, matrices=None)
 
     def of_problem(self, problem: Problem) -> Problem:
         """q / s in place of q."""
