@@ -12,7 +12,7 @@ from woodbury import _vector
 from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, scalar
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms
+from woodbury.layers.forms import RowForm, concatenate_forms
 from woodbury.optim.joint import JointRows, take_apart
 from woodbury.optim.passes import Piece, check_loss, mean_of
 from woodbury.optim.step import Problem
@@ -34,7 +34,6 @@ class Linearization:
     matrices: list[Tensor] | None = None  # B by block, once formed
     gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
     complete: Vector | None = None  # all of g, once formed
-    head: Mapping[str, RowForm] | None = None  # the factor rows of S2 by layer, where they were formed alone
 
     def all_of_gradient(self) -> Vector:
         """g = Z^T (e / M, 1 / M) + gradient."""
@@ -52,14 +51,7 @@ class Linearization:
         assert isinstance(self.rows, Rows)
         if self.rows.row_count == self.curvature_rows:
             return self.rows.forms
-        forms: dict[str, RowForm] = {}
-        for name, form in self.rows.forms.items():
-            if isinstance(form, OuterRows | ExplicitRows):
-                forms[name] = form.head(self.curvature_rows)
-            else:
-                assert self.head is not None  # what is no chain ran S2 alone
-                forms[name] = self.head[name]
-        return forms
+        return {name: form.head(self.curvature_rows) for name, form in self.rows.forms.items()}
 
     def slope(self, vector: Vector, image: Tensor) -> Scalar:
         """g . p for a vector p with the image Z p, (rows,)."""
@@ -78,8 +70,8 @@ class Linearization:
         plan, forms = self.rows.plan, dict(self.rows.forms)
         for name, form in self.rows.forms.items():
             size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
-            if size <= most and not isinstance(form, OuterRows | ExplicitRows):
-                forms[name] = ExplicitRows(form.dense())
+            if size <= most:
+                forms[name] = form.written_out()
         return replace(self, rows=Rows(plan, forms, self.rows.row_count))
 
 
@@ -176,7 +168,4 @@ def _in_pieces(
             width = len(e)
             if joint_rows.has_gradient:
                 gradient = group.sum_vector(gradient or _vector.zeros_like(problem.plan.parameters))
-    line = Linearization(rows, width, divisor, term_count, e, gradient, loss)
-    if products_by is None and group.size == 1:
-        line.head = forms[0]
-    return line, pieces
+    return Linearization(rows, width, divisor, term_count, e, gradient, loss), pieces
