@@ -33,11 +33,11 @@ from woodbury._process import ForAllThreads
 from woodbury._vector import Vector
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.model.findings import Findings
 from woodbury.model.noise import Noise, recorded
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
-_MAX_CHECKED = 256  # shapes of columns that are remembered
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
 
 # max |y(theta + d theta') - y(theta)|, theta' being theta with random signs, for a share d; 0 if it is not known
@@ -99,17 +99,16 @@ def written_rows(
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
     start: int,
-    method: str | None,
+    findings: Findings,
     max_bytes: int | None,
-    checked: set[tuple[str, torch.Size]],
     announce: Announce,
-) -> tuple[Vector, str]:
-    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on, and the method.
+) -> Vector:
+    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on.
 
-    `method` is the one that worked for this model before, if any; faster ones are not tried then. `checked` are
-    the methods and the shapes of columns whose rows were checked; it gains this one. `announce` hears how many
-    passes a slow method is going to take.
+    By the method that worked for this model before, if any: `findings` know it, and the shapes of columns whose
+    rows were checked. `announce` hears how many passes a slow method is going to take.
     """
+    method, checked = findings.fallback_method, findings.checked_rows
     outputs_of_all, window = forward_pass.outputs, slice(start, start + len(columns))
     methods: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
         "func": lambda: rows_by_func(forward_pass, parameters, columns, start, max_bytes),
@@ -129,23 +128,22 @@ def written_rows(
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
             method = None
         else:
-            shape = (name, columns.shape)
             if random is None:
-                return rows, name
+                return rows
             if forward_pass.gives(outputs, window) and (
-                shape in checked or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
+                (name, columns.shape) in checked
+                or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
             ):
-                if len(checked) >= _MAX_CHECKED:
-                    checked.clear()
-                checked.add(shape)
+                findings.note_method(name, columns.shape)
                 if name == "chunks":
                     announce(min(len(columns), _CHUNK), _IN_CHUNKS)
-                return rows, name
+                return rows
             method = None
         if random is not None:
             _random.restore(random)
     announce(len(columns), _ONE_BY_ONE)
-    return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
+    findings.note_method("graph")
+    return rows_on_graph(outputs_of_all, parameters, columns, start)
 
 
 def wrong_rows(
