@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import woodbury
+from woodbury.layers import RowForm
 
 ROOT = Path(woodbury.__file__).parent
 
@@ -36,19 +37,22 @@ FLOORS = {
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
     "losses": [["factors", "tape"], ["rules"], ["elementwise", "robust", "softmax", "seen"]],
     "layers": [
+        ["layout"],
         ["forms"],
-        ["registry", "shared"],
-        ["embeddings"],
+        ["registry", "positions"],
+        ["shared", "embeddings"],
+        ["outer"],
         ["sums", "rules"],
         ["attention", "convolutions", "norms", "recurrent"],
     ],
     "model": [
-        ["buffers", "noise", "compiled"],
+        ["buffers", "noise", "compiled", "findings"],
         ["fallback"],
         ["plan", "tangents"],
         ["call", "chain"],
         ["graph"],
         ["bare"],
+        ["rows"],
         ["capture"],
         ["independence", "structure"],
     ],
@@ -140,6 +144,58 @@ def test_imports_point_downward(name, path, is_package):
         room, floor = place_of(target)
         below = room < own[0] or (room == own[0] and -1 < floor < own[1])
         assert below, f"{name} imports {target}, which is not below it"
+
+
+def form_names():
+    """The names of the forms of rows, and of what they have in common."""
+    names, pending = set(), [RowForm]
+    while pending:
+        kind = pending.pop()
+        names.add(kind.__name__)
+        pending += kind.__subclasses__()
+    return names
+
+
+def asked_forms(source, forms):
+    """The forms that a program asks about: by isinstance or issubclass, by comparing a type, or in a match."""
+    tree = ast.parse(source)
+    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    meaning = {alias.asname or alias.name: alias.name for alias in aliases}
+    asked = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
+            asked += node.args[1:]
+        elif isinstance(node, ast.Compare):
+            asked += [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchClass):
+            asked.append(node.cls)
+    parts = [part for expression in asked for part in ast.walk(expression)]
+    names = [getattr(part, "id", getattr(part, "attr", None)) for part in parts]
+    return {meaning.get(name, name) for name in names} & forms
+
+
+OUTSIDE_LAYERS = [path for name, path, _ in modules() if name.split(".")[0] != "layers"]
+
+
+@pytest.mark.parametrize("path", OUTSIDE_LAYERS, ids=lambda path: str(path)[-30:])
+def test_nobody_outside_layers_asks_which_form_rows_have(path):
+    assert asked_forms(path.read_text(), form_names()) == set()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "isinstance(form, OuterRows | Other)",
+        "isinstance(form, (Other, layers.OuterRows))",
+        "issubclass(type(form), OuterRows)",
+        "type(form) is OuterRows",
+        "type(form) in (Other, OuterRows)",
+        "from woodbury.layers import OuterRows as Outer\nisinstance(form, Outer)",
+        "match form:\n    case OuterRows(): pass",
+    ],
+)
+def test_a_question_about_a_form_is_seen(program):
+    assert asked_forms(program, form_names()) == {"OuterRows"}
 
 
 def test_every_place_on_the_map_is_a_module():

@@ -16,7 +16,7 @@ import reference
 import woodbury
 from cases import every_count, every_pair
 from woodbury._vector import flatten
-from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, shared
+from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions, shared
 from woodbury.losses.rules import loss_rule
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -368,7 +368,7 @@ def test_forms_are_those_the_layers_call_for():
 def part(n, k, s, g, o, i, seed=0):
     torch.manual_seed(seed)
     inputs, grads = torch.randn(n, s, g, i), torch.randn(n, k, s, g, o)
-    return shared.Part(inputs, grads, lambda block: block)
+    return positions.Part(inputs, grads, lambda block: block)
 
 
 @settings(max_examples=25, deadline=None)
@@ -410,7 +410,7 @@ def test_patches_of_a_batch_never_exist_at_once(max_bytes):
         return block
 
     own = part(64, 2, 9, 1, 4, 8)  # 64 samples of 288 bytes in, 576 bytes of columns
-    form = SharedRows((shared.Part(own.inputs, own.grads, cut),), (4, 8), max_bytes=max_bytes)
+    form = SharedRows((positions.Part(own.inputs, own.grads, cut),), (4, 8), max_bytes=max_bytes)
     vector = {"weight": torch.randn(4, 8), "bias": torch.randn(4)}
     for compute in (
         lambda: form.gram_by_pairs(form, torch.float32),

@@ -132,7 +132,7 @@ def test_step_of_a_language_model_stays_within_four_gib():
 
 GRAM = """
 from woodbury.layers import EmbeddingRows, SharedRows
-from woodbury.layers.shared import Part
+from woodbury.layers.positions import Part
 def read(block):
     return block
 def forms(n, k, s, o, i, limit):

@@ -11,7 +11,7 @@ from torch import nn
 import bounds
 import reference
 import woodbury
-from woodbury.layers.forms import OuterRows
+from woodbury.layers import OuterRows
 from woodbury.quadratic.metric import FORGETTING, METRICS, POWER, SMALLEST
 from woodbury.row_matrix import rows
 

@@ -19,8 +19,7 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._random import restore, snapshot
 from woodbury._vector import Parts, Vector
 from woodbury.curvature import CURVATURES
-from woodbury.device.scalars import Scale
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, add_own_product, byte_limit, windows
+from woodbury.layers.forms import RowForm, Scales, add_own_product, byte_limit, length_of, paired, windows
 from woodbury.linalg import Solution, full_precision, plus_diagonal
 from woodbury.losses.rules import check_term_count, loss_rule, prepare
 from woodbury.model.buffers import Buffers
@@ -44,22 +43,16 @@ class Slab(NamedTuple):
     size: int
 
 
-def _inner_pays(form: OuterRows) -> bool:
-    """Whether v V^T of all samples and its product with Hbar cost less than the layer itself."""
-    i, o = form.inputs.shape[1], form.grads.shape[1]
-    return form.layout.samples * (i + o) < i * o
-
-
 @lru_cache(256)
-def forming_pays(shapes: tuple[tuple[int, int], ...], n: int, m: int, r: int, head: int) -> bool:
+def forming_pays(sizes: tuple[tuple[int, int, int, int], ...], r: int, head: int) -> bool:
     """Whether p formed, with the first `head` rows of K, costs less than p factored, with all of K.
 
-    For layers (i, o), n samples and r rows, of which the first `head` belong to the first m samples. Factored, a
-    layer costs 2 n^2 i + 2 r^2 o for K and, after the first layer, 2 n^2 (i + o) in the trial pass; formed, it
-    costs several passes over its weights instead.
+    For layers (i, o) of n samples, (i, o, n, m), and r rows, the first `head` those of the first m samples.
+    Factored, a layer costs 2 n^2 i + 2 r^2 o for K and, after the first layer, 2 n^2 (i + o) in the trial pass;
+    formed, it costs several passes over its weights instead.
     """
     factored = formed = 0
-    for index, (i, o) in enumerate(shapes):
+    for index, (i, o, n, m) in enumerate(sizes):
         factored += 2 * n * n * i + 2 * r * r * o + 2 * n * n * (i + o if index else o)
         formed += 2 * m * n * i + 2 * head * r * o + _PASSES * i * o
         if index == 0:  # the first layer in the trial pass: known from its Gram matrix, or computed
@@ -82,7 +75,7 @@ class Rows:
     def gram(
         self,
         other: Rows | None = None,
-        scales: Mapping[str, Scale] | None = None,
+        scales: Scales = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """K = U D U'^T, (r, r'), summed over layers; U' = U and D = I by default.
@@ -96,9 +89,8 @@ class Rows:
         with full_precision():
             for name, form in self.forms.items():
                 if name in other.forms:
-                    mine, theirs = _paired(form, other.forms[name])
-                    own = None if scales is None else self._scales_of(name, scales)
-                    total = mine.gram(theirs, own, dtype, total)
+                    mine, theirs = paired(form, other.forms[name])
+                    total = mine.gram(theirs, self._scales_of(name, scales), dtype, total)
         if total is None:
             return self.new_zeros(self.row_count, other.row_count, dtype=dtype)
         scale = self.scale * other.scale
@@ -111,7 +103,7 @@ class Rows:
     def diagonal(
         self,
         width: int = 1,
-        scales: Mapping[str, Scale] | None = None,
+        scales: Scales = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The diagonal of K = U D U^T, (r,): the squared norms of the rows. K itself is not formed.
@@ -121,26 +113,9 @@ class Rows:
         """
         dtype = self.plan.dtype if dtype is None else dtype
         total = self.new_zeros(self.row_count // width, width, width, dtype=dtype)
-
-        def block_gram(rows: Tensor) -> Tensor:
-            blocks = rows.to(dtype).reshape(-1, width, rows.shape[1])
-            return torch.bmm(blocks, blocks.mT)
-
         with full_precision():
-            for module, form in self.forms.items():
-                own = dict.fromkeys(form.parameters, 1.0) if scales is None else self._scales_of(module, scales)
-                if isinstance(form, OuterRows):
-                    inner: Tensor | float = 0.0 if form.bias is None else own[form.bias]
-                    if form.weight is not None:
-                        inner = inner + own[form.weight] * block_gram(form.layout.of_rows(form.inputs))
-                    total += inner * block_gram(form.grads)
-                    continue
-                for local in form.parameters:
-                    for strip in self._strips([self._names[module][local]], dtype):
-                        written = Rows(self.plan, {module: form}, self.row_count)._write_rows(
-                            strip, self.row_count, dtype
-                        )
-                        total += own[local] * block_gram(written)
+            for name, form in self.forms.items():
+                total += form.diagonal(width, self._scales_of(name, scales), dtype, self._byte_limit)
         total *= self.scale**2
         return total.flatten() if width == 1 else total
 
@@ -160,22 +135,15 @@ class Rows:
         return torch.cholesky_solve(columns, lower).reshape(rhs.shape)
 
     def gram_head(self, row_count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The first rows of the Gram matrix of each layer, (row_count, r), where all rows are outer products.
-
-        v V^T of the first layer is kept in full if that saves time in the trial pass.
-        """
-        grams = []
+        """The first rows of the Gram matrix of each layer, (row_count, r)."""
         with full_precision():
-            for index, form in enumerate(self.forms.values()):
-                assert isinstance(form, OuterRows)
-                head = form.head(row_count)
-                if index == 0 and _inner_pays(form):
-                    form.inner = form.input_gram(form.inputs, dtype=dtype)
-                    inner = form.inner[: head.layout.samples]
-                else:
-                    inner = head.input_gram(form.inputs, dtype=dtype)
-                grams.append(head.outer_gram(form, dtype).mul_(head.layout.spread(inner, form.layout)))
-        return grams
+            return [form.gram_head(row_count, dtype, index == 0) for index, form in enumerate(self.forms.values())]
+
+    def head_forms(self, row_count: int) -> Mapping[str, RowForm]:
+        """The first rows by layer: of this process, if they are those of several."""
+        if self.row_count == row_count:
+            return self.forms
+        return {name: form.head(row_count) for name, form in self.forms.items()}
 
     def joined(self, own: Tensor) -> Tensor:
         """Columns of the Gram matrix that belong to the rows here, and those of other processes if any."""
@@ -187,30 +155,24 @@ class Rows:
 
     def forming_pays(self, head: int) -> bool:
         """`forming_pays` for these layers; False if one of them is not affine."""
-        shapes = []
+        sizes = []
         for form in self.forms.values():
-            if not isinstance(form, OuterRows) or not form.affine or form.weight is None:
+            own = form.affine_sizes(head)
+            if own is None:
                 return False
-            shapes.append((form.inputs.shape[1], form.grads.shape[1]))
-            layout = form.layout
-        m = head if layout.is_plain else layout.pieces[0][0]
-        return forming_pays(tuple(shapes), layout.samples, m, self.row_count, head)
+            sizes.append(own)
+        return forming_pays(tuple(sizes), self.row_count, head)
 
-    def layer_grams(
-        self, scales: Mapping[str, Scale] | None = None, dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def layer_grams(self, scales: Scales = None, dtype: torch.dtype | None = None) -> list[Tensor]:
         """The terms of `gram`, one per layer."""
         scale = self.scale**2
         with full_precision():
-            grams = [
-                form.gram(form, None if scales is None else self._scales_of(name, scales), dtype)
-                for name, form in self.forms.items()
-            ]
+            grams = [form.gram(form, self._scales_of(name, scales), dtype) for name, form in self.forms.items()]
         return grams if scale == 1.0 else [gram.mul_(scale) for gram in grams]
 
-    def _scales_of(self, block: str, scales: Mapping[str, Scale]) -> dict[str, Scale]:
+    def _scales_of(self, block: str, scales: Scales) -> Scales:
         """The scales of a block's parameters, by their own names."""
-        return {own: scales[full] for own, full in self._names[block].items()}
+        return None if scales is None else {own: scales[full] for own, full in self._names[block].items()}
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,), for a vector v by parameter name (the paper's J theta_1)."""
@@ -288,15 +250,20 @@ class Rows:
                     squares[slab.name].append(written.square().sum(0))
         return {name: torch.cat(own).view_as(self.plan.parameters[name]).detach() for name, own in squares.items()}
 
+    @property
+    def _byte_limit(self) -> int:
+        """For rows that are written out: half of `max_bytes`."""
+        return byte_limit(self.plan.max_bytes, self.plan.device) // 2
+
     def _strips(self, block: Sequence[str], dtype: torch.dtype) -> list[list[Slab]]:
         """The parameters of a block in strips; the rows of each take at most half of `max_bytes`."""
-        budget = byte_limit(self.plan.max_bytes, self.plan.device) // 2 // dtype.itemsize // max(1, self.row_count)
+        budget = self._byte_limit // dtype.itemsize // max(1, self.row_count)
         strips: list[list[Slab]] = [[]]
         room = budget
         for name in block:
             shape = self.plan.parameters[name].shape
             inside = math.prod(shape[1:])
-            for window in windows(shape[0] if shape else 1, budget // max(1, inside)):
+            for window in windows(length_of(shape), budget // max(1, inside)):
                 size = (window.stop - window.start) * inside
                 if size > room and strips[-1]:
                     strips.append([])
@@ -321,16 +288,6 @@ class Rows:
     def shape(self) -> tuple[int, int]:
         """(r, p)."""
         return self.row_count, self.plan.size
-
-
-def _paired(a: RowForm, b: RowForm) -> tuple[RowForm, RowForm]:
-    """Two forms of the same parameters that can be multiplied: written out where they differ."""
-    if type(a) is type(b) and a.parameters == b.parameters:
-        return a, b
-    first, second = a.dense(), b.dense()
-    shared = [name for name in first if name in second]
-    left, right = (ExplicitRows({name: own[name] for name in shared}) for own in (first, second))
-    return left, right
 
 
 def rows(

@@ -1,4 +1,4 @@
-"""A step function replayed from recordings where that is possible: what an optimizer needs to know about CUDA graphs."""
+"""A step function replayed from CUDA graphs where that is possible."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepFunction(ABC):
 
     @abstractmethod
     def recording(self, succeeded: bool | None) -> None:
-        """Before a recording (None), and after it: it computes nothing, and what it left behind holds no numbers."""
+        """Before a recording (None), and after it: it computes nothing, and leaves no numbers behind."""
 
     @abstractmethod
     def commit(self, state: dict[str, Any], launch: Callable[[], Tensor]) -> None:
@@ -57,7 +57,7 @@ class Replay:
         self.recordings = Recordings()
 
     def take(self, step: StepFunction) -> bool:
-        """Whether the step was taken from a recording, made first if it is time; else it is to be an ordinary one."""
+        """Whether the step was taken from a recording, made first if it is time; else take an ordinary one."""
         key = step.key()
         if key is None:
             return False
@@ -89,7 +89,7 @@ class Replay:
         return True
 
     def _record(self, step: StepFunction) -> Recording | None:
-        """A recording of the step; None, and no other tries, for what a graph cannot hold: a wait for the device, say."""
+        """A recording of the step; None, and no further tries, for what no graph holds: a wait for the device."""
         step.recording(None)
         succeeded = False
         try:

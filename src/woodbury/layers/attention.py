@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from woodbury._process import ForAllThreads
+from woodbury.layers.positions import own_outputs
 from woodbury.layers.registry import register_layer
-from woodbury.layers.shared import own_outputs
 from woodbury.layers.sums import Place
 
 # Inside, attention is computed by kernels that can be differentiated twice, and mapped: torch's fused ones cannot.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from woodbury.layers.positions import Part
 from woodbury.layers.registry import register_layer
 from woodbury.layers.rules import WEIGHT_AND_BIAS
-from woodbury.layers.shared import Part, SharedRows
+from woodbury.layers.shared import SharedRows
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

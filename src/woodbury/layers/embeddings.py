@@ -1,18 +1,19 @@
 """The form of an embedding: rows of z_s = W[x_s], without one-hot vectors.
 
-The Gram matrix has the two routes of `shared`, with v_s the unit vector of index x_s.
+The Gram matrix has the two routes of `positions`, with v_s the unit vector of index x_s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from woodbury.layers.forms import Dtype, Scales, add_onto, windows
-from woodbury.layers.shared import (
+from woodbury.layers.positions import (
     ELEMENTWISE,
     Part,
     PartRows,
@@ -36,23 +37,21 @@ class EmbeddingRows(PartRows):
     weight: str = "weight"
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        return (self.weight,)
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {self.weight: self.shape}
 
-    def restrict(self, names: Collection[str]) -> EmbeddingRows:
-        assert self.weight in names
-        return self
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return *super().signature, self.padding
 
-    def scaled(self, indices: Tensor, outputs: Tensor) -> EmbeddingRows:
-        """U diag(s) for s = indices outputs^T of W, (indices, o)."""
+    def scaled(self, first: Tensor, others: Tensor) -> EmbeddingRows:
         parts = []
         for part in self.parts:
-            own = indices[part.features(slice(None))][:, None, :, None, None]
-            parts.append(replace(part, grads=part.grads * own * outputs))
+            own = first[part.features()][:, None, :, None, None]
+            parts.append(replace(part, grads=part.grads * own * others))
         return replace(self, parts=tuple(parts))
 
-    def gram(self, other: object, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
-        assert isinstance(other, EmbeddingRows)
+    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         dtype = self.parts[0].grads.dtype if dtype is None else dtype
         by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
         gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
@@ -114,10 +113,6 @@ class EmbeddingRows(PartRows):
                 weight.index_add_(0, x.flatten(), contracted.flatten(0, 1))
         return {self.weight: weight}
 
-    def dense(self) -> dict[str, Tensor]:
-        whole = slice(0, self.shape[0])
-        return {self.weight: self.slab(self.weight, whole, self.parts[0].grads.dtype)}
-
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         rows = [
             _sums_by_index(x, h.to(dtype), window).flatten(0, 1)
@@ -125,15 +120,6 @@ class EmbeddingRows(PartRows):
             for _, x, h in self._blocks(part)
         ]
         return torch.cat(rows)
-
-    @staticmethod
-    def join(forms: Sequence[EmbeddingRows]) -> EmbeddingRows:
-        """The sum of the rows of several forms: one form with the positions of all."""
-        parts = []
-        for own in zip(*(form.parts for form in forms), strict=True):
-            indices = torch.cat([part.inputs[:] for part in own], dim=1)
-            parts.append(Part(indices, torch.cat([part.grads for part in own], dim=2), own[0].unfold))
-        return replace(forms[0], parts=tuple(parts))
 
 
 def _sums_by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
@@ -157,7 +143,7 @@ def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], 
 
 def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
     """How many indices occur, and the parts with these renumbered 0, 1, ..., padding as -1."""
-    old_indices = [part.inputs[:] for part in parts]
+    old_indices = [part.features() for part in parts]
     flat = torch.cat([own.flatten() for own in old_indices])
     ordered, order = flat.sort()
     steps = torch.zeros_like(ordered)

@@ -3,25 +3,31 @@
 A row is the derivative of one scalar (a factor column at one sample) in the layer's parameters. Rows are
 sample-major: row = i k + a for column a of sample i. The letters: n sample, k column, r = n k row,
 i input feature, o output feature.
+
+A form is one class: it fills in what is abstract in `RowForm`, and does better than the defaults there where its
+structure allows. Nobody outside of `layers/` asks which form rows have.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
-from woodbury.device.constants import LIMIT, constant_tensor, ones
+from woodbury.device.constants import ones
 from woodbury.device.scalars import Scale
+from woodbury.layers.layout import Layout
 
 Scales = Mapping[str, Scale] | None  # one number per parameter; None for ones
 Dtype = torch.dtype | None  # to accumulate in; None for the type of the rows
-
+Units = Mapping[str, tuple[Tensor, ...]]  # s by parameter: (s,), or two vectors whose outer product it is
 
 _LEAST_ELSEWHERE = 2**30  # small pieces leave a GPU idle
 
@@ -41,224 +47,166 @@ def windows(size: int, length: int) -> Iterator[slice]:
     return (slice(start, min(start + length, size)) for start in range(0, size, length))
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which sample a row belongs to: consecutive pieces of n samples with k rows each."""
-
-    pieces: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def samples(self) -> int:
-        return sum(n for n, _ in self.pieces)
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether every sample has exactly one row."""
-        return all(k == 1 for _, k in self.pieces)
-
-    def merged(self) -> Layout:
-        """The same rows with neighbours of as many rows per sample as one piece."""
-        pieces: list[tuple[int, int]] = []
-        for n, k in self.pieces:
-            if pieces and pieces[-1][1] == k:
-                n += pieces.pop()[0]
-            pieces.append((n, k))
-        return layout_of(tuple(pieces))
-
-    def offset(self, piece: int) -> int:
-        """Index of the first sample of a piece."""
-        return sum(n for n, _ in self.pieces[:piece])
-
-    def sample_of_row(self, device: torch.device) -> Tensor:
-        """(r,) index of the sample each row belongs to."""
-        return _sample_of_row(self.pieces, device)
-
-    def of_rows(self, samples: Tensor) -> Tensor:
-        """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
-        return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
-
-    def multiply_(self, rows: Tensor, samples: Tensor) -> Tensor:
-        """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
-        row = sample = 0
-        for n, k in self.pieces:
-            own, multipliers = rows[row : row + n * k], samples[sample : sample + n]
-            if k == 1:
-                own.mul_(multipliers)
-            else:
-                own.view(n, k, -1).mul_(multipliers.unsqueeze(1))
-            row, sample = row + n * k, sample + n
-        return rows
-
-    def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
-        """sum over the rows of each sample of c h, (n, o), for c (r,) or (r, 1) and rows h (r, o)."""
-        if self.is_plain:
-            return (coefficients if coefficients.dim() == 2 else coefficients.unsqueeze(1)) * rows
-        parts, row = [], 0
-        for n, k in self.pieces:
-            c, h = coefficients[row : row + n * k], rows[row : row + n * k]
-            if k == 1:
-                parts.append(c.unsqueeze(1) * h)
-            else:
-                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
-            row += n * k
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def spread(self, samples: Tensor, other: Layout) -> Tensor:
-        """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
-        if not other.is_plain:  # columns first, while there are few rows
-            samples = samples.index_select(1, other.sample_of_row(samples.device))
-        return self.of_rows(samples)
+def length_of(shape: Sequence[int]) -> int:
+    """The length of the first axis; a single number counts as an axis of length 1."""
+    return shape[0] if shape else 1
 
 
-@lru_cache(LIMIT)
-def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
-    """The layout of these pieces, cached."""
-    return Layout(pieces)
+class RowForm(ABC):
+    """The rows of one layer. Vectors are dictionaries from the layer's own parameter names to tensors."""
 
-
-@constant_tensor  # a few kilobytes per batch size
-def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    columns = torch.tensor([k for n, k in pieces for _ in range(n)])
-    return torch.repeat_interleave(columns).to(device)
-
-
-class RowForm(Protocol):
-    """What every form offers. Vectors are dictionaries from the layer's own parameter names to tensors."""
+    has_positions = False  # whether rows are sums over the positions of a sample
 
     @property
-    def parameters(self) -> tuple[str, ...]: ...
+    @abstractmethod
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """The shapes of the parameters, by their own names."""
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(self.shapes)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What must agree for forms to be multiplied, joined or put one after the other."""
+        return type(self), self.parameters
+
+    @abstractmethod
     def restrict(self, names: Collection[str]) -> RowForm:
         """The same rows with every parameter outside `names` left out."""
 
-    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
+    @abstractmethod
+    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """U diag(scales) U'^T, (r, r'), added in place to `onto` if that is not None; one scale per parameter."""
 
+    @abstractmethod
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """U v, (r,)."""
 
+    @abstractmethod
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         """U^T c for coefficients (r,)."""
 
-    def dense(self) -> dict[str, Tensor]:
-        """The rows themselves: name -> (r, *parameter shape)."""
-
+    @abstractmethod
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         """The rows of parameter[window], written out: (r, length, *shape[1:]) for a parameter of this shape."""
 
-    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    @abstractmethod
+    def new_rows(self, *sizes: int, dtype: Dtype = None) -> Tensor:
         """Zeros (r, *sizes), of the type of the rows or of dtype."""
+
+    def dense(self) -> dict[str, Tensor]:
+        """The rows themselves: name -> (r, *parameter shape)."""
+        dtype = self.new_rows(0).dtype
+        rows = {name: self.slab(name, slice(0, length_of(shape)), dtype) for name, shape in self.shapes.items()}
+        return {name: own.reshape(len(own), *self.shapes[name]) for name, own in rows.items()}
+
+    def written_out(self) -> RowForm:
+        """The same rows, where they are sums, written out."""
+        return ExplicitRows(self.dense())
+
+    def head(self, row_count: int) -> RowForm:
+        """The first rows, of whole samples."""
+        return ExplicitRows({name: rows[:row_count] for name, rows in self.dense().items()})
+
+    def gram_head(self, row_count: int, dtype: Dtype, is_first: bool) -> Tensor:
+        """The first rows of U U^T, (row_count, r); is_first tells that the layer gets the inputs of the model."""
+        return self.head(row_count).gram(self, None, dtype)
+
+    def diagonal(self, width: int, scales: Scales, dtype: torch.dtype, max_bytes: int) -> Tensor:
+        """Blocks of `width` rows along the diagonal of U diag(scales) U^T, (r / width, width, width)."""
+        row_count = len(self.new_rows(0))
+        total = self.new_rows(dtype=dtype).new_zeros(row_count // width, width, width)
+        for name, shape in self.shapes.items():
+            numbers = row_count * math.prod(shape[1:])
+            for window in windows(length_of(shape), max_bytes // dtype.itemsize // max(1, numbers)):
+                term = block_products(self.slab(name, window, dtype).flatten(1), width, dtype)
+                total += term if scales is None else scales[name] * term
+        return total
+
+    def in_units(self, units: Units) -> RowForm:
+        """U diag(s): the rows in other units of the parameters."""
+        entries = {name: torch.outer(*own) if len(own) == 2 else own[0] for name, own in units.items()}
+        return ExplicitRows(
+            {name: rows * entries[name].view(rows.shape[1:]) for name, rows in self.dense().items()}
+        )
+
+    def factored_sum(self, coefficients: Tensor) -> OuterSum | None:
+        """U^T c for coefficients (r,), if the outputs of the layer at theta - U^T c follow from its factors."""
+        return None
+
+    def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
+        """(i, o, n, m) of a layer that has a `factored_sum`, m the samples of the first so many rows."""
+        return None
+
+    def kronecker_sides(self) -> tuple[Tensor, Tensor] | None:
+        """a (n, i) and h (r, o) if each row is the outer product h_r a_n^T, for W and b side by side."""
+        return None
+
+    def only_rows(self) -> RowForm:
+        """The same rows without a `factored_sum`."""
+        return self
+
+    def within(self, max_bytes: int | None) -> RowForm:
+        """The same rows, whose temporaries take at most so many bytes; None for a default."""
+        return self
+
+    def as_state(self) -> dict[str, Any] | None:
+        """What a `state_dict` holds of the rows, for `form_of_state`; None where they are not saved."""
+        return None
+
+    def summand(self) -> RowForm:
+        """The same rows in a form that `join` adds up."""
+        return self
+
+    @staticmethod
+    def join(forms: Sequence[Any]) -> RowForm:
+        """The sum of the rows of several forms with one signature."""
+        written = [form.dense() for form in forms]
+        return ExplicitRows({name: torch.stack([rows[name] for rows in written]).sum(0) for name in written[0]})
 
     @staticmethod
     def concatenate(forms: Sequence[Any]) -> RowForm:
-        """The rows of several forms of this class and the same parameters, one after the other."""
+        """The rows of several forms with one signature, one after the other."""
+        written = [form.dense() for form in forms]
+        return ExplicitRows({name: torch.cat([rows[name] for rows in written]) for name in written[0]})
 
 
-@dataclass
-class OuterRows:
-    """Rows of z = W v + b: row r is the outer product h_r v_n^T for W, and h_r for b.
+class WeightRows(RowForm):
+    """What forms of a weight W and perhaps a bias b have in common; either may be absent, or frozen."""
 
-    Their Gram matrix needs no row written out:  K[r, r'] = (v_n . v_n' + 1) (h_r . h_r')   (paper, appendix A.6).
-    """
-
-    inputs: Tensor  # v (n, i)
-    grads: Tensor  # h (r, o)
-    layout: Layout
-    weight: str | None = "weight"
-    bias: str | None = "bias"
-    affine: bool = False  # whether the module computes W v + b of its input and nothing else
-    inner: Tensor | None = field(default=None, repr=False)  # v . v' + 1 (n, n), for the trial pass
+    weight: str | None
+    bias: str | None = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
         if self.weight is None or self.bias is None:
-            return tuple(name for name in (self.weight, self.bias) if name is not None)
+            return tuple([name for name in (self.weight, self.bias) if name is not None])
         return self.weight, self.bias
 
-    def restrict(self, names: Collection[str]) -> OuterRows:
+    def restrict(self, names: Collection[str]) -> RowForm:
         if all(name in names for name in self.parameters):
             return self
-        weight = self.weight if self.weight in names else None
-        bias = self.bias if self.bias in names else None
-        return OuterRows(self.inputs, self.grads, self.layout, weight, bias, self.affine)
+        kept = {
+            side: own if own in names else None for side, own in (("weight", self.weight), ("bias", self.bias))
+        }
+        restricted: RowForm = replace(self, **kept)  # type: ignore[type-var]
+        return restricted
 
-    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
-        assert isinstance(other, OuterRows)
-        inner = self.input_gram(other.inputs, scales, dtype)
-        if other is self and scales is None:
-            self.inner = inner
-        outer, spread = self.outer_gram(other, dtype), self.layout.spread(inner, other.layout)
-        return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
+    def in_units(self, units: Units) -> RowForm:
+        sides = () if self.weight is None else units[self.weight]
+        if len(sides) == 2 and (self.bias is None or units[self.bias][0] is sides[0]):
+            scaled = self.scaled(*sides)
+            if scaled is not None:
+                return scaled
+        return super().in_units(units)
 
-    def outer_gram(self, other: OuterRows, dtype: Dtype) -> Tensor:
-        """h . h', (r, r')."""
-        return _product(self.grads, other.grads, dtype)
+    @abstractmethod
+    def scaled(self, first: Tensor, others: Tensor) -> RowForm | None:
+        """U diag(s) for s = first others^T over the axes of W, the first and the others, and s = first of b.
 
-    def input_gram(self, inputs: Tensor, scales: Scales = None, dtype: Dtype = None) -> Tensor:
-        """s_W v . v' + s_b, (n, n'), without the term of an absent or frozen parameter."""
-        if self.weight is not None and scales is None:
-            return _shifted_product(self.inputs, inputs, self.bias is not None, dtype)
-        weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
-        bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
-        return _product(self.inputs, inputs, dtype) * weight + bias
-
-    def scaled(self, outputs: Tensor, inputs: Tensor) -> OuterRows:
-        """U diag(s) for s = outputs inputs^T (o, i) of W and s = outputs of b: W and b in other units."""
-        return replace(self, inputs=self.inputs * inputs, grads=self.grads * outputs, affine=False, inner=None)
-
-    def head(self, row_count: int) -> OuterRows:
-        """The first rows, of whole samples."""
-        first = self.layout.pieces[0]
-        samples = row_count if self.layout.is_plain else first[0]
-        layout = Layout(((row_count, 1),) if self.layout.is_plain else (first,))
-        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:row_count], layout=layout, inner=None)
-
-    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        change = self.grads.new_zeros(self.layout.samples, self.grads.shape[1])  # of z, (n, o)
-        if self.weight is not None:
-            change = self.inputs @ vector[self.weight].T
-        if self.bias is not None:
-            change = change + vector[self.bias]
-        return (self.grads * self.layout.of_rows(change)).sum(1)
-
-    def weighted_sum(self, coefficients: Tensor) -> OuterSum:
-        """U^T c for coefficients (r,), factored."""
-        if coefficients.dtype != self.grads.dtype:
-            coefficients = coefficients.to(self.grads.dtype)
-        contracted = self.layout.contract(coefficients, self.grads)
-        return OuterSum(self.inputs, contracted, self.layout, self.weight, self.bias, self.inner)
-
-    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
-        return self.weighted_sum(coefficients).dense()
-
-    def dense(self) -> dict[str, Tensor]:
-        inputs = self.layout.of_rows(self.inputs)
-        rows = {}
-        if self.weight is not None:
-            rows[self.weight] = self.grads.unsqueeze(2) * inputs.unsqueeze(1)
-        if self.bias is not None:
-            rows[self.bias] = self.grads
-        return rows
-
-    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
-        grads = self.grads[:, window].to(dtype)
-        if name == self.bias:
-            return grads
-        inputs = self.layout.of_rows(self.inputs).to(dtype)
-        return grads.unsqueeze(2) * inputs.unsqueeze(1)
-
-    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.grads.new_zeros(len(self.grads), *sizes, dtype=dtype)
-
-    @staticmethod
-    def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
-        first = forms[0]
-        if len(forms) == 1:
-            return first
-        layout = Layout(tuple(piece for form in forms for piece in form.layout.pieces))
-        inputs = torch.cat([form.inputs for form in forms])
-        grads = torch.cat([form.grads for form in forms])
-        return OuterRows(inputs, grads, layout, first.weight, first.bias, first.affine)
+        None where it would have no structure.
+        """
 
 
 @dataclass
@@ -292,31 +240,26 @@ class OuterSum:
         """
         if self.weight is None:
             return outputs - self.contracted.sum(0)
-        inner = _shifted_product(inputs, self.inputs, self.bias is not None)
+        inner = shifted_product(inputs, self.inputs, self.bias is not None)
         return outputs.addmm_(inner, self.contracted, alpha=-1)
 
 
 @dataclass
-class ExplicitRows:
+class ExplicitRows(RowForm):
     """Rows written out, name -> (r, *parameter shape): for small parameters and layers of users."""
 
     rows: dict[str, Tensor]
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        return tuple(self.rows)
-
-    def head(self, row_count: int) -> ExplicitRows:
-        """The first rows."""
-        return ExplicitRows({name: rows[:row_count] for name, rows in self.rows.items()})
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: rows.shape[1:] for name, rows in self.rows.items()}
 
     def restrict(self, names: Collection[str]) -> ExplicitRows:
         return ExplicitRows({name: rows for name, rows in self.rows.items() if name in names})
 
-    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
-        assert isinstance(other, ExplicitRows)
+    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         products = [
-            _product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])
+            product(_flat(rows), _flat(other.rows[name]), dtype) * (1.0 if scales is None else scales[name])
             for name, rows in self.rows.items()
         ]
         return add_onto(torch.stack(products).sum(0), onto)
@@ -337,13 +280,23 @@ class ExplicitRows:
         rows = self.rows[name]
         return (rows.unsqueeze(1) if rows.dim() == 1 else rows)[:, window].to(dtype)
 
-    def new_rows(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    def new_rows(self, *sizes: int, dtype: Dtype = None) -> Tensor:
         rows = next(iter(self.rows.values()))
         return rows.new_zeros(len(rows), *sizes, dtype=dtype)
 
-    @staticmethod
-    def concatenate(forms: Sequence[ExplicitRows]) -> ExplicitRows:
-        return ExplicitRows({name: torch.cat([form.rows[name] for form in forms]) for name in forms[0].rows})
+    def written_out(self) -> ExplicitRows:
+        return self
+
+    def as_state(self) -> dict[str, Any]:
+        return {"written": dict(self.rows)}
+
+
+def paired(a: RowForm, b: RowForm) -> tuple[RowForm, RowForm]:
+    """Two forms of the same parameters that can be multiplied: written out where they differ."""
+    if a is b or a.signature == b.signature:
+        return a, b
+    shared = set(a.parameters) & set(b.parameters)
+    return ExplicitRows(a.dense()).restrict(shared), ExplicitRows(b.dense()).restrict(shared)
 
 
 def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowForm]:
@@ -352,7 +305,7 @@ def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowF
     for name in dict.fromkeys(name for piece in pieces for name in piece):
         own = [piece[name] for piece in pieces if name in piece]
         # a rule may treat pieces differently, and a model may skip layers at random
-        if len(own) < len(pieces) or len({(type(form), form.parameters) for form in own}) > 1:
+        if len(own) < len(pieces) or len({form.signature for form in own}) > 1:
             own = _write_out(pieces, name)
         forms[name] = own[0].concatenate(own)
     return forms
@@ -375,12 +328,18 @@ def _flat(rows: Tensor) -> Tensor:
     return rows.reshape(rows.shape[0], -1)
 
 
+def block_products(rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """R R^T for each block R of `width` rows (r, p): (r / width, width, width)."""
+    blocks = rows.to(dtype).reshape(-1, width, rows.shape[1])
+    return torch.bmm(blocks, blocks.mT)
+
+
 def add_onto(gram: Tensor, onto: Tensor | None) -> Tensor:
     """onto + gram, in place; gram itself where onto is None."""
     return gram if onto is None else onto.add_(gram)
 
 
-def _shifted_product(a: Tensor, b: Tensor, bias: bool, dtype: torch.dtype | None = None) -> Tensor:
+def shifted_product(a: Tensor, b: Tensor, bias: bool, dtype: torch.dtype | None = None) -> Tensor:
     """a b^T + 1, (n, n'), or a b^T for a layer without bias; accumulated in `dtype` if one is given."""
     if dtype is not None and dtype != a.dtype:
         a, b = (a.to(dtype),) * 2 if a is b else (a.to(dtype), b.to(dtype))
@@ -397,7 +356,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(inputs, weight, bias)
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     """a b^T, accumulated in `dtype` if that is not None."""
     if a is b:
         return own_product(a, dtype)

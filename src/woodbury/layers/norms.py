@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from woodbury.layers.positions import summed_products
 from woodbury.layers.registry import register_layer
 from woodbury.layers.rules import WEIGHT_AND_BIAS
-from woodbury.layers.shared import summed_products
 
 
 @register_layer(nn.LayerNorm, parameters=WEIGHT_AND_BIAS)

@@ -33,16 +33,9 @@ _IN_LAYERS = [
 ]
 
 
-class Use(NamedTuple):
-    """A use of W and b during a pass: z = W v + b, or something with the same gradient but for a factor."""
-
-    inputs: Tensor  # v (n, t, features)
-    outputs: Tensor  # z (n, t, features)
-    places: tuple[Place | None, Place | None]
-    factor: Tensor | None  # on gradients in z, (n, t, features)
-
-
-Report = Callable[[Use], None]
+# A use of W and b during a pass: v and z = W v + b, (n, t, features) each, the places of W and b, and a factor on
+# gradients in z of the same shape, or None.
+Report = Callable[[Tensor, Tensor, "tuple[Place | None, Place | None]", "Tensor | None"], None]
 
 
 class Weights(NamedTuple):
@@ -183,14 +176,14 @@ def _run(
         before, factors, hidden = before[::-1], factors[::-1], hidden[::-1]
     on_inputs, on_state = (place(weights.ih), place(weights.bias_ih)), (place(weights.hh), place(weights.bias_hh))
     if on_inputs != (None, None):
-        report(Use(xs, z, on_inputs, None))
+        report(xs, z, on_inputs, None)
     if on_state != (None, None):
         with torch.no_grad():
             on_grads = None
             if gated:
                 r = torch.stack(factors, dim=1)
                 on_grads = torch.cat([torch.ones_like(r), torch.ones_like(r), r], dim=2)
-            report(Use(torch.stack(before, dim=1), z, on_state, on_grads))
+            report(torch.stack(before, dim=1), z, on_state, on_grads)
     return hidden, state
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import Layout, OuterRows
+from woodbury.layers.layout import Layout
+from woodbury.layers.outer import OuterRows
+from woodbury.layers.positions import Part, summed_products, unchanged
 from woodbury.layers.registry import register_layer
-from woodbury.layers.shared import Part, SharedRows, summed_products, unchanged
+from woodbury.layers.shared import SharedRows
 
 WEIGHT_AND_BIAS = ("weight", "bias")  # the parameters of torch's own layers
 

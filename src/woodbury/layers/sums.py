@@ -1,24 +1,23 @@
 """Sums of forms: parameters that a model uses several times, in one layer or in several.
 
 The row of such a parameter is the sum of the rows of its uses, so K has a term for every pair of uses. Uses of one
-kind become one form with the positions of all (`shared`); other uses, or those of parts of a parameter, become a
-`SumRows`.
+kind become one form with the positions of all (`positions`); other uses, or those of parts of a parameter,
+become a `SumRows`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import Dtype, ExplicitRows, OuterRows, RowForm, Scales, add_onto, byte_limit, windows
-from woodbury.layers.shared import SharedRows, as_shared
+from woodbury.layers.forms import Dtype, RowForm, Scales, add_onto, byte_limit, length_of, windows
 
 
 class Place(NamedTuple):
@@ -33,14 +32,9 @@ class Place(NamedTuple):
         return slice(self.start, self.start + self.length)
 
 
-def whole_parameter(name: str, shape: Sequence[int] | None) -> Place:
+def whole_parameter(name: str, shape: Sequence[int]) -> Place:
     """All of a parameter."""
-    return Place(name, 0, _length(shape))
-
-
-def _length(shape: Sequence[int] | None) -> int:
-    """The length of the first axis; a single number counts as an axis of length 1."""
-    return shape[0] if shape else 1
+    return Place(name, 0, length_of(shape))
 
 
 class Use(NamedTuple):
@@ -49,12 +43,19 @@ class Use(NamedTuple):
     form: RowForm
     places: dict[str, Place]
 
+    @property
+    def signature(self) -> object:
+        """What must agree for uses to be joined, or to be one form over several pieces of a batch."""
+        return self.form.signature, tuple(self.places.items())
+
 
 def sum_uses(uses: Sequence[Use], shapes: Mapping[str, torch.Size], max_bytes: int | None) -> RowForm:
     """The rows of a module's parameters, of these shapes, from all their uses."""
     merged = _merge(uses)
     form, places = merged[0]
-    if len(merged) == 1 and all(place == whole_parameter(own, shapes.get(own)) for own, place in places.items()):
+    if len(merged) == 1 and all(
+        place == whole_parameter(own, shapes.get(own, ())) for own, place in places.items()
+    ):
         return form
     return SumRows(tuple(merged), dict(shapes), max_bytes)
 
@@ -63,54 +64,33 @@ def _merge(uses: Sequence[Use]) -> list[Use]:
     """Uses of the same kind at the same places, joined into one."""
     if len(uses) == 1:
         return list(uses)
-    groups: dict[object, list[RowForm]] = {}
-    places: dict[object, dict[str, Place]] = {}
-    for use in uses:
-        form = as_shared(use.form) if isinstance(use.form, OuterRows) else use.form
-        key = (type(form), tuple(use.places.items()), _kind(form))
-        groups.setdefault(key, []).append(form)
-        places[key] = use.places
-    return [Use(_join(forms), places[key]) for key, forms in groups.items()]
+    groups: dict[object, list[Use]] = {}
+    for form, places in uses:
+        use = Use(form.summand(), places)
+        groups.setdefault(use.signature, []).append(use)
+    return [own[0] if len(own) == 1 else _combine(own[0].form.join, own) for own in groups.values()]
 
 
-def _kind(form: RowForm) -> object:
-    """What must agree for forms of a class to be joined."""
-    if isinstance(form, SharedRows):
-        return form.sizes, form.swapped
-    if isinstance(form, EmbeddingRows):
-        return form.padding
-    return None if isinstance(form, ExplicitRows) else id(form)
-
-
-def _signature(use: Use) -> object:
-    """What must agree for a use to be one form over several pieces of a batch."""
-    kind = _kind(use.form) if isinstance(use.form, SharedRows | EmbeddingRows) else None
-    return type(use.form), use.form.parameters, tuple(use.places.items()), kind
-
-
-def _join(forms: Sequence[Any]) -> RowForm:
-    """The sum of forms of one kind."""
-    first: RowForm = forms[0]
-    if len(forms) == 1:
-        return first
-    if isinstance(first, SharedRows | EmbeddingRows):
-        return first.join(forms)
-    assert isinstance(first, ExplicitRows)
-    written = [form.dense() for form in forms]
-    return ExplicitRows({name: torch.stack([rows[name] for rows in written]).sum(0) for name in first.rows})
+def _combine(combine: Callable[[list[RowForm]], RowForm], uses: Sequence[Use]) -> Use:
+    """One use in place of several with the same signature."""
+    return Use(combine([use.form for use in uses]), uses[0].places)
 
 
 @dataclass
-class SumRows:
+class SumRows(RowForm):
     """Rows that are sums over uses, each of all or part of the parameters."""
 
     uses: tuple[Use, ...]
-    shapes: dict[str, torch.Size]
+    whole: dict[str, torch.Size]  # the shapes of the parameters
     max_bytes: int | None = None
 
     @property
-    def parameters(self) -> tuple[str, ...]:
-        return tuple(self.shapes)
+    def shapes(self) -> dict[str, torch.Size]:
+        return self.whole
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return *super().signature, *(use.signature for use in self.uses)
 
     def restrict(self, names: Collection[str]) -> SumRows:
         uses = []
@@ -118,11 +98,10 @@ class SumRows:
             inside = {own: place for own, place in places.items() if place.name in names}
             if inside:
                 uses.append(Use(form.restrict(inside), inside))
-        return replace(self, uses=tuple(uses), shapes={n: shape for n, shape in self.shapes.items() if n in names})
+        return replace(self, uses=tuple(uses), whole={n: shape for n, shape in self.whole.items() if n in names})
 
-    def gram(self, other: RowForm, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
+    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
         """K use by use where they do not overlap, else from rows written out for a block of the parameters."""
-        assert isinstance(other, SumRows)
         total = onto
         if self._is_disjoint:
             for (form, places), (theirs, _) in zip(self.uses, other.uses, strict=True):
@@ -148,9 +127,9 @@ class SumRows:
         gram = left.new_zeros(len(left), len(right))
         rows_at_once = len(left) + (0 if other is self else len(right))
         bytes_per_entry = rows_at_once * math.prod(shape[1:]) * left.element_size()
-        # a third for the rows, a third for a copy by the matrix product, or rows of one use (as in `shared`)
+        # a third for the rows, a third for a copy by the matrix product, or rows of one use (as in `positions`)
         limit = byte_limit(self.max_bytes, left.device) // 3
-        for window in windows(_length(shape), limit // max(1, bytes_per_entry)):
+        for window in windows(length_of(shape), limit // max(1, bytes_per_entry)):
             a = self.slab(name, window, left.dtype).flatten(1)
             b = a if other is self else other.slab(name, window, left.dtype).flatten(1)
             gram.addmm_(a, b.t())
@@ -185,17 +164,10 @@ class SumRows:
                 total[places[own].name][places[own].window] += value
         return {name: value.reshape(self.shapes[name]) for name, value in total.items()}
 
-    def dense(self) -> dict[str, Tensor]:
-        dtype = self.new_rows(0).dtype
-        rows = {name: self.slab(name, slice(0, _length(shape)), dtype) for name, shape in self.shapes.items()}
-        return {name: own.reshape(len(own), *self.shapes[name]) for name, own in rows.items()}
-
     @staticmethod
     def concatenate(forms: Sequence[SumRows]) -> RowForm:
-        if len({tuple(_signature(use) for use in form.uses) for form in forms}) > 1:  # pieces differ in their uses
-            return ExplicitRows.concatenate([ExplicitRows(form.dense()) for form in forms])
-        uses = [
-            Use(own[0].form.concatenate([use.form for use in own]), own[0].places)
-            for own in zip(*(form.uses for form in forms), strict=True)
-        ]
+        uses = [_combine(own[0].form.concatenate, own) for own in zip(*(form.uses for form in forms), strict=True)]
         return replace(forms[0], uses=tuple(uses))
+
+    def head(self, row_count: int) -> SumRows:
+        return replace(self, uses=tuple(Use(form.head(row_count), places) for form, places in self.uses))

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from woodbury._vector import Vector
+from woodbury._vector import Parts
 from woodbury.model.fallback import grads_of_many, wrong_rows
-from woodbury.model.graph import PassGraph
+from woodbury.model.graph import PassGraph, fewest_digits
 from woodbury.model.plan import Plan
 
-_MAX_CHECKED = 256  # kinds of uses that are remembered
 _CHOICES = 2  # of the sample axis that are tried: the first that may be it, and the last
 
 Slope = Tensor | float  # dz/dq, broadcast over z
@@ -113,6 +112,7 @@ class Meeting:
 class Bare:
     """The bare parameters of a pass: those that the graph uses in meetings alone, with these meetings."""
 
+    plan: Plan
     meetings: tuple[Meeting, ...]
     keys: dict[str, Hashable]  # parameter -> its uses
 
@@ -129,16 +129,15 @@ class Bare:
         """The same for some of the parameters."""
         kept = [replace(own, parameters=own.parameters & set(names)) for own in self.meetings]
         keys = {name: self.keys[name] for name in names}
-        return Bare(tuple([meeting for meeting in kept if meeting.parameters]), keys)
+        return Bare(self.plan, tuple([meeting for meeting in kept if meeting.parameters]), keys)
 
-    def is_checked(self, plan: Plan, columns: torch.Size) -> bool:
+    def is_checked(self, columns: torch.Size) -> bool:
         """Whether rows of these uses were found right."""
-        return all((key, columns) in plan.findings.checked_bare for key in self.keys.values())
+        return all((key, columns) in self.plan.findings.checked_bare for key in self.keys.values())
 
-    def rows(
-        self, plan: Plan, grads: Sequence[Tensor | None], columns: torch.Size, window: slice | None
-    ) -> Vector:
+    def rows(self, grads: Sequence[Tensor | None], columns: torch.Size, window: slice | None) -> Parts:
         """Rows (m, k, *shape) of each parameter, for gradients (k, *shape of z) that arrive at the meetings."""
+        plan = self.plan
         by_source: dict[GradientEdge, Tensor] = {}
         names: dict[GradientEdge, frozenset[str]] = {}
         for meeting, grad in zip(self.meetings, grads, strict=True):
@@ -150,7 +149,7 @@ class Bare:
             seen = by_source.get(meeting.source)
             by_source[meeting.source] = own if seen is None else seen + own
             names[meeting.source] = meeting.parameters
-        total: Vector = {}
+        total: Parts = {}
         for source, rows in by_source.items():
             for name, part in _to_parameters(plan, source, names[source], rows).items():
                 total[name] = total[name] + part if name in total else part
@@ -161,13 +160,7 @@ class Bare:
         return total
 
     def check(
-        self,
-        plan: Plan,
-        rows: Vector,
-        outputs: Tensor,
-        columns: Tensor,
-        start: int,
-        precision: torch.dtype,
+        self, rows: Parts, outputs: Tensor, columns: Tensor, start: int, autocast: torch.dtype | None
     ) -> bool:
         """Compare rows with a gradient, in half the digits of the pass.
 
@@ -175,21 +168,14 @@ class Bare:
         """
         if not all(bool(torch.isfinite(own).all()) for own in rows.values()):
             return True  # nothing can be said; the step has its own word for it
-        parameters = {name: plan.parameters[name] for name in self.keys}
+        parameters = {name: self.plan.parameters[name] for name in self.keys}
+        precision = autocast or fewest_digits(outputs)
         wrong = wrong_rows(rows, outputs, parameters, columns, start, precision)
-        checked, failures = plan.findings.checked_bare, plan.findings.wrong_bare
-        if len(checked) + len(failures) >= _MAX_CHECKED:
-            checked.clear()
-            failures.clear()
-        for name, key in self.keys.items():
-            if name in wrong:
-                failures[key] = failures.get(key, 0) + 1
-            else:
-                checked.add((key, columns.shape))
+        self.plan.findings.note_bare(self.keys, wrong, columns.shape)
         return not wrong
 
 
-def _to_parameters(plan: Plan, source: GradientEdge, names: Collection[str], rows: Tensor) -> Vector:
+def _to_parameters(plan: Plan, source: GradientEdge, names: Collection[str], rows: Tensor) -> Parts:
     """Rows (m, k, *shape) of parameters from those of a value computed from them."""
     variable = getattr(source.node, "variable", None)
     if variable is not None:
@@ -211,7 +197,32 @@ def find_bare(plan: Plan, graph: PassGraph, wanted: Collection[str], samples: in
     A value is computed from parameters alone if all nodes behind it are, and no axis of it is as long as there are
     samples where what it comes from is broadcast: inputs of the model have no node.
     """
-    free: dict[Any, frozenset[str]] = {}  # nodes of values computed from parameters alone
+    free, reached = _free_nodes(plan, graph, wanted, samples)
+    refused = set(free.get(graph.root, ()))
+    meetings: list[Meeting] = []
+    for node in reached - free.keys():
+        for place, (source, number) in enumerate(node.next_functions):
+            names = free.get(source)
+            if not names:
+                continue
+            meeting = _meeting(node, place, GradientEdge(source, number), names, samples)
+            if meeting is None:
+                refused |= names
+            else:
+                meetings.append(meeting)
+    keys: dict[str, Hashable] = {}
+    for name in wanted:
+        key = (name, frozenset(meeting.key for meeting in meetings if name in meeting.parameters))
+        if name not in refused and plan.findings.wrong_bare.get(key, 0) < _CHOICES:
+            keys[name] = key
+    return Bare(plan, tuple(meetings), keys).restrict(keys)
+
+
+def _free_nodes(
+    plan: Plan, graph: PassGraph, wanted: Collection[str], samples: int
+) -> tuple[dict[Any, frozenset[str]], set[Any]]:
+    """The nodes of values computed from parameters alone, with those wanted, and all nodes that use one."""
+    free: dict[Any, frozenset[str]] = {}
     for name in wanted:
         node = graph.accumulators.get(id(plan.parameters[name]))
         if node is not None:
@@ -228,26 +239,7 @@ def find_bare(plan: Plan, graph: PassGraph, wanted: Collection[str], samples: in
             ):
                 free[node] = frozenset().union(*(free.get(edge[0], frozenset()) for edge, _ in behind))
                 pending.append(node)
-    refused = set(free.get(graph.root, ()))
-    meetings: list[Meeting] = []
-    for node in reached:
-        if node in free:
-            continue
-        for place, (source, number) in enumerate(node.next_functions):
-            names = free.get(source)
-            if not names:
-                continue
-            meeting = _meeting(node, place, GradientEdge(source, number), names, samples)
-            if meeting is None:
-                refused |= names
-            else:
-                meetings.append(meeting)
-    keys: dict[str, Hashable] = {}
-    for name in wanted:
-        key = (name, frozenset(meeting.key for meeting in meetings if name in meeting.parameters))
-        if name not in refused and plan.findings.wrong_bare.get(key, 0) < _CHOICES:
-            keys[name] = key
-    return Bare(tuple(meetings), keys).restrict(keys)
+    return free, reached
 
 
 def _is_free(node: Any, free: Mapping[Any, object], plan: Plan) -> bool:

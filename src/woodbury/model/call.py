@@ -1,20 +1,33 @@
-"""One use of parameters during a pass: the inputs and outputs of a layer, and its rows."""
+"""One use of parameters during a pass: the inputs and outputs of a layer, and its rows; `Notes` hold them all."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from woodbury import _batch
-from woodbury.layers.forms import OuterRows, RowForm
+from woodbury.layers.attention import attention_rows, watch_linear_maps
+from woodbury.layers.forms import RowForm
+from woodbury.layers.norms import instance_norm_rows
+from woodbury.layers.positions import own_outputs
+from woodbury.layers.recurrent import recurrent_forward, recurrent_obstacle, recurrent_rows
 from woodbury.layers.registry import as_form
-from woodbury.layers.rules import sequence_rows
-from woodbury.layers.sums import Place, whole_parameter
+from woodbury.layers.rules import WEIGHT_AND_BIAS, linear_rows, sequence_rows, turned_linear_rows
+from woodbury.layers.sums import Place
 from woodbury.model.plan import Layer, Plan
+
+_GIVE_VIEWS = (
+    linear_rows,
+    turned_linear_rows,
+    instance_norm_rows,
+)  # rules of layers whose outputs torch makes as views
 
 
 @dataclass
@@ -26,7 +39,8 @@ class Call:
     outputs: Tensor
     edge: GradientEdge  # where gradients in the outputs arrive, also if they are changed in place later
     versions: tuple[int, ...]  # of the inputs and the output at the time of the call
-    maps: tuple[Place | None, Place | None] | None = None  # W and b of a linear map inside a layer
+    places: Mapping[str, Place]  # the form's own names -> where, in a parameter of the model, the rows belong
+    is_map: bool = False  # whether it is a linear map inside the layer
     given: Any = None  # all that the layer was called with, in any nesting
     factor: Tensor | None = None  # on gradients in the outputs of a linear map
 
@@ -49,9 +63,7 @@ class Call:
     @property
     def parameters(self) -> list[str]:
         """The names of the parameters it uses."""
-        if self.maps is None:
-            return list(self.layer.parameters.values())
-        return [place.name for place in self.maps if place is not None]
+        return [place.name for place in self.places.values()]
 
     def form(self, window: slice | None, grads: Tensor, dtype: torch.dtype) -> RowForm:
         """The rows of a window of samples, for gradients (n, k, ...) in the outputs; of the parameters' dtype."""
@@ -66,13 +78,19 @@ class Call:
             samples = len(self.outputs)
             inputs = [_batch.part(tensor, window, samples) for tensor in inputs]
             grads = grads[window]
-        if self.maps is not None:
+        if self.is_map:
             shape = torch.Size((self.outputs.shape[-1], inputs[0].shape[-1]))
-            weight, bias = self.maps
-            return sequence_rows(inputs[0], grads, shape, weight and "weight", bias and "bias")
+            weight, bias = (name if name in self.places else None for name in WEIGHT_AND_BIAS)
+            return sequence_rows(inputs[0], grads, shape, weight, bias)
+        form = self._form_by_rule(inputs[0] if len(inputs) == 1 else tuple(inputs), grads)
+        if cast:
+            form = form.only_rows()  # W v + b of a low-precision pass has fewer digits
+        return form.restrict(self.places)
+
+    def _form_by_rule(self, inputs: Any, grads: Tensor) -> RowForm:
         layer = self.layer
         try:
-            form = as_form(layer.rule(layer.module, inputs[0] if len(inputs) == 1 else tuple(inputs), grads))
+            form = as_form(layer.rule(layer.module, inputs, grads))
         except ValueError as error:
             raise ValueError(f"layer {layer.name!r}: {error}") from None
         missing = set(layer.parameters) - set(form.parameters)
@@ -81,14 +99,117 @@ class Call:
                 f"the rule for {type(layer.module).__name__} gives no rows for parameter "
                 f"{layer.parameters[missing.pop()]!r}: make it cover every parameter of the layer"
             )
-        if cast and isinstance(form, OuterRows):
-            form = replace(form, affine=False)  # W v + b of a low-precision pass has fewer digits
-        return form.restrict(layer.parameters)
+        return form
 
-    def places(self, plan: Plan) -> dict[str, Place]:
-        """The form's own names -> the place in a parameter (by its name in the model) where the rows belong."""
-        if self.maps is not None:
-            return {own: place for own, place in zip(("weight", "bias"), self.maps, strict=True) if place}
-        return {
-            own: whole_parameter(full, plan.parameters[full].shape) for own, full in self.layer.parameters.items()
-        }
+
+class Notes:
+    """The calls of a pass over a batch, noted as layers are called; and why some cannot be captured, by layer."""
+
+    def __init__(self, plan: Plan, samples: int, cast: bool) -> None:
+        """cast: whether the pass runs under autocast."""
+        self.calls: list[Call] = []  # in the order they were made
+        self.obstacles: dict[str, str] = {}
+        self._plan, self._samples, self._cast = plan, samples, cast
+
+    def forwards(self) -> dict[nn.Module, Callable[..., Any]]:
+        """What runs in place of `forward` of each layer, to note its calls."""
+        return {layer.module: partial(self._runner(layer), layer) for layer in self._plan.layers}
+
+    def _runner(self, layer: Layer) -> Callable[..., Any]:
+        if layer.rule is recurrent_rows:
+            return self._run_by_steps
+        return self._run_attention if layer.rule is attention_rows else self._run_layer
+
+    def _run_layer(self, layer: Layer, *args: Any, **kwargs: Any) -> Tensor:
+        plain = type(layer.module).forward
+        outputs: Tensor = plain(layer.module, *args, **kwargs)
+        if outputs.dim() > 2 and layer.rule in _GIVE_VIEWS:
+            outputs = own_outputs(outputs)
+        if kwargs:
+            order = list(signature(plain).parameters)
+            names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
+            args = (*args, *(kwargs[name] for name in names))
+        tensors = tuple([tensor for tensor in args if isinstance(tensor, Tensor)])
+        self._note(layer, tensors, outputs, layer.places, given=args)
+        return outputs
+
+    def _run_attention(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+        plain, report = type(layer.module).forward, partial(self._note_map, layer)
+        return watch_linear_maps(plain, self._samples, self._plan.names, report)(layer.module, *args, **kwargs)
+
+    def _run_by_steps(self, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+        plain = type(layer.module).forward
+        given = signature(plain).bind(layer.module, *args, **kwargs).args[1:]
+        obstacle = recurrent_obstacle(layer.module, given, self._samples)
+        if obstacle is not None:
+            self.obstacles[layer.name] = f"layer {layer.name!r} {obstacle}. Or pass fallback='autograd'"
+        elif layer.name not in self._plan.findings.uncapturable:
+            return recurrent_forward(layer.module, self._plan.names, partial(self._note_map, layer), *given)
+        return plain(layer.module, *args, **kwargs)
+
+    def _note_map(
+        self,
+        layer: Layer,
+        inputs: Tensor,
+        outputs: Tensor,
+        maps: tuple[Place | None, Place | None],
+        factor: Tensor | None = None,
+    ) -> None:
+        """Note z = W v + b inside a layer, with the places of W and b."""
+        places = {own: place for own, place in zip(WEIGHT_AND_BIAS, maps, strict=True) if place is not None}
+        self._note(layer, (inputs,), outputs, places, is_map=True, factor=factor)
+
+    def _note(
+        self,
+        layer: Layer,
+        arguments: tuple[Tensor, ...],
+        outputs: Tensor,
+        places: Mapping[str, Place],
+        **more: Any,
+    ) -> None:
+        """Add a call to `calls`; one that cannot be captured is left to the fallback, if there is one."""
+        constant = not outputs.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(outputs)
+        if constant or layer.name in self._plan.findings.uncapturable or layer.name in self.obstacles:
+            return  # constant: called under torch.no_grad()
+        obstacle = self._obstacle(layer, arguments[0], outputs) or self._parameter_obstacle(layer, outputs, places)
+        if obstacle is not None:
+            self.obstacles[layer.name] = obstacle  # raised where nothing else gives its rows
+            return
+        versions = (*(tensor._version for tensor in arguments), outputs._version)
+        edge = get_gradient_edge(outputs)
+        self.calls.append(Call(layer, arguments, outputs, edge, versions, places, **more))
+
+    def _obstacle(self, layer: Layer, inputs: Tensor, outputs: Tensor) -> str | None:
+        """Why a call cannot be captured, or None: the first axis must be the sample axis, in plain autograd."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(outputs):
+            return (
+                f"layer {layer.name!r} is called inside a torch.func transform, where its rows cannot be "
+                "captured: use torch.autograd.grad(..., create_graph=True) instead, or pass fallback='autograd'"
+            )
+        for what, tensor in (("input", inputs), ("output", outputs)):
+            shape = tensor.shape
+            if not shape or shape[0] != self._samples:
+                return (
+                    f"layer {layer.name!r} has an {what} of shape {tuple(shape)} in a batch of {self._samples} "
+                    "samples: the first axis must be the sample axis. Bring it there (what is the same for all "
+                    "samples: .expand(n, ...)), or pass fallback='autograd'"
+                )
+        return None
+
+    def _parameter_obstacle(self, layer: Layer, outputs: Tensor, places: Mapping[str, Place]) -> str | None:
+        """Why a call cannot be captured, or None: it must use the parameters of the plan, as they are or cast."""
+        own, plain = layer.module._parameters, places is layer.places
+        for local, place in places.items():
+            used = self._plan.parameters[place.name]
+            if not used.requires_grad or (plain and own.get(local) is not used):
+                return (
+                    f"layer {layer.name!r} is called with other parameters than its own "
+                    "(torch.func.functional_call), or with its own frozen for the call: use .detach() on values "
+                    "instead, or pass fallback='autograd'"
+                )
+        if outputs.dtype != used.dtype and used.dtype.itemsize > outputs.dtype.itemsize and not self._cast:
+            return (
+                f"layer {layer.name!r} gives {outputs.dtype} with parameters of {used.dtype} (torch.autocast "
+                "inside the model?): leave that out, or pass fallback='autograd'"
+            )
+        return None

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury._process import has_global_hook, has_hook
-from woodbury._vector import Vector
-from woodbury.layers.forms import Layout, OuterRows, OuterSum, RowForm, layout_of, linear
-from woodbury.layers.rules import has_own_parameters, linear_rows
+from woodbury._vector import Parts
+from woodbury.layers.forms import OuterSum, linear
+from woodbury.layers.layout import Layout, layout_of
+from woodbury.layers.outer import OuterRows
+from woodbury.layers.rules import WEIGHT_AND_BIAS, has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan, is_plain
 
 aten = torch.ops.aten
@@ -105,16 +107,14 @@ def chain_rows(
     layer_inputs: Sequence[Tensor],
     backs: Sequence[Back],
     segments: Sequence[Tensor],
-) -> dict[str, RowForm]:
+) -> dict[str, OuterRows]:
     """Rows of a chain for columns as in `backpropagate`, from the inputs v (n, i) of its layers."""
     layout, grads = backpropagate(segments, weights, backs, layer_inputs[0].shape[0])
-    forms: dict[str, RowForm] = {}
+    forms: dict[str, OuterRows] = {}
     for layer, inputs, own in zip(layers, layer_inputs, grads, strict=True):
-        bias = None if layer.module._parameters["bias"] is None else "bias"
+        weight, bias = (name if name in layer.parameters else None for name in WEIGHT_AND_BIAS)
         inputs = inputs if inputs.shape[0] == layout.samples else inputs[: layout.samples]
-        form = OuterRows(inputs, own, layout, "weight", bias, affine=True)
-        complete = len(layer.parameters) == (1 if bias is None else 2)
-        forms[layer.name] = form if complete else form.restrict(layer.parameters)
+        forms[layer.name] = OuterRows(inputs, own, layout, weight, bias, affine=True)
     return forms
 
 
@@ -212,7 +212,7 @@ class ChainCapture:
 
     raw = outputs
 
-    def rows(self, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+    def rows(self, segments: Sequence[Tensor]) -> dict[str, OuterRows]:
         """Rows of every layer for columns (m, k, C), or (m, C), of consecutive samples."""
         return chain_rows(self.chain.layers, self.chain.weights, self.layer_inputs, self._backs(), segments)
 
@@ -220,7 +220,7 @@ class ChainCapture:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         gradient: dict[str, Tensor] = {}
         for layer, form in zip(self.chain.layers, self.rows([weights]).values(), strict=True):
-            assert isinstance(form, OuterRows)  # with one row per sample, to be summed
+            # one row per sample, to be summed
             total = OuterSum(form.inputs, form.grads, form.layout, form.weight, form.bias, None)
             gradient |= {layer.parameters[local]: value for local, value in total.dense().items()}
         return {name: gradient[name] for name in self.plan.parameters}
@@ -248,7 +248,7 @@ class ChainCapture:
                 v = chain.activate(index, z)
         return z
 
-    def push_forward(self, vectors: Sequence[Vector]) -> Tensor:
+    def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector, (k, n, C): z' = W v' + W' v + b', v' = phi'(z) z'."""
         stacked = [
             {local: torch.stack([vector[full] for vector in vectors]) for local, full in layer.parameters.items()}
@@ -261,7 +261,7 @@ class ChainCapture:
                 below = image * self._slope(index)
         return image
 
-    def second_derivative(self, vector: Vector) -> Tensor:
+    def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 of the outputs along a vector: z'' = W v'' + 2 W' v', v'' = phi'(z) z'' + phi''(z) z'^2."""
         first: Tensor | None = None  # v', (n, i)
         second: Tensor | None = None  # v''

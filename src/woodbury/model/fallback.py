@@ -30,14 +30,14 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._process import ForAllThreads
-from woodbury._vector import Vector
+from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.model.findings import Findings
 from woodbury.model.noise import Noise, recorded
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
-_MAX_CHECKED = 256  # shapes of columns that are remembered
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
 
 # max |y(theta + d theta') - y(theta)|, theta' being theta with random signs, for a share d; 0 if it is not known
@@ -99,19 +99,18 @@ def written_rows(
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
     start: int,
-    method: str | None,
+    findings: Findings,
     max_bytes: int | None,
-    checked: set[tuple[str, torch.Size]],
     announce: Announce,
-) -> tuple[Vector, str]:
-    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on, and the method.
+) -> Parts:
+    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on.
 
-    `method` is the one that worked for this model before, if any; faster ones are not tried then. `checked` are
-    the methods and the shapes of columns whose rows were checked; it gains this one. `announce` hears how many
-    passes a slow method is going to take.
+    By the method that worked for this model before, if any: `findings` know it, and the shapes of columns whose
+    rows were checked. `announce` hears how many passes a slow method is going to take.
     """
+    method, checked = findings.fallback_method, findings.checked_rows
     outputs_of_all, window = forward_pass.outputs, slice(start, start + len(columns))
-    methods: dict[str, Callable[[], tuple[Tensor, Vector]]] = {
+    methods: dict[str, Callable[[], tuple[Tensor, Parts]]] = {
         "func": lambda: rows_by_func(forward_pass, parameters, columns, start, max_bytes),
         "chunks": lambda: rows_by_chunks(forward_pass, parameters, columns, start),
     }
@@ -129,27 +128,26 @@ def written_rows(
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
             method = None
         else:
-            shape = (name, columns.shape)
             if random is None:
-                return rows, name
+                return rows
             if forward_pass.gives(outputs, window) and (
-                shape in checked or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
+                (name, columns.shape) in checked
+                or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
             ):
-                if len(checked) >= _MAX_CHECKED:
-                    checked.clear()
-                checked.add(shape)
+                findings.note_method(name, columns.shape)
                 if name == "chunks":
                     announce(min(len(columns), _CHUNK), _IN_CHUNKS)
-                return rows, name
+                return rows
             method = None
         if random is not None:
             _random.restore(random)
     announce(len(columns), _ONE_BY_ONE)
-    return rows_on_graph(outputs_of_all, parameters, columns, start), "graph"
+    findings.note_method("graph")
+    return rows_on_graph(outputs_of_all, parameters, columns, start)
 
 
 def wrong_rows(
-    rows: Vector,
+    rows: Parts,
     outputs: Tensor,
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
@@ -221,7 +219,7 @@ def rows_by_func(
     columns: Tensor,
     start: int,
     max_bytes: int | None,
-) -> tuple[Tensor, Vector]:
+) -> tuple[Tensor, Parts]:
     """Outputs (n, C) and, for columns (n, k, C) of the samples from `start` on, rows (n, k, *shape)."""
     bound = Bound(forward_pass.model, forward_pass.forward)
     samples, per_sample, _ = columns.shape
@@ -232,13 +230,13 @@ def rows_by_func(
     if not all(isinstance(leaves[index], Tensor) for index in mapped):
         raise TypeError("torch.func maps over tensors alone")  # the next method takes lists too
 
-    def rows_of_sample(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Vector]:
+    def rows_of_sample(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Parts]:
         own = list(leaves)
         for index, leaf in zip(mapped, sample, strict=True):
             own[index] = leaf.unsqueeze(0)
         batch = pytree.tree_unflatten(own, structure)
 
-        def outputs(values: Vector) -> Tensor:
+        def outputs(values: Parts) -> Tensor:
             result: Tensor = torch.func.functional_call(bound, values, (batch,))
             return result.reshape(-1)
 
@@ -261,7 +259,7 @@ def rows_by_func(
 
 def rows_by_chunks(
     forward_pass: Pass, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
-) -> tuple[Tensor, Vector]:
+) -> tuple[Tensor, Parts]:
     """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
     samples = len(columns)
     inputs, noise = forward_pass.part(start, samples)
@@ -281,7 +279,7 @@ def rows_on_graph(
     columns: Tensor,
     start: int = 0,
     together: bool = False,
-) -> Vector:
+) -> Parts:
     """Rows (m, k, *shape) of samples from `start` on, for outputs (n, C) attached to the graph of any model.
 
     One backward pass per sample, batched over its columns; or one for all samples together.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
@@ -15,12 +14,9 @@ from woodbury.model.capture import (
     GraphCapture,
     capture,
     casting,
-    largest_difference,
-    moved_model,
-    small_changes,
 )
-from woodbury.model.fallback import Forward, Moved, outputs_agree
-from woodbury.model.graph import fewest_digits, graph_edges
+from woodbury.model.fallback import Forward, outputs_agree
+from woodbury.model.graph import graph_edges
 from woodbury.model.plan import Plan
 
 _MIXED = "rows per sample do not exist where the model mixes the samples of a batch"
@@ -62,10 +58,7 @@ def _refuse(plan: Plan, reason: str | None, look: int) -> None:
         return
     if look == 1:
         raise ValueError(reason)
-    if not plan.findings.warned_of_mixing:
-        plan.findings.warned_of_mixing = True
-        message = f"{reason}. An earlier look found nothing, so that the steps go on; they may be wrong"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    plan.findings.warn_of_mixing(reason)
 
 
 def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generator]:
@@ -108,7 +101,7 @@ def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, gener
         reason = f"the outputs of one sample depend on what layer {call.layer.name!r} gives for another: {_MIXED}"
         if not captured.plan.has_fallback and not captured.is_bare(call.layer):
             raise ValueError(reason)
-        captured.plan.findings.uncapturable[call.layer.name] = reason
+        captured.plan.findings.leave_out({call.layer.name: reason})
         captured.calls = [other for other in captured.calls if other.layer is not call.layer]
     return len(captured.calls) < len(edges)
 
@@ -156,49 +149,43 @@ def _is_mixed(
     return False
 
 
-def _outputs_of(model: nn.Module, forward: Forward, inputs: Any, count: int) -> tuple[Tensor, bool]:
-    """The outputs of some samples, (count, C), and whether random numbers were drawn; those are put back."""
-    device = next(model.parameters()).device
-    random = _random.snapshot(device)
+def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
+    """What is wrong if some samples give other outputs on their own than `whole`, those they have in the batch.
+
+    None too where random numbers are drawn; those are put back. Raises what the model raises.
+    """
+    count, random = len(whole), _random.snapshot(captured.plan.device)
     try:
-        with torch.enable_grad():  # as in a step: without gradients a model may take another path, or none
-            outputs = forward(model, inputs).reshape(count, -1)
-        return outputs, _random.drawn_since(random)
+        # as in a step: without gradients a model may take another path, or none
+        with casting(captured.autocast, captured.plan), torch.enable_grad():
+            outputs = captured.forward(captured.model, inputs).reshape(count, -1).detach()
+        drawn = _random.drawn_since(random)
     finally:
         _random.restore(random)
-
-
-def _same(part: Tensor, whole: Tensor, precision: torch.dtype, moved: Moved) -> bool:
-    """Whether the outputs of part of a batch are those in the batch; nan is checked elsewhere."""
-    if not bool(torch.isfinite(whole).all()):
-        return True
+    if drawn or not bool(torch.isfinite(whole).all()):  # nan is checked elsewhere
+        return None
     # loosely on a GPU, which computes few samples by other kernels than many
     digits = 0.5 if whole.device.type == "cpu" else 0.25
-    return outputs_agree(part.detach().to(whole.dtype), whole, moved, digits, precision)
-
-
-def _changed(count: int, samples: int) -> str:
+    if outputs_agree(outputs.to(whole.dtype), whole, captured.moved, digits, captured.precision):
+        return None
     which = "one" if count == 1 else f"{count}"
     return (
-        f"the outputs of {which} of {samples} samples change when run apart from the others: {_MIXED}, or changes "
-        "from one run to the next"
+        f"the outputs of {which} of {len(captured.outputs)} samples change when run apart from the others: "
+        f"{_MIXED}, or changes from one run to the next"
     )
 
 
 def _changed_alone(captured: GraphCapture, index: Tensor) -> str | None:
     """What is wrong if these samples give other outputs on their own than in the batch."""
-    samples, outputs = len(captured.outputs), captured.outputs.detach()
+    outputs = captured.outputs.detach()
     index = index.to(outputs.device)
     try:
-        inputs = _batch.take(captured.inputs, index, samples)
-        with casting(captured.autocast, captured.plan):
-            alone, drawn = _outputs_of(captured.model, captured.forward, inputs, len(index))
+        inputs = _batch.take(captured.inputs, index, len(outputs))
+        reason = _changed(captured, inputs, outputs[index])
     except Exception:  # whatever a model does not like about fewer samples; `check_part` raises where it matters
         return None
     captured.check_inputs()
-    if drawn or _same(alone, outputs[index], captured.precision, captured.moved):
-        return None
-    return _changed(len(index), samples)
+    return reason
 
 
 def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype | None, look: int) -> None:
@@ -207,27 +194,23 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
     Where it draws random numbers, the gradients in the inputs of the whole batch must do. As in
     `check_samples_apart` a later look warns instead.
     """
-    model, start = plan.model, 0
-    with casting(autocast, plan):
-        whole, drawn = _outputs_of(model, forward, batch.inputs, batch.samples)
-        if drawn:
-            _refuse(plan, _mixed_inputs(plan, forward, batch.inputs, batch.samples, autocast, look), look)
-            return
-        precision, whole = autocast or fewest_digits(whole), whole.detach()
-
-        def moved(share: float) -> float:
-            with moved_model(plan, small_changes(plan, share), {}):
-                outputs, _ = _outputs_of(model, forward, batch.inputs, batch.samples)
-            return largest_difference(outputs.detach(), whole)
-
-        for inputs, _, count in batch.pieces():
-            try:
-                part, _ = _outputs_of(model, forward, inputs, count)
-            except Exception as error:
-                raise ValueError(
-                    f"the model cannot be run on {count} of {batch.samples} samples ({error}), so the curvature "
-                    "cannot be taken from part of the batch: pass curvature_samples=None and no subset"
-                ) from error
-            if not _same(part, whole[start : start + count], precision, moved):
-                _refuse(plan, _changed(count, batch.samples), look)
-            start += count
+    random = _random.snapshot(plan.device)
+    try:
+        captured = capture(plan, plan.model, forward, batch.inputs, batch.samples, autocast)
+        drawn = _random.drawn_since(random)
+    finally:
+        _random.restore(random)
+    if drawn:
+        _refuse(plan, _mixed_inputs(plan, forward, batch.inputs, batch.samples, autocast, look), look)
+        return
+    start, whole = 0, captured.outputs.detach()
+    for inputs, _, count in batch.pieces():
+        try:
+            reason = _changed(captured, inputs, whole[start : start + count])
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot be run on {count} of {batch.samples} samples ({error}), so the curvature "
+                "cannot be taken from part of the batch: pass curvature_samples=None and no subset"
+            ) from error
+        _refuse(plan, reason, look)
+        start += count

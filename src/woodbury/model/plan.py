@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,10 @@ from woodbury._vector import Space
 from woodbury.layers.attention import projects_out
 from woodbury.layers.registry import Rule, layer_rule
 from woodbury.layers.rules import LOOKUPS, refused_option
+from woodbury.layers.sums import Place, whole_parameter
 from woodbury.model.buffers import Holder, changing_buffers
 from woodbury.model.compiled import is_compiled
+from woodbury.model.findings import Findings
 
 
 @dataclass(frozen=True)
@@ -27,29 +29,11 @@ class Layer:
     module: nn.Module
     rule: Rule
     parameters: dict[str, str]  # the module's own name -> name in the model
+    places: dict[str, Place]  # the same, each as a whole
 
 
 # a module, its submodules, whether it is in training mode, and what runs in its place if it was compiled
 ModuleState = tuple[nn.Module, tuple["nn.Module | None", ...], bool, Any]
-
-
-@dataclass
-class Findings:
-    """What passes through a model have shown about it."""
-
-    uncapturable: dict[str, str] = field(default_factory=dict)  # layers whose calls cannot be captured, and why
-    checked_bare: set[Hashable] = field(default_factory=set)  # uses of bare parameters whose rows were right
-    wrong_bare: dict[Hashable, int] = field(default_factory=dict)  # and how often they were wrong
-    fallback_method: str | None = None  # the one that worked, as `woodbury.model.fallback` names it
-    checked_rows: set[tuple[str, torch.Size]] = field(default_factory=set)  # its methods and shapes found right
-    checked_curve: bool = False  # whether second derivatives by forward mode were compared with differences
-    compiled: bool | None = None  # whether the model runs compiled code; None until a pass has shown it
-    forward_order: int = 2  # how often forward mode differentiates the model, until it has failed to
-    warned: bool = False  # whether someone was told how many passes a step takes
-    warned_of_mixing: bool = False  # whether someone was told that a later look found samples mixed
-    passes: int = 0  # how many, over more than one sample
-    parts: int = 0  # how many steps with curvature samples that are part of the batch
-    quiet_buffers: dict[int, Tensor] = field(default_factory=dict)  # large ones that no pass changes, by id
 
 
 def _is_distributed(kind: type) -> bool:
@@ -68,10 +52,7 @@ def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
-def _mixes_samples(norm: nn.Module) -> bool:
-    return norm.training or norm.running_mean is None
+_WATCHED = (_BatchNorm, *LOOKUPS)  # modules with which there are no steps in some modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +72,6 @@ class Plan:
     has_fallback: bool  # whether autograd computes the rows that no rule gives; else they raise an error
     max_bytes: int | None  # for temporaries of the rows; None: a default
     frozen: tuple[nn.Parameter, ...]
-    norms: tuple[nn.Module, ...]  # batch norms, which must stay in eval mode
-    lookups: tuple[nn.Module, ...]  # embeddings, some of whose options are refused
     tied: bool  # whether some parameter is used by several layers
     modules: tuple[ModuleState, ...]  # all of them: what a pass shows holds for one structure in one mode
     buffers: tuple[Holder, ...]  # those that a pass may change
@@ -167,6 +146,10 @@ class Plan:
         """Modules that in eval mode may give other numbers where no gradient is asked for."""
         return tuple(module for module in self.model.modules() if isinstance(module, FAST_PATHS))
 
+    @cached_property
+    def _watched(self) -> tuple[nn.Module, ...]:
+        return tuple(module for module in self.model.modules() if isinstance(module, _WATCHED))
+
     @property
     def blocks(self) -> list[tuple[str, ...]]:
         """The parameter names of each block of the block-diagonal methods."""
@@ -197,8 +180,7 @@ class Plan:
         return (
             all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
-            and not any(_mixes_samples(norm) for norm in self.norms)
-            and not (self.lookups and any(refused_option(module, self.names) for module in self.lookups))
+            and not any(_module_complaint(module, self.names) for module in self._watched)
         )
 
 
@@ -210,6 +192,69 @@ def _no_rule(parameter: str, path: str, module: nn.Module) -> str:
         "woodbury.register_layer, or pass fallback='autograd' (GaussNewton and NaturalGradient). Or leave it "
         "alone: requires_grad_(False)"
     )
+
+
+def _parameter_complaint(parameter: nn.Parameter, dtype: torch.dtype) -> str | None:
+    """Why there are no steps with a trained parameter, as the end of a sentence; or None."""
+    if parameter.is_complex():
+        return (
+            "is complex, and a step is defined for real numbers: keep it as a real parameter of shape (..., 2) "
+            "and take torch.view_as_complex of it in forward"
+        )
+    if _is_distributed(type(parameter)):
+        return f"is a {type(parameter).__name__}, sharded over devices: not supported"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return (
+            "has a hook on its gradient, which a step here would not run: remove it (a mask belongs into the "
+            "model)"
+        )
+    if parameter.dtype != dtype:
+        return (
+            f"is of type {parameter.dtype}, another of {dtype}: bring the model to one type, model.float() or "
+            "model.double()"
+        )
+    return None
+
+
+def _module_complaint(module: nn.Module, trained: Collection[int]) -> str | None:
+    """Why there are no steps with a module of `_WATCHED` as it is now, as the end of a sentence; or None."""
+    if isinstance(module, LOOKUPS):
+        refused = refused_option(module, trained)
+        return None if refused is None else f"with {refused}. Leave that option out"
+    if module.training or module.running_mean is None:
+        return (
+            "is in training mode, or keeps no statistics of its own: its outputs mix the samples of a batch, so "
+            "rows per sample do not exist. Call .eval() on it, or use GroupNorm or LayerNorm instead"
+        )
+    return None
+
+
+def _trained_parameters(given: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that are trained; raises an error that names a parameter with which there are no steps."""
+    parameters = {name: parameter for name, parameter in given.items() if parameter.requires_grad}
+    if not parameters:
+        why = "every requires_grad is False" if given else "none of the optimizer's belongs to the model any more"
+        raise ValueError(f"no trainable parameter: {why}")
+    dtype = next(iter(parameters.values())).dtype
+    for name, parameter in parameters.items():
+        complaint = _parameter_complaint(parameter, dtype)
+        if complaint is not None:
+            raise ValueError(f"parameter {name!r} {complaint}")
+    return parameters
+
+
+def _check_modules(model: nn.Module, trained: Collection[int]) -> None:
+    """Raise an error that names a module with which there are no steps."""
+    for path, module in model.named_modules():
+        kind = type(module)
+        if _is_distributed(kind):
+            raise ValueError(
+                f"the model is wrapped in {kind.__name__}, which spreads it or its batches over several devices: "
+                "not supported yet, as nothing would be reduced between them. Pass the module inside"
+            )
+        complaint = _module_complaint(module, trained) if isinstance(module, _WATCHED) else None
+        if complaint is not None:
+            raise ValueError(f"{kind.__name__} {path!r} {complaint}")
 
 
 def plan_layers(
@@ -224,104 +269,50 @@ def plan_layers(
     What no rule covers may have rows all the same (`woodbury.model.bare`, the fallback). by_layers=False is for
     methods that need no rows: no parameter gets a rule.
     """
-    parameters = {name: parameter for name, parameter in trainable.items() if parameter.requires_grad}
-    if not parameters:
-        why = (
-            "every requires_grad is False"
-            if trainable
-            else "none of the optimizer's belongs to the model any more"
-        )
-        raise ValueError(f"no trainable parameter: {why}")
-    first = next(iter(parameters.values()))
-    for name, parameter in parameters.items():
-        if parameter.is_complex():
-            raise ValueError(
-                f"parameter {name!r} is complex, and a step is defined for real numbers: keep it as a real "
-                "parameter of shape (..., 2) and take torch.view_as_complex of it in forward"
-            )
-        if _is_distributed(type(parameter)):
-            raise ValueError(
-                f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices: not supported"
-            )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"parameter {name!r} has a hook on its gradient, which a step here would not run: remove it (a "
-                "mask belongs into the model)"
-            )
-        if parameter.dtype != first.dtype:
-            raise ValueError(
-                f"parameter {name!r} is of type {parameter.dtype}, another of {first.dtype}: bring the model to "
-                "one type, model.float() or model.double()"
-            )
+    parameters = _trained_parameters(trainable)
     names = {id(parameter): name for name, parameter in parameters.items()}
+    _check_modules(model, names)
     layers: list[Layer] = []
     owned: dict[str, dict[str, str]] = {}
     uncovered: dict[str, str] = {}
-    norms: list[nn.Module] = []
-    lookups: list[nn.Module] = []
-    owned_names: set[str] = set()
+    seen: set[str] = set()  # the parameters in `owned`
     tied = False
     for path, module in model.named_modules():
-        if _is_distributed(type(module)):
-            raise ValueError(
-                f"the model is wrapped in {type(module).__name__}, which spreads it or its batches over several "
-                "devices: not supported yet, as nothing would be reduced between them. Pass the module inside"
-            )
-        if isinstance(module, _BatchNorm):
-            norms.append(module)
-            if _mixes_samples(module):
-                raise ValueError(
-                    f"{type(module).__name__} {path!r} is in training mode, or keeps no statistics of its own: "
-                    "its outputs mix the samples of a batch, so rows per sample do not exist. Call .eval() on "
-                    "it, or use GroupNorm or LayerNorm instead"
-                )
-        if isinstance(module, LOOKUPS):
-            lookups.append(module)
-            refused = refused_option(module, names)
-            if refused is not None:
-                raise ValueError(f"{type(module).__name__} {path!r} with {refused}. Leave that option out")
-        used = {
-            local: names[id(parameter)]
-            for local, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) in names
-        }
+        held = [(local, names.get(id(parameter))) for local, parameter in module._parameters.items()]
+        used = {local: full for local, full in held if full is not None}
         if not used and not projects_out(module, names):
             continue
-        own: dict[str, str] = {}
         for local, full in used.items():  # of a parameter with two names here the first counts
-            if full not in owned_names:
-                own[local] = full
-                owned_names.add(full)
-        if own:
-            owned[path] = own
-        tied = tied or len(own) < len(used)
+            if full not in seen:
+                seen.add(full)
+                owned.setdefault(path, {})[local] = full
+        tied = tied or len(owned.get(path, ())) < len(used)
         rule = layer_rule(module, used) if by_layers else None
-        if rule is not None:
-            layers.append(Layer(path, module, rule, used))
+        if rule is None:
+            uncovered |= {full: _no_rule(full, path, module) for full in used.values()}
         else:
-            uncovered.update({full: _no_rule(full, path, module) for full in used.values()})
+            places = {local: whole_parameter(full, parameters[full].shape) for local, full in used.items()}
+            layers.append(Layer(path, module, rule, used, places))
     # A module may hold what a layer inside it uses (the bias of a tied head); that all uses are those of layers, a
     # pass shows.
-    ruled = {full for layer in layers for full in layer.parameters.values()}
-    uncovered = {full: why for full, why in uncovered.items() if full not in ruled}
-    frozen = tuple(parameter for parameter in trainable.values() if not parameter.requires_grad)
+    for layer in layers:
+        for full in layer.parameters.values():
+            uncovered.pop(full, None)
     return Plan(
-        model,
-        tuple(layers),
-        owned,
-        uncovered,
-        parameters,
-        first.dtype,
-        has_fallback,
-        max_bytes,
-        frozen,
-        tuple(norms),
-        tuple(lookups),
-        tied,
-        tuple(
+        model=model,
+        layers=tuple(layers),
+        owned=owned,
+        uncovered=uncovered,
+        parameters=parameters,
+        dtype=next(iter(parameters.values())).dtype,
+        has_fallback=has_fallback,
+        max_bytes=max_bytes,
+        frozen=tuple(parameter for parameter in trainable.values() if not parameter.requires_grad),
+        tied=tied,
+        modules=tuple(
             (module, tuple(module._modules.values()), module.training, module._compiled_call_impl)
             for module in model.modules()
         ),
-        changing_buffers(model),
-        Findings(compiled=any(map(is_compiled, model.modules())) or None),
+        buffers=changing_buffers(model),
+        findings=Findings(compiled=any(map(is_compiled, model.modules())) or None),
     )

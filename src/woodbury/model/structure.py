@@ -47,7 +47,7 @@ class Structure:
             named = {name: parameter for name, parameter in named.items() if name in trained}
         plan = plan_layers(model, named, self.has_fallback, self.by_layers, self.max_bytes)
         if self._plan is not None:
-            plan.findings.warned = self._plan.findings.warned
+            plan.findings.take_over(self._plan.findings)
         self._plan = plan
         self.groups = ids
         self.names = [[plan.names[own] for own in group if own in plan.names] for group in ids]

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from woodbury import _vector
 from woodbury._forward_mode import derivatives_along
-from woodbury._vector import Vector
+from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.model.fallback import Bound, Moved, Pass, no_batching_warnings
 
 Along = Callable[[Mapping[str, Tensor]], Tensor]  # parameters by name -> outputs (n, C)
 
 
-def push_forward(forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: Sequence[Vector]) -> Tensor | None:
+def push_forward(forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: Sequence[Parts]) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
     along, point = _as_function(forward_pass, parameters)
 
-    def push(direction: Vector) -> tuple[Tensor, Tensor]:
+    def push(direction: Parts) -> tuple[Tensor, Tensor]:
         pair: Any = torch.func.jvp(along, (point,), (direction,))
         return pair[0], pair[1]
 
@@ -41,7 +41,7 @@ def push_forward(forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: 
     return image
 
 
-def second_derivative(forward_pass: Pass, parameters: Mapping[str, Tensor], vector: Vector) -> Tensor | None:
+def second_derivative(forward_pass: Pass, parameters: Mapping[str, Tensor], vector: Parts) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
     along, point = _as_function(forward_pass, parameters)
     direction = {name: vector[name] for name in parameters}
@@ -53,7 +53,7 @@ def second_derivative(forward_pass: Pass, parameters: Mapping[str, Tensor], vect
 
 
 def central_difference(
-    run: Callable[[Vector], Tensor], outputs: Tensor, parameters: Mapping[str, Tensor], vector: Vector
+    run: Callable[[Parts], Tensor], outputs: Tensor, parameters: Mapping[str, Tensor], vector: Parts
 ) -> Tensor:
     """y'' along a vector from the outputs at theta and at theta +- h p; run gives those after a change."""
     step = _difference_step(outputs, parameters, vector)
@@ -63,11 +63,11 @@ def central_difference(
 
 def agrees_with_differences(
     nested: Tensor,
-    run: Callable[[Vector], Tensor],
+    run: Callable[[Parts], Tensor],
     outputs: Tensor,
     moved: Moved,
     parameters: Mapping[str, Tensor],
-    vector: Vector,
+    vector: Parts,
 ) -> bool:
     """Whether y'' by forward mode is that of central differences, as far as their rounding lets them tell.
 
@@ -82,7 +82,7 @@ def agrees_with_differences(
     return bool(excess <= noise * outputs.abs().max()) or bool(excess <= noise * moved(eps**0.5) / eps**0.5)
 
 
-def _difference_step(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Vector) -> Tensor:
+def _difference_step(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Parts) -> Tensor:
     """h."""
     size = _vector.norm({name: parameter.detach() for name, parameter in parameters.items()})
     length = _vector.norm(vector)
@@ -90,7 +90,7 @@ def _difference_step(outputs: Tensor, parameters: Mapping[str, Tensor], vector: 
     return (step / torch.where(length > 0, length, 1.0)).to(outputs.dtype)
 
 
-def _as_function(forward_pass: Pass, parameters: Mapping[str, Tensor]) -> tuple[Along, Vector]:
+def _as_function(forward_pass: Pass, parameters: Mapping[str, Tensor]) -> tuple[Along, Parts]:
     """The outputs (n, C) as a function of the parameters, and the parameters as they are."""
     bound, samples = Bound(forward_pass.model, forward_pass.forward), len(forward_pass.outputs)
 

@@ -113,7 +113,8 @@ class GaussNewton(_SampleSpace):
             that is not finite raises on the CPU; on other devices the step is rejected.
         guard: on the CPU a step that would raise the loss of its batch by more than this many times the loss as
             smoothed over 20 steps is rejected; None for no guard. While the smoothed loss lies far above its best,
-            only steps that lower the loss of their batch are taken, with one warning. See `woodbury.policies.guard`.
+            only steps that lower the loss of their batch are taken, with one warning. See
+            `woodbury.policies.guard`.
         solver: "cholesky" (exact; solves the system with one row per factor row or the one with one row per
             parameter, whichever is smaller), "cg" (conjugate gradients with the explicit Gram matrix) or
             "products" (conjugate gradients through U and U^T by autograd: no rows and no Gram matrix in memory).

@@ -150,7 +150,7 @@ class SearchedStep(Policy):
         passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
         outputs = piece.capture.outputs.detach()
         with _random.replayed(held_out.random):
-            images = piece.capture.push_forward(vectors)  # (k, n, C)
+            images = piece.capture.push_forward([own.parts for own in vectors])  # (k, n, C)
         residual = passes.residual(outputs, piece.targets)
         factor = self.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
         slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
@@ -162,9 +162,10 @@ class SearchedStep(Policy):
         return Judge(held_out, float(held_out.loss), slopes, products)
 
     def _is_out_of_scale(self, quadratic: AnyQuadratic) -> bool:
-        """Whether the residuals of the batch are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
+        """Whether the residuals are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
 
-        Then steps in all layers at once are limited by the product of their changes: one layer must find the scale.
+        Then steps in all layers at once are limited by the product of their changes: one layer must find the
+        scale.
         """
         if self.search.first is None or self.held_out is not None or quadratic.e is None:
             return False
@@ -177,7 +178,7 @@ class SearchedStep(Policy):
         return bool(unit * quadratic.e.norm() > OUT_OF_SCALE * own.norm())
 
     def _best_layer(self, quadratic: AnyQuadratic, trace: float, judge: Judge) -> tuple[Vector, Length] | None:
-        """The best step of a single layer, -(B_ll + lambda D)^{-1} g_l, if it takes away at least half of the loss."""
+        """The best step of one layer, -(B_ll + lambda D)^{-1} g_l, if it takes away at least half of the loss."""
         if self.search.first is None or len(quadratic.plan.blocks) < 2:
             return None
         layers = of_layers(quadratic, self.search.first * trace)

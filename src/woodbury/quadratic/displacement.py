@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from woodbury._vector import Parts, Vector
 from woodbury.device.constants import ones
 from woodbury.device.scalars import Scalar, Truth, compute, is_known, scalar, scaled_if
-from woodbury.layers.forms import OuterRows, OuterSum
+from woodbury.layers.forms import OuterSum
 from woodbury.model.capture import Capture, moved_model
 from woodbury.model.chain import MovedForward
 from woodbury.model.plan import Layer, Plan
@@ -56,13 +56,12 @@ class Displacement:
         by_layer = coefficients.dim() == 2
         for index, (name, own_rows) in enumerate(rows.forms.items()):
             own = coefficients[index] if by_layer else coefficients
-            factored = isinstance(own_rows, OuterRows) and own_rows.affine
-            if isinstance(own_rows, OuterRows) and factored and (not form or own_rows.inner is not None):
-                layer = rows.plan.layer_named[name]
-                self._factored.append(_Factored(layer, own_rows.weighted_sum(own)))
-            if form or not factored:
-                names = rows.plan.owned[name]
-                formed |= {names[local]: -value for local, value in own_rows.rmatvec(own).items()}
+            total = own_rows.factored_sum(own)
+            if total is not None and (not form or total.inner is not None):
+                self._factored.append(_Factored(rows.plan.layer_named[name], total))
+            if form or total is None:
+                names, parts = rows.plan.owned[name], own_rows.rmatvec(own) if total is None else total.dense()
+                formed |= {names[local]: -value for local, value in parts.items()}
         self._formed = formed
         if formed and not self._only_factored():
             self._vector = self._formed = plan.space.pack(formed)

@@ -87,6 +87,9 @@ class JointRows(Rows):
         outside = values[..., place : place + 1]
         return torch.cat([inside, outside.expand(*outside.shape[:-1], own.others)], dim=-1)
 
+    def head_forms(self, row_count: int) -> Mapping[str, RowForm]:
+        return {name: head.form for name, head in self._head.items()}
+
     def joined(self, own: Tensor) -> Tensor:
         shard = self._shards[self._group.rank]
         if shard.others:
@@ -107,7 +110,7 @@ class JointRows(Rows):
             for name in [name for name in self.plan.owned if name in used]:
                 pieces = [{name: form} for form in self._factor_forms(name)]
                 own: Mapping[str, RowForm] = {name: self._own.forms[name]} if name in self._own.forms else {}
-                kinds = {type(form) for piece in [*pieces, own] for form in piece.values()}
+                kinds = {form.signature for piece in [*pieces, own] for form in piece.values()}
                 if len(pieces) < len(self._shards) or len(kinds) > 1 or not own:
                     raise ValueError(
                         f"layer {name!r} is used in another way, or not at all, by some of the processes: their "

@@ -28,7 +28,7 @@ from woodbury.row_matrix import Rows
 
 @dataclass(frozen=True)
 class Problem:
-    """The question of one step: a batch, how it goes through the model, and what its quadratic model is made of."""
+    """The question of one step: a batch, how it goes through the model, and what the model of it is made of."""
 
     passes: Passes
     batch: Batch
@@ -63,7 +63,6 @@ class _Parts:
     e: Tensor | None
     gradient: Vector | None
     loss: Scalar
-    head: Any = None
 
 
 def linearize(problem: Problem) -> tuple[Quadratic, Objective]:
@@ -103,7 +102,6 @@ def linearize(problem: Problem) -> tuple[Quadratic, Objective]:
         outputs=outputs,
         is_chain=problem.is_chain,
         group=passes.group,
-        head=parts.head,
         state=problem.state,
     )
     return quadratic, objective
@@ -165,7 +163,7 @@ def _in_pieces(problem: Problem) -> _Parts:
         height = sum(own.shape[0] * own.shape[1] for own in columns)
         own_rows = Rows(problem.plan, concatenate_forms(forms), height)
         head = take_apart(problem.plan.model, forms[0]) if group.size > 1 else None
-    parts.rows, parts.head = own_rows, forms[0]
+    parts.rows = own_rows
     if head is not None:
         parts.rows = joint = JointRows(own_rows, head, parts.width, parts.gradient is not None, group)
         parts.e = torch.cat(group.gather(e, joint.factor_rows))

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from woodbury.device.scalars import Scalar
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm, concatenate_forms, layout_of
+from woodbury.layers.forms import RowForm, concatenate_forms
+from woodbury.layers.outer import form_of_state
 from woodbury.model.plan import Plan
 from woodbury.quadratic.quadratic import Quadratic
 from woodbury.row_matrix import Rows
@@ -46,17 +47,12 @@ class Kept(NamedTuple):
 
     def as_state(self) -> dict[str, Any]:
         """What a `state_dict` holds of them: all, or nothing where rows of a layer are stored in parts."""
-        forms = [form for batch in self.batches for form in batch.forms.values()]
-        if not all(isinstance(form, OuterRows | ExplicitRows) for form in forms):
-            return {}
-        batches = [
-            {
-                "rows": batch.rows,
-                "divisor": float(batch.divisor),
-                "forms": {name: _form_as_state(form) for name, form in batch.forms.items()},
-            }
-            for batch in self.batches
-        ]
+        batches = []
+        for batch in self.batches:
+            forms = {name: form.as_state() for name, form in batch.forms.items()}
+            if None in forms.values():
+                return {}
+            batches.append({"rows": batch.rows, "divisor": float(batch.divisor), "forms": forms})
         return {"batches": batches, "gram": self.gram}
 
     @classmethod
@@ -66,37 +62,15 @@ class Kept(NamedTuple):
             return state if state.plan is plan else cls(plan=plan)
         batches = []
         for batch in state.get("batches", ()):
-            forms = {name: _form_of_state(own, plan) for name, own in batch["forms"].items()}
+            forms = {n: form_of_state(own, plan.device, plan.dtype) for n, own in batch["forms"].items()}
             batches.append(KeptBatch(forms, batch["rows"], batch["divisor"]))
         gram = state.get("gram")
         return cls(tuple(batches), None if gram is None else gram.to(plan.device), plan)
 
 
-def _form_as_state(form: RowForm) -> dict[str, Any]:
-    if isinstance(form, ExplicitRows):
-        return {"written": dict(form.rows)}
-    assert isinstance(form, OuterRows)
-    pieces = [list(piece) for piece in form.layout.pieces]
-    own = {"inputs": form.inputs, "grads": form.grads, "pieces": pieces}
-    return own | {"weight": form.weight, "bias": form.bias, "affine": form.affine}
-
-
-def _form_of_state(state: Mapping[str, Any], plan: Plan) -> RowForm:
-    place = {"device": plan.device, "dtype": plan.dtype}
-    if "written" in state:
-        return ExplicitRows({name: rows.to(**place) for name, rows in state["written"].items()})
-    layout = layout_of(tuple((n, k) for n, k in state["pieces"]))
-    inputs, grads = state["inputs"].to(**place), state["grads"].to(**place)
-    return OuterRows(inputs, grads, layout, state["weight"], state["bias"], state["affine"])
-
-
-def _joined(earlier: Mapping[str, RowForm], own: Mapping[str, RowForm]) -> dict[str, RowForm]:
+def _joined(earlier: Mapping[str, RowForm], new: Mapping[str, RowForm]) -> dict[str, RowForm]:
     """The rows of earlier batches, then those of this one: no longer those of the pieces of a batch."""
-    forms = concatenate_forms([earlier, own])
-    for name, form in forms.items():
-        if isinstance(form, OuterRows):
-            forms[name] = replace(form, layout=form.layout.merged(), affine=False)
-    return forms
+    return {name: form.only_rows() for name, form in concatenate_forms([earlier, new]).items()}
 
 
 def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -> tuple[Quadratic, Kept]:
@@ -106,7 +80,7 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
     """
     rows, count, plan = quadratic.all_rows, quadratic.curvature_rows, quadratic.plan
     dtype = quadratic.gram_dtype
-    new, before = KeptBatch(quadratic.factor_forms(), count, quadratic.divisor), kept.rows
+    new, before = KeptBatch(rows.head_forms(count), count, quadratic.divisor), kept.rows
     gram = rows.gram(dtype=dtype) if needs_gram else None
     if kept.batches:
         earlier = concatenate_forms([batch.forms for batch in kept.batches])
@@ -122,7 +96,6 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
             curvature_rows=before + count,
             divisor=sum([batch.divisor for batch in kept.batches], quadratic.divisor),
             e=torch.cat([e.new_zeros(before), e]),
-            head=None,
         )
     batches = (*kept.batches, new)
     dropped, whole = sum(batch.rows for batch in batches[:-most]), gram

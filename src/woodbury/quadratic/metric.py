@@ -28,9 +28,7 @@ from torch import Tensor
 
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scalar, compute, scalar
-from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
 from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
@@ -67,21 +65,10 @@ class Units:
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
-        return {layer: self._of_form(form, self.plan.owned[layer]) for layer, form in forms.items()}
-
-    def _of_form(self, form: RowForm, names: Mapping[str, str]) -> RowForm:
-        if isinstance(form, OuterRows | SharedRows | EmbeddingRows):
-            own = self.factors[names[form.weight]] if form.weight is not None else ()
-            has_bias = getattr(form, "bias", None) is not None
-            if len(own) == 2 and (not has_bias or self._is_of_outputs(names["bias"], own[0])):
-                scaled = form.scaled(*own)
-                if scaled is not None:
-                    return scaled
-        written = {name: rows * self.vector[names[name]] for name, rows in form.dense().items()}
-        return ExplicitRows(written)
-
-    def _is_of_outputs(self, bias: str, outputs: Tensor) -> bool:
-        return self.factors[bias][0] is outputs
+        return {
+            layer: form.in_units({own: self.factors[full] for own, full in self.plan.owned[layer].items()})
+            for layer, form in forms.items()
+        }
 
     def of_quadratic(self, quadratic: Quadratic) -> Quadratic:
         """The quadratic model in these units: rows Z s, gradient s g, center q / s."""
@@ -91,7 +78,6 @@ class Units:
             rows=Rows(self.plan, self.of_rows(rows.forms), rows.row_count),
             gradient=None if quadratic.gradient is None else quadratic.gradient * self.vector,
             center=None if quadratic.center is None else quadratic.center / self.vector,
-            head=None,
             _complete=None if quadratic._complete is None else quadratic._complete * self.vector,
             _gram=None,
             _matrices=None,

@@ -26,7 +26,6 @@ from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, compute, scalar
-from woodbury.layers.forms import ExplicitRows, OuterRows, RowForm
 from woodbury.linalg import sum_of_squares
 from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
@@ -83,7 +82,7 @@ class Outputs:
     def second_derivative(self, p: Vector) -> Tensor:
         """S^T y'' along p."""
         with replayed(self.random):
-            curve = self.piece.capture.second_derivative(p)[: self.samples]
+            curve = self.piece.capture.second_derivative(p.parts)[: self.samples]
         return self._factor.rmatvec(curve).flatten()
 
     def change(self, p: Vector) -> Tensor:
@@ -116,7 +115,6 @@ class Quadratic:
     outputs: Outputs
     is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
     group: Group = ALONE
-    head: Mapping[str, RowForm] | None = None  # the factor rows of S2 by layer, where they were formed alone
     state: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     _gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
     _matrices: list[Tensor] | None = None  # B by block, once formed
@@ -160,7 +158,7 @@ class Quadratic:
         return slope if self.decay is None else slope + self.decay.slope(p)
 
     def predicted(self, p: Vector, images: Tensor) -> Scalar:
-        """m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2 for images Z p of each block, (b, rows) or (rows,)."""
+        """m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2 for Z p of each block, (b, rows) or (rows,)."""
         image = images if images.dim() == 1 else images.sum(0)
         curvature = sum_of_squares(images[..., : self.curvature_rows]) / self.divisor
         if self.decay is not None:
@@ -246,26 +244,12 @@ class Quadratic:
 
     # -- rows -----------------------------------------------------------------------------------------------
 
-    def factor_forms(self) -> Mapping[str, RowForm]:
-        """The rows of S2 by layer, without those of other samples."""
-        rows = self.all_rows
-        if rows.row_count == self.curvature_rows:
-            return rows.forms
-        forms: dict[str, RowForm] = {}
-        for name, form in rows.forms.items():
-            if isinstance(form, OuterRows | ExplicitRows):
-                forms[name] = form.head(self.curvature_rows)
-            else:
-                assert self.head is not None  # what is no chain ran S2 alone
-                forms[name] = self.head[name]
-        return forms
-
     def written_out(self, most: int) -> Quadratic:
         """The same with rows written out in layers of at most so many parameters whose rows are sums."""
         rows = self.all_rows
         plan, forms = rows.plan, dict(rows.forms)
         for name, form in rows.forms.items():
             size = sum(plan.parameters[full].numel() for full in plan.owned[name].values())
-            if size <= most and not isinstance(form, OuterRows | ExplicitRows):
-                forms[name] = ExplicitRows(form.dense())
+            if size <= most:
+                forms[name] = form.written_out()
         return replace(self, rows=Rows(plan, forms, rows.row_count))

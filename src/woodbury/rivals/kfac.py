@@ -24,8 +24,7 @@ from woodbury._vector import Parts, Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.constants import identity
 from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
-from woodbury.layers.forms import OuterRows, RowForm
-from woodbury.layers.shared import SharedRows
+from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
@@ -66,16 +65,17 @@ class _Kronecker(Damped):
 
     def minimizer(self) -> Minimizer:
         quadratic, group = self.quadratic, self.quadratic.group
+        forms = quadratic.all_rows.head_forms(quadratic.curvature_rows)
         with group.together():
-            outer = {name: self._outer(name, form) for name, form in quadratic.factor_forms().items()}
+            sides = {name: self._sides(name, form) for name, form in forms.items()}
         with full_precision():
-            fresh = {name: kronecker_factors(form, quadratic.divisor) for name, form in outer.items()}
+            fresh = {name: kronecker_factors(*own, quadratic.divisor) for name, own in sides.items()}
             if group.size > 1:
                 share = quadratic.outputs.passes.share_of(quadratic.outputs.samples)
                 fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
             good = torch.isfinite(as_double(quadratic.loss))
             gains, inverses, usable = self._updated(fresh, good)
-            p, predicted = self._solve(outer, inverses)
+            p, predicted = self._solve(forms, inverses)
         p = p.of(group.same(p.flat))
         displacement = Displacement.of(quadratic.plan, p)
         return Minimizer(displacement, predicted, scalar(p.dot(p)), truth(usable), gains=gains)
@@ -118,7 +118,7 @@ class _Kronecker(Damped):
         gains = {"factor_steps": step, "averages": averages, "inverses": stored}
         return gains if known is not False else {}, used, usable
 
-    def _solve(self, forms: Mapping[str, OuterRows], inverses: Mapping[str, Inverses]) -> tuple[Vector, Scalar]:
+    def _solve(self, forms: Mapping[str, RowForm], inverses: Mapping[str, Inverses]) -> tuple[Vector, Scalar]:
         """p and m(0) - m(p)."""
         quadratic, layers = self.quadratic, self.quadratic.plan.layer_named
         gradient = quadratic.all_of_gradient()
@@ -127,15 +127,13 @@ class _Kronecker(Damped):
         parts: Parts = {}
         predicted: Scalar = 0.0
         for name, form in forms.items():
-            names = [layers[name].parameters[local] for local in form.parameters]
+            names = [layers[name].parameters[local] for local in form.parameters]  # W, b
             sides = [gradient[own].unsqueeze(1) if gradient[own].dim() == 1 else gradient[own] for own in names]
             matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
             step, decrease = kronecker_step(matrix, inverses[name])
             predicted = predicted + scalar(decrease)
-            if form.weight is not None:
-                parts[layers[name].parameters[form.weight]] = step[:, : form.inputs.shape[1]]
-            if form.bias is not None:
-                parts[layers[name].parameters[form.bias]] = step[:, -1]
+            pieces = step.split([side.shape[1] for side in sides], dim=1)
+            parts |= {own: piece.reshape(gradient[own].shape) for own, piece in zip(names, pieces, strict=True)}
         p = quadratic.space.pack(parts)
         if quadratic.decay is not None:
             predicted = predicted - 0.5 * quadratic.decay.curvature(p)
@@ -147,15 +145,16 @@ class _Kronecker(Damped):
         names = self.quadratic.plan.layer_named[layer].parameters.values()
         return 0.0 if decay is None else max(decay.rates[name] for name in names)
 
-    def _outer(self, name: str, form: RowForm) -> OuterRows:
-        if not isinstance(form, OuterRows):
-            place = " on several positions of a sample" if isinstance(form, SharedRows) else ""
+    def _sides(self, name: str, form: RowForm) -> tuple[Tensor, Tensor]:
+        sides = form.kronecker_sides()
+        if sides is None:
+            place = " on several positions of a sample" if form.has_positions else ""
             module = self.quadratic.plan.model.get_submodule(name)
             raise ValueError(
                 f"KFAC covers Linear layers on one vector per sample only and {name!r} is a "
                 f"{type(module).__name__}{place}; GaussNewton and NaturalGradient take it"
             )
-        return form
+        return sides
 
 
 class KFAC(SecondOrder):
@@ -192,16 +191,12 @@ class KFAC(SecondOrder):
         super().__init__(model, loss, lr, blocks="layer", momentum=0.0, fallback=None, method=method, **common)
 
 
-def kronecker_factors(form: OuterRows, divisor: Scalar) -> Factors:
-    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T of one layer's rows; a = (v, 1).
+def kronecker_factors(inputs: Tensor, grads: Tensor, divisor: Scalar) -> Factors:
+    """A = (1/n) sum a_i a_i^T and G = (1/D) sum_i sum_k h_ik h_ik^T for inputs a = (v, 1) and grads h of a layer.
 
     D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
-    samples = form.layout.samples
-    sides = [] if form.weight is None else [form.inputs]
-    sides += [] if form.bias is None else [form.inputs.new_ones(samples, 1)]
-    inputs = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-    return Factors(inputs.t() @ inputs / samples, form.grads.t() @ form.grads / divisor)
+    return Factors(inputs.t() @ inputs / len(inputs), grads.t() @ grads / divisor)
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:

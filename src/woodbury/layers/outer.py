@@ -1,0 +1,174 @@
+"""The form of a layer z = W v + b on one vector per sample: rows are outer products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from woodbury.layers.forms import (
+    Dtype,
+    ExplicitRows,
+    OuterSum,
+    RowForm,
+    Scales,
+    WeightRows,
+    block_products,
+    product,
+    shifted_product,
+)
+from woodbury.layers.layout import Layout, layout_of
+from woodbury.layers.positions import Part, unchanged
+from woodbury.layers.shared import SharedRows
+
+
+@dataclass
+class OuterRows(WeightRows):
+    """Rows of z = W v + b: row r is the outer product h_r v_n^T for W, and h_r for b.
+
+    Their Gram matrix needs no row written out:  K[r, r'] = (v_n . v_n' + 1) (h_r . h_r')   (paper, appendix A.6).
+    """
+
+    inputs: Tensor  # v (n, i)
+    grads: Tensor  # h (r, o)
+    layout: Layout
+    weight: str | None = "weight"
+    bias: str | None = "bias"
+    affine: bool = False  # whether the module computes W v + b of its input and nothing else
+    inner: Tensor | None = field(default=None, init=False, repr=False)  # v . v' + 1 (n, n), for the trial pass
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {self.weight: (self.grads.shape[1], self.inputs.shape[1]), self.bias: self.grads.shape[1:]}
+        return {name: tuple(shapes[name]) for name in self.parameters}
+
+    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
+        inner = self.input_gram(other.inputs, scales, dtype)
+        if other is self and scales is None:
+            self.inner = inner
+        return self._times_inputs(other, inner, dtype, onto)
+
+    def _times_inputs(self, other: OuterRows, inner: Tensor, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
+        """h . h' times `inner` of the samples, (r, r')."""
+        outer, spread = product(self.grads, other.grads, dtype), self.layout.spread(inner, other.layout)
+        return outer.mul_(spread) if onto is None else onto.addcmul_(outer, spread)
+
+    def input_gram(self, inputs: Tensor, scales: Scales = None, dtype: Dtype = None) -> Tensor:
+        """s_W v . v' + s_b, (n, n'), without the term of an absent or frozen parameter."""
+        if self.weight is not None and scales is None:
+            return shifted_product(self.inputs, inputs, self.bias is not None, dtype)
+        weight = 0.0 if self.weight is None else 1.0 if scales is None else scales[self.weight]
+        bias = 0.0 if self.bias is None else 1.0 if scales is None else scales[self.bias]
+        return product(self.inputs, inputs, dtype) * weight + bias
+
+    def gram_head(self, row_count: int, dtype: Dtype, is_first: bool) -> Tensor:
+        """v V^T of the first layer is kept in full if that saves time in the trial pass."""
+        head, samples = self.head(row_count), self.layout.samples
+        i, o = self.inputs.shape[1], self.grads.shape[1]
+        if (
+            is_first and samples * (i + o) < i * o
+        ):  # v V^T of all and its product with Hbar cost less than the layer
+            self.inner = self.input_gram(self.inputs, dtype=dtype)
+            return head._times_inputs(self, self.inner[: head.layout.samples], dtype)
+        return head._times_inputs(self, head.input_gram(self.inputs, dtype=dtype), dtype)
+
+    def diagonal(self, width: int, scales: Scales, dtype: torch.dtype, max_bytes: int) -> Tensor:
+        outer = block_products(self.grads, width, dtype)
+        total = torch.zeros_like(outer)
+        if self.weight is not None:
+            inner = block_products(self.layout.of_rows(self.inputs), width, dtype)
+            total += inner if scales is None else scales[self.weight] * inner
+        if self.bias is not None:
+            total += 1.0 if scales is None else scales[self.bias]
+        return total.mul_(outer)
+
+    def scaled(self, first: Tensor, others: Tensor) -> OuterRows:
+        return replace(self, inputs=self.inputs * others, grads=self.grads * first, affine=False)
+
+    def _sample_count(self, row_count: int) -> int:
+        """How many samples the first rows belong to."""
+        return row_count if self.layout.is_plain else self.layout.pieces[0][0]
+
+    def head(self, row_count: int) -> OuterRows:
+        samples = self._sample_count(row_count)
+        layout = Layout(((samples, row_count // samples),))
+        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:row_count], layout=layout)
+
+    def only_rows(self) -> OuterRows:
+        return replace(self, layout=self.layout.merged(), affine=False)
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        change = self.grads.new_zeros(self.layout.samples, self.grads.shape[1])  # of z, (n, o)
+        if self.weight is not None:
+            change = self.inputs @ vector[self.weight].T
+        if self.bias is not None:
+            change = change + vector[self.bias]
+        return (self.grads * self.layout.of_rows(change)).sum(1)
+
+    def _weighted_sum(self, coefficients: Tensor) -> OuterSum:
+        if coefficients.dtype != self.grads.dtype:
+            coefficients = coefficients.to(self.grads.dtype)
+        contracted = self.layout.contract(coefficients, self.grads)
+        return OuterSum(self.inputs, contracted, self.layout, self.weight, self.bias, self.inner)
+
+    def factored_sum(self, coefficients: Tensor) -> OuterSum | None:
+        return self._weighted_sum(coefficients) if self.affine else None
+
+    def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
+        if not self.affine or self.weight is None:
+            return None
+        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self._sample_count(row_count)
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        return self._weighted_sum(coefficients).dense()
+
+    def kronecker_sides(self) -> tuple[Tensor, Tensor]:
+        sides = [] if self.weight is None else [self.inputs]
+        sides += [] if self.bias is None else [self.inputs.new_ones(self.layout.samples, 1)]
+        return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1), self.grads
+
+    def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
+        grads = self.grads[:, window].to(dtype)
+        if name == self.bias:
+            return grads
+        inputs = self.layout.of_rows(self.inputs).to(dtype)
+        return grads.unsqueeze(2) * inputs.unsqueeze(1)
+
+    def new_rows(self, *sizes: int, dtype: Dtype = None) -> Tensor:
+        return self.grads.new_zeros(len(self.grads), *sizes, dtype=dtype)
+
+    def written_out(self) -> OuterRows:
+        return self
+
+    def summand(self) -> SharedRows:
+        """The form of a layer with one position, for rows as a rule returns them."""
+        ((n, k),) = self.layout.pieces
+        part = Part(self.inputs[:, None, None], self.grads.unflatten(0, (n, k))[:, :, None, None], unchanged)
+        shape = (self.grads.shape[1], self.inputs.shape[1])
+        return SharedRows((part,), shape, weight=self.weight, bias=self.bias)
+
+    @staticmethod
+    def concatenate(forms: Sequence[OuterRows]) -> OuterRows:
+        if len(forms) == 1:
+            return forms[0]
+        layout = Layout(tuple(piece for form in forms for piece in form.layout.pieces))
+        inputs = torch.cat([form.inputs for form in forms])
+        return replace(forms[0], inputs=inputs, grads=torch.cat([form.grads for form in forms]), layout=layout)
+
+    def as_state(self) -> dict[str, Any]:
+        pieces = [list(piece) for piece in self.layout.pieces]
+        own = {"inputs": self.inputs, "grads": self.grads, "pieces": pieces}
+        return own | {"weight": self.weight, "bias": self.bias, "affine": self.affine}
+
+
+def form_of_state(state: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> RowForm:
+    """The form that `as_state` of it described."""
+    if "written" in state:
+        return ExplicitRows({name: rows.to(device, dtype) for name, rows in state["written"].items()})
+    layout = layout_of(tuple((n, k) for n, k in state["pieces"]))
+    inputs, grads = state["inputs"].to(device, dtype), state["grads"].to(device, dtype)
+    return OuterRows(inputs, grads, layout, state["weight"], state["bias"], state["affine"])

@@ -1,0 +1,289 @@
+"""Positions: what layers have in common that use the same parameters at several positions of a sample.
+
+The row of a sample is the sum over its positions s. For z_s = W v_s + b with back-propagated columns h,
+
+    row of W = sum_s h_s v_s^T,  row of b = sum_s h_s,  K_ij = sum_{s,t} (v_is . v_jt + 1) (h_is . h_jt)
+
+and an embedding is the same with v_s one-hot. K has two exact routes; a form takes the cheaper one:
+
+    pairs       the double sum as it stands, in blocks of sample pairs:  n^2 s^2 (i + o) work
+    gradients   G_i = sum_s h_is v_is^T written out for a block of the layer's parameters, K += G G^T:
+                n s i o + n^2 i o work
+
+The product of two summed Gram matrices, (sum v . sum v')(sum h . sum h'), is not K. Letters: n sample,
+k column, r = n k row, s and t position, g group, i input feature, o output feature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from woodbury.layers.forms import (
+    Dtype,
+    RowForm,
+    WeightRows,
+    add_own_product,
+    byte_limit,
+    windows,
+)
+
+ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 inside a matrix product
+
+
+class Sliced(Protocol):
+    """What can be cut to a window of samples."""
+
+    def __getitem__(self, window: slice) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive samples of a form with the same number of columns and positions."""
+
+    inputs: Sliced  # (n, ...)
+    grads: Tensor  # h (n, k, s, g, o)
+    unfold: Callable[[Tensor], Tensor]  # a block of inputs -> v (n, s, g, i)
+
+    @property
+    def samples(self) -> int:
+        return self.grads.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.grads.shape[1]
+
+    @property
+    def positions(self) -> int:
+        return self.grads.shape[2]
+
+    @property
+    def rows(self) -> int:
+        return self.samples * self.columns
+
+    def features(self, window: slice | None = None) -> Tensor:
+        """v of all samples or of a window of them, (n, s, g, i)."""
+        return self.unfold(self.inputs[slice(0, self.samples) if window is None else window])
+
+    def read(self, window: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """v and h of a window of samples, in dtype; integers keep their type."""
+        features = self.features(window)
+        features = features.to(dtype) if features.is_floating_point() else features
+        return features, self.grads[window].to(dtype)
+
+    def scaled(self, outputs: Tensor, inputs: Tensor) -> Part:
+        """h times outputs (g, o), v times inputs (i)."""
+        return Part(self.inputs, self.grads * outputs, lambda own: self.unfold(own) * inputs)
+
+    def head(self, row_count: int) -> Part:
+        """The first rows, of whole samples."""
+        return replace(self, grads=self.grads[: row_count // self.columns])
+
+    @staticmethod
+    def join(parts: Sequence[Part]) -> Part:
+        """The same samples with the positions of all parts, one after the other."""
+        return Part(_Joined(parts), torch.cat([part.grads for part in parts], dim=2), unchanged)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    parts: Sequence[Part]
+
+    def __getitem__(self, window: slice) -> Tensor:
+        return torch.cat([part.features(window) for part in self.parts], dim=1)
+
+
+def own_outputs(outputs: Tensor) -> Tensor:
+    """Outputs that torch made as a view of memory which is theirs alone, as if they were no view.
+
+    A model may then change them in place (an in-place ReLU) while autograd still knows them as they are now. The
+    memory must be used by nothing else: `F.linear` of a sequence and `F.instance_norm` give such views.
+    """
+    return torch.ops.aten._unsafe_view.default(outputs, outputs.shape) if outputs._is_view() else outputs
+
+
+def unchanged(inputs: Tensor) -> Tensor:
+    """The inputs themselves: the `unfold` of inputs that need none."""
+    return inputs
+
+
+def spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:
+    """Each part with the window of its rows."""
+    result, row = [], 0
+    for part in parts:
+        result.append((part, slice(row, row + part.rows)))
+        row += part.rows
+    return result
+
+
+def row_count(parts: Sequence[Part]) -> int:
+    return sum(part.rows for part in parts)
+
+
+def row_window(part: Part, samples: slice) -> slice:
+    return slice(samples.start * part.columns, samples.stop * part.columns)
+
+
+Inner = Callable[[Tensor, Tensor, int], Tensor]  # inputs (n, s, ...), (m, t, ...), group -> (n, s, m, t)
+
+
+def gram_by_pairs(
+    lefts: Sequence[Part], rights: Sequence[Part], inner: Inner, features: int, dtype: torch.dtype, max_bytes: int
+) -> Tensor:
+    """K (r, r') as the double sum over positions, with inner for v_is . v_jt; features: numbers in one v."""
+    gram = lefts[0].grads.new_empty(row_count(lefts), row_count(rights), dtype=dtype)
+    budget = max_bytes // dtype.itemsize
+    same = lefts is rights
+    for p, (left, rows) in enumerate(spans(lefts)):
+        for q, (right, columns) in enumerate(spans(rights)):
+            if same and q < p:
+                gram[rows, columns] = gram[columns, rows].t()
+            else:
+                _fill_by_pairs(gram[rows, columns], left, right, inner, features, dtype, budget)
+    return gram
+
+
+def _fill_by_pairs(
+    gram: Tensor, left: Part, right: Part, inner: Inner, features: int, dtype: torch.dtype, budget: int
+) -> None:
+    """Write the block of K for one pair of parts; budget in numbers."""
+    same = left is right
+    # Half the budget for the products of position pairs, half for v and h of the two blocks.
+    pair = right.positions * (2 * left.columns * right.columns + 2)  # one position on the left, one sample right
+    pair_count = max(1, budget // 2 // pair)
+    largest = max(_numbers_per_sample(left, features), _numbers_per_sample(right, features))
+    sample_limit = max(1, budget // 4 // largest)
+    pairs = pair_count // left.positions
+    if pairs:
+        left_step = min(left.samples, sample_limit, math.isqrt(pairs))
+        right_step = left_step if same else min(right.samples, sample_limit, max(1, pairs // left_step))
+        position_step = left.positions
+    else:
+        left_step = right_step = 1
+        position_step = pair_count
+    for a in windows(left.samples, left_step):
+        x, h = left.read(a, dtype)
+        for b in windows(right.samples, right_step):
+            if same and b.start < a.start:
+                gram[row_window(left, a), row_window(right, b)] = gram[
+                    row_window(right, b), row_window(left, a)
+                ].t()
+                continue
+            y, e = (x, h) if same and a == b else right.read(b, dtype)
+            total: Tensor | None = None
+            for s in windows(left.positions, position_step):
+                for group in range(h.shape[3]):
+                    outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
+                    # cast before it is spread: of a mask that would be a copy
+                    products = inner(x[:, s], y, group).to(dtype)
+                    outer.mul_(products[:, None, :, :, None])  # (n, k, s, m, l, t)
+                    term = outer.sum((2, 5))
+                    total = term if total is None else total.add_(term)
+            assert total is not None
+            gram[row_window(left, a), row_window(right, b)] = total.flatten(2).flatten(0, 1)
+
+
+def _numbers_per_sample(part: Part, features: int) -> int:
+    """How many numbers v and h of one sample have."""
+    return part.positions * features + part.grads[0].numel()
+
+
+Gradients = Callable[[Part, tuple[slice, ...], Tensor], None]  # part, chunk of the parameters, where to write
+
+
+def gram_by_gradients(
+    lefts: Sequence[Part],
+    rights: Sequence[Part],
+    sizes: tuple[int, ...],
+    gradients: Gradients,
+    dtype: torch.dtype,
+    max_bytes: int,
+) -> Tensor:
+    """K (r, r') from rows written out for one chunk at a time of the parameters, of shape `sizes`.
+
+    A third of max_bytes is for the rows, a third for the copy of its right side that a matrix product may make
+    (oneDNN on ARM does), a third for temporaries while rows are written.
+    """
+    same = lefts is rights
+    rows_at_once = row_count(lefts) + (0 if same else row_count(rights))
+    gram = lefts[0].grads.new_zeros(row_count(lefts), row_count(rights), dtype=dtype)
+    for chunk in chunks(sizes, max_bytes // dtype.itemsize // 3 // rows_at_once):
+        a = write_rows(lefts, chunk, gradients, dtype)
+        if same:
+            add_own_product(gram, a)
+        else:
+            gram.addmm_(a, write_rows(rights, chunk, gradients, dtype).t())
+        del a  # before the next chunk is made
+    return gram
+
+
+def write_rows(
+    parts: Sequence[Part], chunk: tuple[slice, ...], gradients: Gradients, dtype: torch.dtype
+) -> Tensor:
+    sizes = [window.stop - window.start for window in chunk]
+    rows = parts[0].grads.new_empty(row_count(parts), *sizes, dtype=dtype)
+    for part, span in spans(parts):
+        gradients(part, chunk, rows[span])
+    return rows.flatten(1)
+
+
+def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Boxes of at most `limit` numbers (1 at least) that cover an array of these sizes; first axes cut first."""
+    if not sizes:
+        yield ()
+        return
+    inside = math.prod(sizes[1:])
+    length = max(1, limit // max(1, inside))
+    inner = limit if limit < inside else inside
+    for window in windows(sizes[0], length):
+        for inner_windows in chunks(sizes[1:], inner):
+            yield (window, *inner_windows)
+
+
+def summed_products(grads: Tensor, inputs: Tensor) -> Tensor:
+    """sum_s h_s v_s feature by feature: h (n, k, s, f) and v (n, s, f) -> (n, k, f)."""
+    step = byte_limit(None, grads.device) // grads.element_size() // max(1, grads[0].numel())
+    parts = [(grads[w] * inputs[w].unsqueeze(1)).sum(2) for w in windows(grads.shape[0], step)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass
+class PartRows(WeightRows):
+    """Rows stored as parts: what `SharedRows` and `EmbeddingRows` have in common."""
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]  # of W
+    max_bytes: int | None = field(default=None, kw_only=True)
+
+    @property
+    def _byte_limit(self) -> int:
+        return byte_limit(self.max_bytes, self.parts[0].grads.device)
+
+    def within(self, max_bytes: int | None) -> RowForm:
+        return self if max_bytes is None else replace(self, max_bytes=max_bytes)
+
+    def new_rows(self, *sizes: int, dtype: Dtype = None) -> Tensor:
+        return self.parts[0].grads.new_zeros(row_count(self.parts), *sizes, dtype=dtype)
+
+    def head(self, row_count: int) -> RowForm:
+        inside = [(part, span) for part, span in spans(self.parts) if span.start < row_count]
+        return replace(
+            self, parts=tuple(part.head(min(row_count, span.stop) - span.start) for part, span in inside)
+        )
+
+    @staticmethod
+    def concatenate(forms: Sequence[Any]) -> RowForm:
+        joined: RowForm = replace(forms[0], parts=tuple(part for form in forms for part in form.parts))
+        return joined
+
+    @staticmethod
+    def join(forms: Sequence[Any]) -> RowForm:
+        """One form with the positions of all."""
+        parts = zip(*(form.parts for form in forms), strict=True)
+        joined: RowForm = replace(forms[0], parts=tuple(Part.join(own) for own in parts))
+        return joined

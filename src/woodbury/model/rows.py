@@ -1,0 +1,202 @@
+"""Rows of any model, by backward passes through the graph of a pass that were batched over columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from woodbury._vector import Parts
+from woodbury.layers.forms import ExplicitRows, RowForm, concatenate_forms
+from woodbury.layers.rules import WEIGHT_AND_BIAS
+from woodbury.layers.sums import Place, Use, sum_uses
+from woodbury.model.bare import Bare, find_bare
+from woodbury.model.call import Call
+from woodbury.model.fallback import Pass, grads_of_many, written_rows
+from woodbury.model.graph import PassGraph, unseen_parameters
+from woodbury.model.plan import Plan
+
+_COMMON_NAMES = tuple(f".{name}" for name in WEIGHT_AND_BIAS)
+
+
+def _is_common(name: str) -> bool:
+    """Whether the name of a parameter tells little."""
+    return f".{name}".endswith(_COMMON_NAMES)
+
+
+@dataclass(frozen=True)
+class GraphRows:
+    """Where the rows of a pass come from: layer rules, bare parameters, and the fallback for the others."""
+
+    plan: Plan
+    forward_pass: Pass
+    calls: Sequence[Call]
+    obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
+    autocast: torch.dtype | None  # the type of the pass, if not that of the parameters
+
+    @property
+    def outputs(self) -> Tensor:
+        return self.forward_pass.outputs
+
+    def of(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
+        """The rows of every module for columns (m, k, C) of consecutive samples; it frees the graph."""
+        graph = PassGraph.behind(self.outputs)
+        unseen = unseen_parameters(self.plan, graph, self.calls)
+        while True:
+            bare, written = self._without_rules(graph, unseen)
+            start, pieces = 0, []
+            for columns in segments:
+                piece = self._of_segment(columns, start, bare, written, columns is segments[-1])
+                if piece is None:  # rows of bare parameters were wrong, and are not tried again
+                    break
+                pieces.append(piece)
+                start += len(columns)
+            else:
+                # in other batches an axis may look like that of the samples
+                self.plan.findings.leave_out(self.obstacles)
+                return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+
+    def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
+        """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.
+
+        Raises an error that names a parameter where the fallback is needed and there is none.
+        """
+        plan = self.plan
+        hindered = [plan.layer_named[layer] for layer in self.obstacles]
+        own = [name for layer in hindered for name in layer.parameters.values()]
+        lacking = list(dict.fromkeys([*plan.uncovered, *unseen, *own]))
+        blocks = {plan.block_of[name][0] for name in lacking}
+        wanted = [full for block in plan.owned if block in blocks for full in plan.owned[block].values()]
+        bare = find_bare(plan, graph, wanted, len(self.outputs))
+        written = {plan.block_of[name][0] for name in wanted if name not in bare.keys}
+        if written and not plan.has_fallback:
+            culprits = [name for name in lacking if plan.block_of[name][0] in written]
+            culprits.sort(key=lambda name: (name in bare.keys, _is_common(name)))  # those that tell most first
+            raise ValueError(self._refusal(culprits, unseen))
+        if written:
+            bare = bare.restrict([name for name in bare.keys if plan.block_of[name][0] not in written])
+        return bare, written
+
+    def _refusal(self, names: Sequence[str], unseen: Mapping[str, str]) -> str:
+        """Why parameters have no rows, and the ways out."""
+        plan, name = self.plan, names[0]
+        if name in plan.uncovered:
+            return plan.uncovered[name]
+        obstacles = {**plan.findings.uncapturable, **self.obstacles}
+        for layer in plan.layers:
+            if layer.name in obstacles and not set(names).isdisjoint(layer.parameters.values()):
+                return obstacles[layer.name]
+        return (
+            f"parameter {name!r} is used outside the forward call of its module {unseen[name]!r}, where no rule "
+            "sees it (directly, or because the network is differentiated in its inputs). Two ways out: call the "
+            "module itself, or pass fallback='autograd'"
+        )
+
+    def _of_segment(
+        self, columns: Tensor, start: int, bare: Bare, written: Collection[str], last: bool
+    ) -> dict[str, RowForm] | None:
+        """The rows of the samples from `start` on; None if rows of bare parameters turned out to be wrong."""
+        plan = self.plan
+        forms = self._by_fallback(columns, start, written)
+        bare_blocks = {plan.block_of[name][0] for name in bare.keys}
+        ruled = {block for block in plan.owned if block not in written and block not in bare_blocks}
+        calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
+        window, seeds = None, columns
+        if len(columns) < len(self.outputs):
+            window = slice(start, start + len(columns))
+            seeds = columns.new_zeros(len(self.outputs), *columns.shape[1:])
+            seeds[window] = columns
+        unsure = not bare.is_checked(columns.shape)
+        keep_graph = unsure or not last or bare.goes_back_again
+        grads = self._grads([*(call.edge for call in calls), *bare.edges], seeds, keep_graph)
+        if bare_blocks:
+            rows = bare.rows(grads[len(calls) :], columns.shape, window)
+            if unsure and not bare.check(rows, self.outputs, columns, start, self.autocast):
+                return None
+            forms |= self._explicit(bare_blocks, rows)
+        forms |= self._by_rules(calls, grads, window, ruled)
+        return {block: forms[block] for block in plan.owned if block in forms}
+
+    def _by_fallback(self, columns: Tensor, start: int, written: Collection[str]) -> dict[str, RowForm]:
+        """Rows that are written out, of all parameters of some modules."""
+        plan = self.plan
+        names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
+        if not names:
+            return {}
+        parameters, announce = (
+            {name: plan.parameters[name] for name in names},
+            partial(self._warn_of_passes, names),
+        )
+        rows = written_rows(self.forward_pass, parameters, columns, start, plan.findings, plan.max_bytes, announce)
+        return self._explicit(written, rows)
+
+    def _by_rules(
+        self, calls: Sequence[Call], grads: Sequence[Tensor | None], window: slice | None, ruled: Collection[str]
+    ) -> dict[str, RowForm]:
+        """Rows of modules whose parameters are used in calls alone."""
+        plan = self.plan
+        uses: dict[str, list[Use]] = {}
+        for call, grad in zip(calls, grads, strict=False):
+            if grad is not None:
+                form = call.form(window, grad.transpose(0, 1), plan.dtype).within(plan.max_bytes)
+                for block, use in self._by_block(call, form).items():
+                    uses.setdefault(block, []).append(use)
+        forms: dict[str, RowForm] = {}
+        for block in ruled & uses.keys():
+            shapes = {local: plan.parameters[full].shape for local, full in plan.owned[block].items()}
+            forms[block] = sum_uses(uses[block], shapes, plan.max_bytes)
+        return forms
+
+    def _by_block(self, call: Call, form: RowForm) -> dict[str, Use]:
+        """The rows of a call, split by the modules its parameters belong to."""
+        uses: dict[str, dict[str, Place]] = {}
+        for own, place in call.places.items():
+            block, local = self.plan.block_of[place.name]
+            uses.setdefault(block, {})[own] = place._replace(name=local)
+        if set(uses) != {call.layer.name}:
+            form = form.only_rows()  # the module also depends on parameters of others
+        return {block: Use(form.restrict(places), places) for block, places in uses.items()}
+
+    def _explicit(self, blocks: Collection[str], rows: Parts) -> dict[str, RowForm]:
+        """Rows (m, k, *shape) of the parameters of some modules, as forms."""
+        forms: dict[str, RowForm] = {}
+        for block in blocks:
+            names = self.plan.owned[block]
+            forms[block] = ExplicitRows(
+                {local: rows[full].flatten(0, 1).detach() for local, full in names.items()}
+            )
+        return forms
+
+    def _grads(self, edges: Sequence[GradientEdge], columns: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
+        """Gradients that arrive at edges, (k, *shape) each, or None where they have no effect."""
+        if not edges:
+            return []
+        if columns.shape[1] == 1:
+            grads = torch.autograd.grad(
+                self.outputs, edges, columns[:, 0], retain_graph=keep_graph, allow_unused=True
+            )
+            return [None if grad is None else grad.unsqueeze(0) for grad in grads]
+        return grads_of_many(self.outputs, edges, columns.transpose(0, 1), self._warn_of_columns)
+
+    def _warn_of_passes(self, names: Sequence[str], count: int, why: str) -> None:
+        """Say once that rows of parameters without a rule make a step slow."""
+        name = min(names, key=_is_common)  # the first telling one
+        block, _ = self.plan.block_of[name]
+        self.plan.findings.warn_of_passes(
+            count,
+            f"parameter {name!r} of {type(self.plan.model.get_submodule(block)).__name__} {block!r} has no layer "
+            f"rule where it is used, and {why}. Ways out: a rule by woodbury.register_layer, layers that have "
+            "one, solver='products', which needs no rows, or requires_grad_(False) on it",
+        )
+
+    def _warn_of_columns(self, count: int) -> None:
+        """Say once that columns go back one at a time."""
+        self.plan.findings.warn_of_passes(
+            count,
+            "an operation in it cannot be differentiated for several columns of a sample at once. Ways out: "
+            "another operation in its place, fewer outputs, or NaturalGradient, which has one column per sample",
+        )
