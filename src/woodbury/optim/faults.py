@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import Batch
 from woodbury.curvature import Curvature
+from woodbury.device.scalars import Scalar, is_known
 from woodbury.quadratic.linearize import Problem
 from woodbury.quadratic.passes import Batches, NonFiniteLossError, NonFiniteSampleError, Passes, Piece
 
@@ -25,14 +28,14 @@ class Doubts:
     """What an optimizer has warned of, each kind once, and when it looks at the condition of its systems."""
 
     def __init__(self, method: str) -> None:
-        self._method = method
+        self.method = method
         self._given: set[str] = set()
         self._solves, self._looked_at = 0, math.inf
 
     def warn_once(self, kind: str, message: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            warnings.warn(f"{self._method}: {message}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
 
     def is_time_to_look(self, damping: float) -> bool:
         """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""
@@ -71,6 +74,29 @@ def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
                 f"the loss or the gradient at the current parameters is not finite for sample {place[1]} of batch "
                 f"{place[0]} of full=: nothing was changed. Leave it out of the loader"
             ) from cause
+
+
+@contextmanager
+def naming_bad_samples(problem: Problem) -> Iterator[None]:
+    """On the CPU an error inside that comes from some samples becomes one that names them."""
+    try:
+        yield
+    except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
+        name_bad_samples(problem, error)
+        raise
+
+
+def check_solved(problem: Problem, predicted: Scalar, doubts: Doubts, to_take: bool) -> None:
+    """On the CPU, where no p could be computed: an error that names the samples, if it is some of them.
+
+    Where it is not the samples, a proposal to take is one that will be rejected.
+    """
+    if not is_known(predicted) or math.isfinite(predicted):
+        return
+    name_bad_samples(problem, None)
+    if not to_take:
+        raise ArithmeticError(f"{doubts.method}: {NO_STEP}")
+    doubts.warn_once("no step", f"{NO_STEP}. The step is rejected")
 
 
 def _bad_samples(passes: Passes, batch: Batch, curvature: Curvature) -> list[int]:

@@ -1,40 +1,37 @@
 """The torch facade of every second-order optimizer: arguments, groups, state, `step`, `direction` and `verify`.
 
-A step is one sentence: the batch gives a `Quadratic` and an `Objective` (`woodbury.quadratic`), a policy proposes a
-p and judges it (`woodbury.policies`), and the optimizer moves.
+A step is one sentence: the batch gives a `Quadratic` and an `Objective` (`woodbury.quadratic`), a policy proposes
+p and judges it (`woodbury.policies`), and the optimizer moves (`woodbury.optim.step`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from woodbury import _random, products
+from woodbury import _random
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
 from woodbury._group import Group
-from woodbury._vector import Parts, Vector
+from woodbury._vector import Parts
 from woodbury.device.replay import Replay
-from woodbury.device.scalars import as_truth, compute, is_known, to_device
-from woodbury.layers.attention import plain_attention
+from woodbury.device.scalars import to_device
 from woodbury.losses.seen import NoLoss
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
-from woodbury.optim.faults import NO_STEP, Doubts, name_bad_samples
-from woodbury.optim.info import Numbers, StepInfo
+from woodbury.optim.faults import Doubts
+from woodbury.optim.info import StepInfo
 from woodbury.optim.problems import Context, Problems, Request
 from woodbury.optim.recorded import RecordedStep
 from woodbury.optim.settings import (
-    Hyperparameters,
     Settings,
     check_model_and_loss,
     check_number,
@@ -43,21 +40,12 @@ from woodbury.optim.settings import (
     with_names,
 )
 from woodbury.optim.shards import find_group, start_alike
+from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction
 from woodbury.optim.watch import SeenBatch, Watcher, run_closure
-from woodbury.policies.curved import SearchedStep
-from woodbury.policies.damped_step import DampedStep
 from woodbury.policies.damping import Constant, Damping, LevenbergMarquardt, as_damping
-from woodbury.policies.guard import largest_rate
-from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.quadratic.blocks import BLOCKS
-from woodbury.quadratic.linearize import Problem, linearize
-from woodbury.quadratic.memory import Kept, with_memory
-from woodbury.quadratic.metric import InMetric, next_units
-from woodbury.quadratic.objective import Objective
-from woodbury.quadratic.passes import Batches, NonFiniteLossError
-
-_WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
+from woodbury.quadratic.passes import Batches
 
 
 class _Setting:
@@ -71,14 +59,6 @@ class _Setting:
 
     def __set__(self, optimizer: SecondOrder, value: Any) -> None:
         optimizer.settings = replace(optimizer.settings, **{self._name: value})
-
-
-class Posed(NamedTuple):
-    """The quadratic model of a step, f, and what the state gains by making them."""
-
-    quadratic: AnyQuadratic
-    objective: Objective
-    gains: dict[str, Any]
 
 
 class SecondOrder(torch.optim.Optimizer):
@@ -206,11 +186,7 @@ class SecondOrder(torch.optim.Optimizer):
         """
         context = self._context()
         with context.transaction.undone():
-            problem, hyper = self._problems.pose(context, Request(inputs, targets, subset, full, held_out))
-            with self._derivatives(context, problem):
-                proposal = self._propose(context, problem, hyper)[0]
-                self._check_solved(problem, proposal.predicted, to_take=False)
-                return dict(proposal.displacement.dense())
+            return self._posed(context, Request(inputs, targets, subset, full, held_out)).direction()
 
     def verify(self, inputs: Any, targets: Tensor | None = None, *, subset: Tensor | None = None) -> Tensor:
         """Relative residual |(B + lambda I) p + g| / |g| of the step on this batch, as a 0-dim tensor.
@@ -223,34 +199,7 @@ class SecondOrder(torch.optim.Optimizer):
             raise ValueError("verify looks at the samples of one process: call it in a run with one")
         context = self._context(replace(self.settings, memory=0))
         with context.transaction.undone():
-            problem, hyper = self._problems.pose(context, Request(inputs, targets, subset))
-            random = _random.snapshot(context.device)
-            with _random.replayed(random), self._derivatives(context, problem, twice=True):
-                with self._naming_bad_samples(problem):
-                    quadratic = self._pose(context, problem).quadratic
-                    damped, found = self._policy(context, problem, hyper).solve(quadratic, self.state)
-                self._check_solved(problem, found.predicted, to_take=False)
-                drawn = _random.drawn_since(random)
-            forward = problem.passes.forward
-            with _random.replayed(random), plain_attention, torch.enable_grad():
-                if drawn:  # in the pieces the step ran, so that dropout masks agree
-                    outputs = torch.cat([forward(self.model, piece.inputs) for piece in quadratic.pieces])
-                else:  # as it was given, in one piece: a model that mixes samples gives itself away
-                    outputs = forward(self.model, inputs)
-                    outputs = outputs if problem.batch.order is None else outputs[problem.batch.order]
-            return products.relative_residual(
-                outputs,
-                self.loss,
-                problem.batch,
-                problem.plan.parameters,
-                found.displacement.dense(),
-                damping=damped.damping,
-                decay=hyper.weight_decay,
-                previous=damped.center,
-                blocks=self.settings.blocks.parameter_names(problem.plan),
-                at_outputs=self.settings.curvature.at_outputs,
-                metric=quadratic.metric() if isinstance(quadratic, InMetric) else None,
-            )
+            return self._posed(context, Request(inputs, targets, subset)).residual(inputs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; steps do not need it, except for what watch=True has seen: that is forgotten."""
@@ -313,8 +262,7 @@ class SecondOrder(torch.optim.Optimizer):
                 info = self._replayed(replay, context, request)
                 if info is not None:
                     return info
-            problem, hyper = self._problems.pose(context, request)
-            info = self._take(context, problem, hyper)
+            info = self._posed(context, request).take(self._done)
             if replay is not None:
                 random = transaction.random
                 replay.ordinary_step_ended(context.device, random is not None and _random.drawn_since(random))
@@ -329,10 +277,8 @@ class SecondOrder(torch.optim.Optimizer):
         def take(context: Context, request: Request, batch: Batch, rates: list[Any]) -> StepInfo:
             inner = replace(context, transaction=Transaction(self.state, ("generator", "largest_batch")))
             plan = self._problems.plan(inner)
-            last = self.last
-            info = self._take(inner, *self._problems.problem(inner, plan, batch, request, rates))
-            self.last = last
-            return info
+            posed = self._problems.problem(inner, plan, batch, request, rates)
+            return Step(inner, *posed, self._doubts).take(lambda info: None)
 
         step = RecordedStep(context, self._problems, request, take)
         if not replay.take(step):
@@ -341,124 +287,11 @@ class SecondOrder(torch.optim.Optimizer):
         self.last = StepInfo.later(step.numbers)
         return self.last
 
-    def _take(self, context: Context, problem: Problem, hyper: Hyperparameters) -> StepInfo:
-        """Propose, judge and move."""
-        by_hand = problem.passes.chain is not None and context.settings.keeps_nothing
-        with torch.inference_mode() if by_hand else self._derivatives(context, problem):
-            proposal, policy, objective = self._propose(context, problem, hyper)
-            self._check_solved(problem, proposal.predicted, to_take=True)
-            policy.judge(proposal, objective, self.state)
-        for kind, message in proposal.warnings.items():
-            self._doubts.warn_once(kind, message)
-        with torch.no_grad():
-            return self._conclude(context, problem, hyper, proposal)
+    def _posed(self, context: Context, request: Request) -> Step:
+        return Step(context, *self._problems.pose(context, request), self._doubts)
 
-    def _propose(
-        self, context: Context, problem: Problem, hyper: Hyperparameters
-    ) -> tuple[Proposal, Policy, Objective]:
-        """The step that the policy proposes; where that fails on the CPU, an error that names the bad samples."""
-        policy = self._policy(context, problem, hyper)
-        with self._naming_bad_samples(problem):
-            posed = self._pose(context, problem)
-            proposal = policy.propose(posed.quadratic, posed.objective, self.state)
-        proposal.gains |= posed.gains
-        return proposal, policy, posed.objective
-
-    def _pose(self, context: Context, problem: Problem) -> Posed:
-        """The quadratic model of a problem, with the rows of earlier batches and in the metric that are asked for."""
-        settings, gains, units = context.settings, dict[str, Any](), None
-        dtype = problem.plan.dtype
-        if settings.solver.exact and settings.gram_dtype is None and dtype in (torch.float16, torch.bfloat16):
-            raise ValueError(f"the small system cannot be solved in {dtype}: pass gram_dtype=torch.float32")
-        quadratic, objective = linearize(problem)
-        if settings.search is None and (settings.memory or settings.metric is not None):
-            quadratic = quadratic.written_out(_WORTH_WRITING)
-        if settings.metric is not None:
-            if quadratic.decay is not None:
-                raise ValueError(
-                    f"metric={settings.metric.name!r} and weight_decay do not go together: leave one of them out, "
-                    "or add the penalty to a loss of your own"
-                )
-            units, gains["metric"] = next_units(settings.metric, self.state.get("metric", {}), quadratic)
-        if settings.memory:
-            kept = Kept.read(self.state.get("kept", {}), problem.plan)
-            quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, units is None)
-        return Posed(quadratic if units is None else InMetric(quadratic, units), objective, gains)
-
-    def _policy(self, context: Context, problem: Problem, hyper: Hyperparameters) -> Policy:
-        settings = context.settings
-        precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
-        limits = Limits(settings.accept, settings.guard, precision, largest_rate(hyper.lr))
-        if settings.search is not None:
-            return SearchedStep(settings.search, problem.curvature, limits, problem.held_out)
-        damping = context.state["damping"]
-        look = is_known(damping) and self._doubts.is_time_to_look(damping + settings.damping.floor)
-        return DampedStep(settings.damping, limits, look)
-
-    def _conclude(
-        self, context: Context, problem: Problem, hyper: Hyperparameters, proposal: Proposal
-    ) -> StepInfo:
-        """Move, if the step is accepted."""
-        numbers = Numbers(
-            proposal.loss,
-            proposal.damping,
-            proposal.ratio,
-            proposal.predicted,
-            proposal.squared_norm,
-            proposal.accepted,
-            proposal.length,
-            proposal.share,
-            proposal.bent,
-        )
-        # all at once: on a device that is one kernel, and what they come from may be overwritten later
-        damping, *computed = compute(proposal.gains["damping"], *numbers)
-        numbers = Numbers(*computed)
-        state = proposal.gains | {"damping": damping}
-        if hyper.any_momentum:
-            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted)
-        info, buffers, displacement = StepInfo.later(numbers), context.transaction.buffers, proposal.displacement
-        versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
-        if buffers is not None:
-            with _random.replayed(context.transaction.random):
-                buffers.prepare(lambda: problem.passes.forward(self.model, problem.batch.inputs))
-
-        def finish() -> None:
-            displacement.add_(hyper.lr, numbers.accepted, versions)
-            if buffers is not None:
-                buffers.settle(numbers.accepted)
-            self.state.update(state)
-            self.last = info
-
-        context.transaction.commit(finish)
-        return info
-
-    def _derivatives(self, context: Context, problem: Problem, twice: bool = False) -> AbstractContextManager[Any]:
-        """Inside, passes through the model can be differentiated as often as the method does, or twice."""
-        if problem.passes.chain is not None:
-            return torch.no_grad()  # by hand
-        twice = twice or not context.settings.solver.forms_rows
-        return plain_attention if twice else nullcontext()
-
-    @contextmanager
-    def _naming_bad_samples(self, problem: Problem) -> Iterator[None]:
-        """On the CPU an error inside that comes from some samples becomes one that names them."""
-        try:
-            yield
-        except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
-            name_bad_samples(problem, error)
-            raise
-
-    def _check_solved(self, problem: Problem, predicted: Any, to_take: bool) -> None:
-        """On the CPU, where no p could be computed: an error that names the samples, if it is some of them.
-
-        Where it is not the samples, a proposal to take is one that will be rejected.
-        """
-        if not is_known(predicted) or math.isfinite(predicted):
-            return
-        name_bad_samples(problem, None)
-        if not to_take:
-            raise ArithmeticError(f"{type(self).__name__}: {NO_STEP}")
-        self._doubts.warn_once("no step", f"{NO_STEP}. The step is rejected")
+    def _done(self, info: StepInfo) -> None:
+        self.last = info
 
     # -- a loop of the user's own -------------------------------------------------------------------------
 
@@ -481,7 +314,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     @contextmanager
     def _seen_again(self, seen: SeenBatch) -> Iterator[None]:
-        """The model has run on the batch before: its random numbers are repeated, and its buffers stay as they are."""
+        """The model has run on the batch before: its random numbers are repeated, its buffers stay as they are."""
         watcher = self._watcher
         with nullcontext() if watcher is None else watcher.paused(), _random.replayed(seen.random):
             holders = self._plan().buffers
@@ -528,12 +361,3 @@ class SecondOrder(torch.optim.Optimizer):
 def _as_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The state with its own objects (`Vector`, `Kept`) as plain numbers and tensors."""
     return {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}
-
-
-def _momentum(p: Vector, accepted: Any) -> Vector:
-    """p of the step for the next one; a rejected step leaves none behind."""
-    if is_known(accepted) and not accepted:
-        return p.of(torch.zeros_like(p.flat))
-    if is_known(accepted):
-        return p.of(p.flat.clone()) if p.flat.is_inference() else p
-    return p.of(torch.where(as_truth(accepted), p.flat, torch.zeros_like(p.flat)))

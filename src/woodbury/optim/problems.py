@@ -79,15 +79,6 @@ class Problems:
         self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
 
-    def fresh_copy(self) -> dict[str, Any]:
-        """What a copy of the optimizer keeps: nothing that belongs to this model."""
-        return {
-            **vars(self),
-            "structure": self.structure.fresh_copy(),
-            "orders": _random.Orders(),
-            "_options": None,
-        }
-
     # -- a batch --------------------------------------------------------------------------------------------
 
     def pose(self, context: Context, request: Request) -> tuple[Problem, Hyperparameters]:

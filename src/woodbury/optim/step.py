@@ -1,0 +1,181 @@
+"""One step: the quadratic model of its problem, the proposal of a policy, and the move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from woodbury import _random, products
+from woodbury._vector import Parts, Vector
+from woodbury.device.scalars import Truth, as_truth, compute, is_known
+from woodbury.layers.attention import plain_attention
+from woodbury.optim.faults import Doubts, check_solved, naming_bad_samples
+from woodbury.optim.info import Numbers, StepInfo
+from woodbury.optim.problems import Context
+from woodbury.optim.settings import Hyperparameters
+from woodbury.policies.curved import SearchedStep
+from woodbury.policies.damped_step import DampedStep
+from woodbury.policies.guard import largest_rate
+from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
+from woodbury.quadratic.linearize import Problem, linearize
+from woodbury.quadratic.memory import Kept, with_memory
+from woodbury.quadratic.metric import InMetric, next_units
+from woodbury.quadratic.objective import Objective
+from woodbury.quadratic.solvers import SOLVERS
+
+_WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
+
+
+class Posed(NamedTuple):
+    """The quadratic model of a problem, f, and what the state gains by making them."""
+
+    quadratic: AnyQuadratic
+    objective: Objective
+    gains: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of one problem, with the settings of its groups."""
+
+    context: Context
+    problem: Problem
+    hyper: Hyperparameters
+    doubts: Doubts
+
+    def take(self, done: Callable[[StepInfo], None]) -> StepInfo:
+        """Propose, judge and move; `done` hears of the step as part of the move, perhaps twice."""
+        by_hand = self.problem.passes.chain is not None and self.context.settings.keeps_nothing
+        with torch.inference_mode() if by_hand else self._derivatives():
+            proposal, policy, objective = self._propose()
+            check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
+            policy.judge(proposal, objective, self.context.state)
+        for kind, message in proposal.warnings.items():
+            self.doubts.warn_once(kind, message)
+        with torch.no_grad():
+            return self._move(proposal, done)
+
+    def direction(self) -> Parts:
+        """p by parameter name."""
+        with self._derivatives():
+            proposal, _, _ = self._propose()
+            check_solved(self.problem, proposal.predicted, self.doubts, to_take=False)
+            return dict(proposal.displacement.dense())
+
+    def residual(self, inputs: Any) -> Tensor:
+        """|(B + lambda I) p + g| / |g|, where B and g share no code with the solve; see `SecondOrder.verify`."""
+        problem, settings, model = self.problem, self.context.settings, self.context.model
+        random = _random.snapshot(self.context.device)
+        with _random.replayed(random), self._derivatives(twice=True):
+            with naming_bad_samples(problem):
+                quadratic = self._pose().quadratic
+                damped, found = self._policy().solve(quadratic, self.context.state)
+            check_solved(problem, found.predicted, self.doubts, to_take=False)
+            drawn = _random.drawn_since(random)
+        forward = problem.passes.forward
+        with _random.replayed(random), plain_attention, torch.enable_grad():
+            if drawn:  # in the pieces the step ran, so that dropout masks agree
+                outputs = torch.cat([forward(model, piece.inputs) for piece in quadratic.pieces])
+            else:  # as it was given, in one piece: a model that mixes samples gives itself away
+                outputs = forward(model, inputs)
+                outputs = outputs if problem.batch.order is None else outputs[problem.batch.order]
+        return products.relative_residual(
+            outputs,
+            settings.loss,
+            problem.batch,
+            problem.plan.parameters,
+            found.displacement.dense(),
+            damping=damped.damping,
+            decay=self.hyper.weight_decay,
+            previous=damped.center,
+            blocks=settings.blocks.parameter_names(problem.plan),
+            at_outputs=settings.curvature.at_outputs,
+            metric=quadratic.metric() if isinstance(quadratic, InMetric) else None,
+        )
+
+    def _propose(self) -> tuple[Proposal, Policy, Objective]:
+        policy = self._policy()
+        with naming_bad_samples(self.problem):
+            posed = self._pose()
+            proposal = policy.propose(posed.quadratic, posed.objective, self.context.state)
+        proposal.gains |= posed.gains
+        return proposal, policy, posed.objective
+
+    def _pose(self) -> Posed:
+        """The quadratic model, with the rows of earlier batches and in the metric that are asked for."""
+        settings, state, plan = self.context.settings, self.context.state, self.problem.plan
+        low = plan.dtype in (torch.float16, torch.bfloat16)
+        if low and settings.gram_dtype is None and settings.solver.name in SOLVERS:
+            raise ValueError(f"the small system cannot be solved in {plan.dtype}: pass gram_dtype=torch.float32")
+        quadratic, objective = linearize(self.problem)
+        gains: dict[str, Any] = {}
+        units = None
+        if settings.search is None and (settings.memory or settings.metric is not None):
+            quadratic = quadratic.written_out(_WORTH_WRITING)
+        if settings.metric is not None:
+            if quadratic.decay is not None:
+                raise ValueError(
+                    f"metric={settings.metric.name!r} and weight_decay do not go together: leave one of them out, "
+                    "or add the penalty to a loss of your own"
+                )
+            units, gains["metric"] = next_units(settings.metric, state.get("metric", {}), quadratic)
+        if settings.memory:
+            kept = Kept.read(state.get("kept", {}), plan)
+            quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, units is None)
+        return Posed(quadratic if units is None else InMetric(quadratic, units), objective, gains)
+
+    def _policy(self) -> Policy:
+        settings, problem = self.context.settings, self.problem
+        precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
+        limits = Limits(settings.accept, settings.guard, precision, largest_rate(self.hyper.lr))
+        if settings.search is not None:
+            return SearchedStep(settings.search, problem.curvature, limits, problem.held_out)
+        damping = self.context.state["damping"]
+        look = is_known(damping) and self.doubts.is_time_to_look(damping + settings.damping.floor)
+        return DampedStep(settings.damping, limits, look)
+
+    def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
+        """theta <- theta + alpha p if the step is accepted, and the new state."""
+        problem, transaction, buffers = self.problem, self.context.transaction, self.context.transaction.buffers
+        numbers = Numbers(*(getattr(proposal, name) for name in Numbers._fields))
+        # all at once: on a device that is one kernel, and what they come from may be overwritten later
+        damping, *computed = compute(proposal.gains["damping"], *numbers)
+        numbers = Numbers(*computed)
+        state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
+        if self.hyper.any_momentum:
+            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted)
+        versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
+        if buffers is not None:
+            with _random.replayed(transaction.random):
+                buffers.prepare(lambda: problem.passes.forward(self.context.model, problem.batch.inputs))
+
+        def finish() -> None:
+            proposal.displacement.add_(self.hyper.lr, numbers.accepted, versions)
+            if buffers is not None:
+                buffers.settle(numbers.accepted)
+            self.context.state.update(state)
+            done(info)
+
+        transaction.commit(finish)
+        return info
+
+    def _derivatives(self, twice: bool = False) -> AbstractContextManager[Any]:
+        """Inside, passes through the model can be differentiated as often as the method does, or twice."""
+        if self.problem.passes.chain is not None:
+            return torch.no_grad()  # by hand
+        twice = twice or not self.context.settings.solver.forms_rows
+        return plain_attention if twice else nullcontext()
+
+
+def _momentum(p: Vector, accepted: Truth | Tensor) -> Vector:
+    """p of the step for the next one; a rejected step leaves none behind."""
+    if not is_known(accepted):
+        return p.of(torch.where(as_truth(accepted), p.flat, torch.zeros_like(p.flat)))
+    if not accepted:
+        return p.of(torch.zeros_like(p.flat))
+    return p.of(p.flat.clone()) if p.flat.is_inference() else p
