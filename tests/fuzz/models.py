@@ -284,7 +284,6 @@ class Builder:
         self.refused = None  # why the model is refused whatever the options
         self.running = False  # has buffers that a pass changes
         self.single = True  # derivatives of derivatives exist
-        self.plain_linear = True  # Linear on one vector per sample only: what KFAC takes
 
     @property
     def length(self):
@@ -298,18 +297,17 @@ class Builder:
     def chance(self, share):
         return self.rng.random() < share
 
-    def add(self, feature, stage, fallback=False, plain=False):
+    def add(self, feature, stage, fallback=False):
         self.features.add(feature)
         self.stages.append(stage)
         self.needs_fallback |= fallback
-        self.plain_linear &= plain
         with torch.no_grad():
             self.h = stage(self.h)
 
     def narrow(self, most=8):
         """Leave few features, for the dense reference."""
         if self.h.dim() < 4 and self.width > most:
-            self.add("narrow", Function(torch.narrow, -1, 0, most), plain=True)
+            self.add("narrow", Function(torch.narrow, -1, 0, most))
 
     def stage(self):
         """Add one stage that fits."""
@@ -332,7 +330,7 @@ class Builder:
         if stage is None:
             kind = otherwise
             stage = table[kind].make(self)
-        self.add(kind, stage, table[kind].fallback, table[kind].plain)
+        self.add(kind, stage, table[kind].fallback)
         if table[kind].after is not None:
             table[kind].after(self)
 
@@ -367,9 +365,9 @@ class Builder:
     def activation(self):
         if self.chance(0.25):
             inplace = self.rng.choice([nn.ReLU(inplace=True), nn.ELU(inplace=True)])
-            self.add("inplace", inplace, plain=True)
+            self.add("inplace", inplace)
         else:
-            self.add("activation", self.rng.choice(ACTIVATIONS)(), plain=True)
+            self.add("activation", self.rng.choice(ACTIVATIONS)())
 
     def maybe_activation(self):
         if self.chance(0.6):
@@ -543,7 +541,6 @@ class Kind(NamedTuple):
     weight: float
     make: Callable[[Builder], nn.Module | None]
     fallback: bool = False
-    plain: bool = False
     after: Callable[[Builder], None] | None = None
 
 
@@ -553,8 +550,8 @@ def either(b):
 
 
 ON_VECTORS = {
-    "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), plain=True, after=Builder.activation),
-    "residual": Kind(1, lambda b: Residual(nn.Sequential(nn.Tanh(), nn.Linear(b.width, b.width))), plain=True),
+    "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), after=Builder.activation),
+    "residual": Kind(1, lambda b: Residual(nn.Sequential(nn.Tanh(), nn.Linear(b.width, b.width)))),
     "called-twice": Kind(1, lambda b: Twice(nn.Linear(b.width, b.width), nn.Tanh())),
     "tied": Kind(1, lambda b: b.tied(bias=b.chance(0.5))),
     "LayerNorm": Kind(1, lambda b: nn.LayerNorm(b.width, bias=not b.chance(0.3))),
