@@ -494,6 +494,13 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(
     assert [row[1] for row in ends["rows"]] == ["diverged" if diverged else "0"] * 2
 
 
+def test_losses_below_zero_have_a_linear_axis(tmp_path: Path) -> None:
+    panel = report.draw(report.load([write_run(tmp_path / "a", losses=[2.0, None, -1.0, -3.0])])).axes[0]
+    assert panel.get_yscale() == "linear" and panel.get_ylim() == pytest.approx((-3.25, 2.25))
+    start, diverged, *rest = np.asarray(panel.lines[0].get_ydata()).tolist()
+    assert [start, *rest] == [2.0, -1.0, -3.0] and diverged > 1e5
+
+
 def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path: Path) -> None:
     write_run(tmp_path / "start", losses=[2.0, 1.0, 0.1, 0.01], errors=[0.9, 0.05, 0.03, 0.02])
     panels = panels_of(tmp_path / "start")
