@@ -17,10 +17,10 @@ pytest.importorskip("typer")
 
 import bounds
 import processes
+from fuzz.files import DATA, stop_after
 from woodbury._group import LostProcessError
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
-from woodbury.experiments.data import Dataset
 from woodbury.experiments.presets import PRESETS
 from woodbury.experiments.records import read_records
 from woodbury.experiments.train import InterruptedRunError, train
@@ -41,22 +41,11 @@ OPTIMIZERS = {
 }
 
 
-def tiny_data() -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator)
-    return Dataset(inputs[:40], targets[:40], inputs[40:], targets[40:], classes=3)
-
-
 def tiny_run(optimizer: str, **settings: Any) -> RunConfig:
     """A run of 12 steps on batches of 13, 13, 13 and 1 samples: of 2 processes one has none of the last."""
     preset = PRESETS["digits"]
     config = preset.config("digits", optimizer, seed=1, epochs=3, batch_size=13, settings=settings)
     return dataclasses.replace(config, widths=(6, 4, 3), dtype="float64")
-
-
-def stop_after(steps: int) -> Any:
-    calls = iter(range(1, 10**9))
-    return lambda: next(calls) >= steps
 
 
 def assert_close(one: Path, other: Path) -> None:
@@ -84,7 +73,7 @@ def train_all(rank: int, world: int, folder: Path) -> list[tuple[int, float]]:
             tiny_run(name, **settings),
             folder / name,
             lambda now: shown.append((now.step, now.loss)),
-            data=tiny_data(),
+            data=DATA,
         )
     return shown
 
@@ -103,36 +92,36 @@ def test_two_processes_write_the_run_of_one(tmp_path: Path) -> None:
 
 def stop_and_go_on(rank: int, world: int, folder: Path) -> list[int]:
     """Stops two runs, one of them by the second process alone, and goes on with two that one process has begun."""
-    data, seen = tiny_data(), []
+    seen = []
     told = stop_after(7) if rank == 1 else lambda: False
     try:
-        train(tiny_run("smw-gn", curvature_samples=None), folder / "gn", data=data, stop=told)
+        train(tiny_run("smw-gn", curvature_samples=None), folder / "gn", data=DATA, stop=told)
     except InterruptedRunError:
         seen.append(len(read_records(folder / "gn")["step"]))
     try:
-        train(tiny_run("smw-gn", curvature_samples=8), folder / "subset", data=data, stop=stop_after(3))
+        train(tiny_run("smw-gn", curvature_samples=8), folder / "subset", data=DATA, stop=stop_after(3))
     except InterruptedRunError:
         seen.append(len(read_records(folder / "subset")["step"]))
     for name in ("kfac", "adam"):
-        train(tiny_run(name, **OPTIMIZERS[name]), folder / name, data=data, resume=True)
+        train(tiny_run(name, **OPTIMIZERS[name]), folder / name, data=DATA, resume=True)
     return seen
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    data, cut, whole = tiny_data(), tmp_path / "cut", tmp_path / "whole"
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
     for name in ("kfac", "adam"):
         with pytest.raises(InterruptedRunError):
-            train(tiny_run(name, **OPTIMIZERS[name]), cut / name, data=data, stop=stop_after(5))
+            train(tiny_run(name, **OPTIMIZERS[name]), cut / name, data=DATA, stop=stop_after(5))
     # a stop that one process is told of ends both after the same step
     assert processes.run(stop_and_go_on, 2, cut) == [[7, 3], [7, 3]]
-    train(tiny_run("smw-gn", curvature_samples=None), cut / "gn", data=data, resume=True)
-    train(tiny_run("smw-gn", curvature_samples=None), whole / "gn", data=data)
+    train(tiny_run("smw-gn", curvature_samples=None), cut / "gn", data=DATA, resume=True)
+    train(tiny_run("smw-gn", curvature_samples=None), whole / "gn", data=DATA)
     assert_close(whole / "gn", cut / "gn")
     for name in ("kfac", "adam"):
-        train(tiny_run(name, **OPTIMIZERS[name]), whole / name, data=data)
+        train(tiny_run(name, **OPTIMIZERS[name]), whole / name, data=DATA)
         assert_close(whole / name, cut / name)
     # The next batch has 1 sample, fewer than the 8 curvature samples: the batches before had more.
-    train(tiny_run("smw-gn", curvature_samples=8), cut / "subset", data=data, resume=True)
+    train(tiny_run("smw-gn", curvature_samples=8), cut / "subset", data=DATA, resume=True)
     assert len(read_records(cut / "subset")["step"]) == 12
 
 
@@ -142,7 +131,7 @@ def fail_to_write(rank: int, world: int, folder: Path) -> str:
             raise OSError("the disk is full")
 
     try:
-        train(tiny_run("smw-gn"), folder / "run", progress, data=tiny_data())
+        train(tiny_run("smw-gn"), folder / "run", progress, data=DATA)
     except (OSError, LostProcessError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -539,26 +539,3 @@ def test_outputs_in_a_loop_behave_as_tensors():
     assert torch.equal(part, model[0].weight.grad)
     assert f"{loss:.3f}" and repr(outputs)
     assert float(optimizer.step().loss) == pytest.approx(loss.item())
-
-
-@every_how
-@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
-def test_compiled_models_in_a_loop(how, in_place):
-    """The steps of the model as it was written, and no new compilation once the first have been taken."""
-    dynamo = pytest.importorskip("torch._dynamo")
-    dynamo.reset()
-    inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    if in_place:
-        model.compile(backend="aot_eager")
-    called = model if in_place else torch.compile(model, backend="aot_eager")
-    optimizer = woodbury.GaussNewton(called, nn.CrossEntropyLoss(), watch=how == "watch")
-    counts = []
-    for _ in range(6):
-        expected.step(inputs, targets)
-        in_loop(optimizer, F.cross_entropy, inputs, targets, how, called)
-        counts.append(dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[2:] == counts[2:3] * 4
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=6)
-    dynamo.reset()
