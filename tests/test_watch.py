@@ -13,6 +13,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 
 N, CLASSES = 12, 3
 LOSSES = {
@@ -104,12 +105,11 @@ def half_as_much_again(outputs, targets):
     return 1.5 * F.cross_entropy(outputs, targets, reduction="none")
 
 
-class Registered(nn.Module):
+class Registered(Parts):
     """The mean of some values of the samples."""
 
     def __init__(self, values):
-        super().__init__()
-        self.values = values
+        super().__init__(values=values)
 
     def forward(self, outputs, targets):
         return self.values(outputs, targets).mean()
@@ -219,12 +219,11 @@ def padded(logits, tokens):
     return F.cross_entropy(logits.view(-1, 7), labels.reshape(-1), ignore_index=-100)
 
 
-class WithLoss(nn.Module):
+class WithLoss(Parts):
     """Computes its own loss, from keywords, and returns a dictionary."""
 
     def __init__(self):
-        super().__init__()
-        self.net = Tokens()
+        super().__init__(net=Tokens())
 
     def forward(self, tokens=None, labels=None, count=None):
         logits = self.net(tokens)
@@ -303,10 +302,9 @@ def test_micro_batches_of_other_sizes_are_weighted_by_sample_with_a_warning_unle
     assert error_of(expected, optimizer) <= bounds.of_verify(expected, inputs, targets)
 
 
-class Shifted(nn.Module):
+class Shifted(Parts):
     def __init__(self):
-        super().__init__()
-        self.net = network()
+        super().__init__(net=network())
 
     def forward(self, x, shift):
         return self.net(x) + shift
@@ -361,10 +359,9 @@ def test_a_gradient_scaler_changes_nothing():
     assert error_of(expected, optimizer) == 0
 
 
-class Counting(nn.Module):
+class Counting(Parts):
     def __init__(self):
-        super().__init__()
-        self.net = network(nn.Dropout(0.5))
+        super().__init__(net=network(nn.Dropout(0.5)))
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x):
