@@ -91,7 +91,7 @@ def loop(folder: Path, method: str, seed: int, errors: bool = False) -> tuple[li
 
 
 @pytest.mark.parametrize("method", ["newton", "adam"])
-def test_what_a_loop_records_is_read_back(method: str, tmp_path: Path) -> None:
+def test_what_a_loop_records_is_read_back(method, tmp_path):
     steps, epochs = loop(tmp_path / "run", method, seed=3)
     (run,) = read(tmp_path / "run")
     config = run.config
@@ -111,7 +111,7 @@ def test_what_a_loop_records_is_read_back(method: str, tmp_path: Path) -> None:
     assert is_complete(tmp_path / "run")
 
 
-def test_numbers_may_come_as_a_mapping_with_counts_of_their_own(tmp_path: Path) -> None:
+def test_numbers_may_come_as_a_mapping_with_counts_of_their_own(tmp_path):
     with start(tmp_path) as record:
         record.step({"step": 10, "seconds": 2.5, "loss": torch.tensor(0.5), "accepted": True, "samples": 40})
         record.step({"loss": math.nan}, damping=3, ratio=None)
@@ -144,7 +144,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     yield pass_time
 
 
-def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path: Path, clock: Callable[[float], None]) -> None:
+def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path, clock):
     record = start(tmp_path)
     clock(50.0)  # before the block
     with record:
@@ -172,9 +172,7 @@ def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path: Path, clock:
 # -- numbers on a device
 
 
-def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(tmp_path, monkeypatch):
     reads = []
     item = Tensor.item
     monkeypatch.setattr(readings, "on_device", lambda tensor: True)
@@ -206,7 +204,7 @@ def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
 # -- interrupted and resumed
 
 
-def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path):
     with pytest.raises(KeyboardInterrupt), start(tmp_path, settings={"lr": 0.5, "betas": (0.9, 0.99)}) as record:
         record.step(loss=3.0)
         record.epoch(train_loss=2.0)
@@ -236,7 +234,7 @@ def record_and_be_killed(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_loses_the_current_line_at_most(tmp_path: Path) -> None:
+def test_a_killed_process_loses_the_current_line_at_most(tmp_path):
     done = processes.run_alone(record_and_be_killed, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert numbers_of(tmp_path) == list(range(1, 8))
@@ -269,9 +267,7 @@ class _Interrupted:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("method", ["write", "flush"])
-def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(
-    method: str, after: bool, tmp_path: Path
-) -> None:
+def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(method, after, tmp_path):
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0, epoch=0)
         record.step(loss=1.0)
@@ -284,7 +280,7 @@ def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(
     assert numbers_of(tmp_path) == [1, 3]
 
 
-def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path: Path) -> None:
+def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path):
     for method in ("first", "second"):
         with pytest.raises(RuntimeError), start(tmp_path, method):
             raise RuntimeError
@@ -297,7 +293,7 @@ def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path: Path) ->
 # -- refusals
 
 
-def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path):
     with start(tmp_path, settings={"lr": 0.1}) as record:
         record.step(loss=1.0)
         record.epoch(train_loss=1.0)
@@ -320,13 +316,13 @@ def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
-def test_a_run_of_woodbury_train_is_never_touched(how: dict[str, bool], tmp_path: Path) -> None:
+def test_a_run_of_woodbury_train_is_never_touched(how, tmp_path):
     RunConfig("waves", "mine", {}, widths=(3, 1), batch_size=4, epochs=2, seed=0).save(tmp_path)
     assert_refused(tmp_path, "a run of `woodbury train`: record in another folder", **RUN, **how)
 
 
 @pytest.mark.parametrize("change", ["digit", "lost line"])
-def test_changed_records_of_a_complete_run_are_not_resumed(change: str, tmp_path: Path) -> None:
+def test_changed_records_of_a_complete_run_are_not_resumed(change, tmp_path):
     with start(tmp_path) as record:
         record.epoch(train_loss=1.25)
         record.epoch(train_loss=0.5)
@@ -338,7 +334,7 @@ def test_changed_records_of_a_complete_run_are_not_resumed(change: str, tmp_path
     assert len(read(tmp_path)[0].epochs) == len(path.read_bytes().splitlines())
 
 
-def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_has_one_recorder_at_a_time(tmp_path):
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0)
         with pytest.raises(RunFolderError, match="in use, by another process or a recorder that was not closed"):
@@ -363,22 +359,20 @@ def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
         ({"resume": True, "overwrite": True}, "choose one"),
     ],
 )
-def test_wrong_arguments_are_named_before_anything_is_written(
-    arguments: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_wrong_arguments_are_named_before_anything_is_written(arguments, message, tmp_path):
     with pytest.raises((TypeError, ValueError), match=message):
         woodbury.Recorder(tmp_path / "run", **{**RUN, **arguments})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(OSError, match=str(tmp_path / "file")):
             start(folder)
 
 
-def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path: Path) -> None:
+def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path):
     with start(tmp_path) as record:
         record.step(loss=1.0, step=2)
         record.epoch(train_loss=1.0)
@@ -406,7 +400,7 @@ def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path: Path) -> None:
 # -- what a report makes of it
 
 
-def test_the_example_in_the_docs_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_docs_gives_a_report(tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs" / "runs.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -417,7 +411,7 @@ def test_the_example_in_the_docs_gives_a_report(tmp_path: Path, monkeypatch: pyt
     assert all(run.epochs[-1]["train_loss"] < run.epochs[0]["train_loss"] for run in runs)
 
 
-def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp_path: Path) -> None:
+def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp_path):
     with start(tmp_path / "run") as record:
         record.step(loss=1.0)
         record.step(damping=2.0)
@@ -435,7 +429,7 @@ def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp
     assert len(read(tmp_path / "run", tmp_path / "records.json")) == 1  # the same run
 
 
-def test_to_import_woodbury_is_to_import_nothing_but_torch() -> None:
+def test_to_import_woodbury_is_to_import_nothing_but_torch():
     program = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
@@ -465,7 +459,7 @@ def printed_report(*arguments: Path | str) -> str:
     return result.output
 
 
-def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path, report: Any) -> None:
+def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
     from test_report import curves_by_quantity, page_data, write_run
 
     told = {}
@@ -495,7 +489,7 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path, re
     assert report.draw(runs).get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 
 
-def test_the_figure_has_panels_for_what_was_measured(tmp_path: Path, report: Any) -> None:
+def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
     ratio = "Reduction ratio ρ, running median"
     tested = {"c": {"test_loss": 2.0}, "d": {"test_loss": 2.0, "test_error": 0.5}}
     panels = {
@@ -519,7 +513,7 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path: Path, report: Any
         assert ("test" in table) == ("50.00 %" in table) == shown
 
 
-def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path: Path) -> None:
+def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path):
     pytest.importorskip("numpy")
     from woodbury.experiments.medians import curves_of, groups_of, summary_of
 
@@ -545,7 +539,7 @@ def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path:
     assert math.isnan(summary_of(groups_of(read(tmp_path / "alone"))[0]).seconds_per_step)
 
 
-def test_many_methods_have_as_many_looks() -> None:
+def test_many_methods_have_as_many_looks():
     names = [f"method {number}" for number in range(30)]
     assert len(set(looks_of(names))) == 30
     assert looks_of(["smw-gn", *names])[0] == looks_of(["smw-gn"])[0]

@@ -78,7 +78,7 @@ def train_all(rank: int, world: int, folder: Path) -> list[tuple[int, float]]:
     return shown
 
 
-def test_two_processes_write_the_run_of_one(tmp_path: Path) -> None:
+def test_two_processes_write_the_run_of_one(tmp_path):
     shown = processes.run(train_all, 2, tmp_path / "two")
     assert len(shown[0]) == 12 * len(OPTIMIZERS) and not shown[1]  # the first alone shows progress
     train_all(0, 1, tmp_path / "one")
@@ -107,7 +107,7 @@ def stop_and_go_on(rank: int, world: int, folder: Path) -> list[int]:
     return seen
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     for name in ("kfac", "adam"):
         with pytest.raises(InterruptedRunError):
@@ -137,7 +137,7 @@ def fail_to_write(rank: int, world: int, folder: Path) -> str:
     return "no error"
 
 
-def test_an_error_of_the_process_that_writes_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_error_of_the_process_that_writes_is_told_to_the_others(tmp_path):
     first, second = processes.run(fail_to_write, 2, tmp_path)
     assert first == "OSError: the disk is full"
     assert second == "LostProcessError: process 0 of 2 failed: OSError: the disk is full"
@@ -168,7 +168,7 @@ def run_ranks(function: Any, *arguments: object) -> list[Any]:
     return [rank.wait() for rank in ranks]
 
 
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path):
     """The second of two is killed in step 5."""
     arguments = [*COMMAND, "--checkpoint-seconds", "0", "--out", str(tmp_path / "cut")]
     first, second = run_ranks(command_until_killed, *arguments)
@@ -194,7 +194,7 @@ def run_python(*arguments: object, **environment: object) -> Any:
 
 
 @pytest.mark.slow
-def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
+def test_torchrun_trains_compares_and_shows_once(tmp_path):
     torchrun = ["torch.distributed.run", "--nproc-per-node", 2, "--master-port", processes.free_port()]
     command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", 1, "--epochs", 1, "--out", tmp_path]
     done = run_python("-m", *torchrun, "-m", "woodbury", *command)
@@ -225,13 +225,13 @@ assert not any("gloo" in name for name in threads()), threads()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
-def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process() -> None:
+def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process():
     alone = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
     done = run_python("-c", ENDS, **alone)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
+def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path):
     command = ["train", "digits", "--set", "process_group=self", "--out", tmp_path]
     for done in run_ranks(processes.command, *command):
         assert done.returncode == 2 and "process_group is for one process" in done.stderr
