@@ -399,13 +399,10 @@ def test_standardise_is_what_numpy_computes(dtype):
     assert torch.equal(copy[0], train.to(dtype)), "the argument was changed"
 
 
-def test_a_constant_feature_is_exactly_zero_whatever_its_value():
+def test_constants_are_exactly_zero_and_small_deviations_around_large_means_keep_their_digits():
     constants = torch.tensor([0.1, 1 / 3, 1e8 + 0.1, -1e-7], dtype=torch.float64).expand(999, 4)
     scaled, _ = standardise(constants, constants[:1])
     assert scaled.abs().max() == 0
-
-
-def test_a_small_deviation_around_a_large_mean_keeps_its_digits():
     train = 1e6 + torch.arange(1000, dtype=torch.float64).unsqueeze(1) * 1e-3
     scaled, _ = standardise(train, train)
     assert torch.allclose(scaled.double().std(dim=0, correction=0), torch.ones(1).double(), atol=1e-6)
@@ -424,10 +421,8 @@ def test_the_two_parts_of_a_split_keep_inputs_and_targets_together():
     data = split_dataset(rows, (rows % 3 == 0).float(), train_rows=60)
     train, test = split(100, 60)
     mean, deviation = rows[train].double().mean(), rows[train].double().std(correction=0)
-    for inputs, targets, rows in (
-        (data.train_inputs, data.train_targets, train),
-        (data.test_inputs, data.test_targets, test),
-    ):
+    parts = (data.train_inputs, data.train_targets, train), (data.test_inputs, data.test_targets, test)
+    for inputs, targets, rows in parts:
         restored = (inputs.double() * deviation + mean).round().flatten().long()
         assert torch.equal(restored, rows)
         assert torch.equal(targets, (restored % 3 == 0).float().unsqueeze(1))
@@ -440,16 +435,13 @@ def test_the_two_parts_of_a_split_keep_inputs_and_targets_together():
 @pytest.mark.parametrize("name", DATASETS)
 def test_every_data_set_is_described_in_a_line_and_says_where_its_first_file_should_be(name, tmp_path):
     assert (DATASETS[name].__doc__ or "").split("\n")[0].endswith(".")
+    with pytest.raises(DataError) as caught:
+        load_dataset(f"{name}?", tmp_path)
+    assert str(caught.value) == f"unknown data set '{name}?'; there are: {', '.join(DATASETS)}"
     if name != "digits":  # which is part of scikit-learn
         with pytest.raises(DataError) as caught:
             load_dataset(name, tmp_path)
         assert str(caught.value).startswith(str(tmp_path / name)) and "https://" in str(caught.value)
-
-
-def test_the_error_for_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(DataError) as caught:
-        load_dataset("minst")
-    assert str(caught.value) == f"unknown data set 'minst'; there are: {', '.join(DATASETS)}"
 
 
 def test_digits_split_is_fixed_stratified_and_complete():

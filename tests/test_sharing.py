@@ -443,18 +443,22 @@ def slow_models(samples):
     }
 
 
-@pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
-def test_a_step_of_many_passes_says_so_once(name, samples):
-    model, passes, reason = slow_models(samples)[name]
-    inputs, targets = batch(3, 4, n=samples)
-    optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
+def told_of_passes(optimizer, inputs, targets, between=lambda: None):
+    """What three steps say about passes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             optimizer.step(inputs, targets)
-        model.eval()  # a new plan
+        between()
         optimizer.step(inputs, targets)
-    told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
+def test_a_step_of_many_passes_says_so_once(name, samples):
+    model, passes, reason = slow_models(samples)[name]
+    optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
+    told = told_of_passes(optimizer, *batch(3, 4, n=samples), between=model.eval)  # which makes a new plan
     assert len(told) == (passes > 20)
     if told:
         assert f"the time of {passes} passes" in told[0] and "solver='products'" in told[0]
@@ -465,24 +469,19 @@ def test_columns_that_go_back_one_at_a_time_say_so_once(unbatched):
     for classes in (21, 22):  # rows of a sample: one fewer
         model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, classes))
         inputs, targets = torch.randn(N, 4), torch.randint(classes, (N,))
-        optimizer = woodbury.GaussNewton(model, LOSS)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                optimizer.step(inputs, targets)
-        told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+        told = told_of_passes(woodbury.GaussNewton(model, LOSS), inputs, targets)
         assert len(told) == (classes == 22)
         assert all("the time of 21 passes" in text and "NaturalGradient" in text for text in told)
 
 
 def test_a_step_of_few_passes_is_silent():
     """Rules, bare parameters, and torch.func with dropout."""
-    inputs, targets = batch(3, 4, n=40)
     for name in ("bare", "gru", "weight norm", "encoder"):
         model = nn.Sequential(nn.Dropout(0.1), FALLBACKS[name]().double())
+        optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
-            woodbury.NaturalGradient(model, LOSS, fallback="autograd").step(inputs, targets)
+            optimizer.step(*batch(3, 4, n=40))
 
 
 class Noisy(nn.Module):
@@ -686,17 +685,17 @@ class Checkpointed(Parts):
         return self.head(h)
 
 
-def test_checkpoints_by_reentrance_are_refused():
+def test_models_that_autograd_cannot_follow_are_refused():
+    """Complex parameters, tensors without numbers, checkpoints by reentrance."""
+    with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
+        woodbury.GaussNewton(nn.Linear(4, CLASSES, dtype=torch.complex64), nn.MSELoss())
     inputs, targets = batch(4)
+    with pytest.raises(ValueError, match="meta device"):
+        optimizer = woodbury.GaussNewton(nn.Linear(4, CLASSES, device="meta"), LOSS)
+        optimizer.step(inputs.float().to("meta"), targets.to("meta"))
     for method in (*METHODS.values(), woodbury.HessianFree):
         with pytest.raises(ValueError, match="use_reentrant=False"):
             method(Checkpointed(True).double(), LOSS).step(inputs, targets)
-
-
-def test_complex_parameters_are_refused():
-    model = nn.Linear(4, CLASSES, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
-        woodbury.GaussNewton(model, nn.MSELoss())
 
 
 class Skipping(Parts):
@@ -782,12 +781,6 @@ def test_autocast_inside_the_model_needs_the_fallback():
         woodbury.GaussNewton(Halved(), LOSS).step(inputs, targets)
     optimizer = woodbury.GaussNewton(Halved(), LOSS, fallback="autograd")
     assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
-
-
-def test_a_model_without_numbers_is_refused():
-    optimizer = woodbury.GaussNewton(nn.Linear(4, CLASSES, device="meta"), LOSS)
-    with pytest.raises(ValueError, match="meta device"):
-        optimizer.step(torch.randn(N, 4, device="meta"), torch.randint(CLASSES, (N,), device="meta"))
 
 
 class Queries(nn.Module):
