@@ -830,20 +830,10 @@ def test_values_out_of_range_raise_an_error_that_names_the_argument(kind):
 @every_second_order
 def test_values_at_the_ends_of_their_ranges_are_taken(kind):
     for settings in (
-        {"accept": INF},
-        {"accept": -INF},
-        {"solver_tolerance": 0.0},
-        {"lr": 0.0},
-        {"lr": 1},
-        {"lr": np.float32(0.5)},
-        {"lr": torch.tensor(0.5)},
-        {"momentum": 0.0},
-        {"momentum": 0.999},
-        {"warm_start": 1.0},
-        {"weight_decay": 0},
-        {"damping": np.float32(0.5)},
-        {"damping": 3},
-        {"seed": -5},
+        *({"accept": INF}, {"accept": -INF}, {"solver_tolerance": 0.0}, {"warm_start": 1.0}, {"seed": -5}),
+        *({"lr": 0.0}, {"lr": 1}, {"lr": np.float32(0.5)}, {"lr": torch.tensor(0.5)}),
+        *({"momentum": 0.0}, {"momentum": 0.999}, {"weight_decay": 0}),
+        *({"damping": np.float32(0.5)}, {"damping": 3}),
     ):
         if taken(kind, settings):
             problem = problems.make("softmax")
