@@ -1,6 +1,5 @@
 """The command line, end to end."""
 
-import json
 import os
 import platform
 import resource
@@ -24,7 +23,7 @@ from woodbury import cli
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
-from woodbury.experiments.presets import PAPER, PRESETS
+from woodbury.experiments.presets import PAPER
 from woodbury.experiments.train import is_complete
 from woodbury.optimizers import OPTIMIZERS
 
@@ -245,18 +244,6 @@ def test_absent_and_damaged_data_files_are_named(tmp_path):
     assert_one_line(result, "train-images-idx3-ubyte")
     assert "sha256" in result.output
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_run_folder_of_another_version_ends_with_an_error(few_digits, tmp_path):
-    folder = tmp_path / "digits-1" / "sgd-seed0"
-    training.train(PRESETS["digits"].config("digits", "sgd", seed=0, epochs=1), folder)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "format": 1}))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert_one_line(invoke("report", folder), str(folder), "another version of woodbury (format 1")
-    resumed = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
-    assert_one_line(resumed, str(folder), "another version of woodbury (format 1")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_report_without_runs_ends_with_an_error(tmp_path):

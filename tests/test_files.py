@@ -271,7 +271,9 @@ def test_a_file_of_another_format_is_refused_by_its_number(name, tmp_path):
     folder = unfinished(tmp_path / "run")
     write_newer(folder, name)
     call = (lambda: report.load([folder / name])) if name == "records.json" else (lambda: resume(folder))
+    before = contents(folder)
     refusal(call, folder / name, f"another version of woodbury (format {NEWER}, this one reads {FORMAT})")
+    assert contents(folder) == before
 
 
 def change_records(folder: Path, change: Callable[[list[str]], list[str]]) -> Path:
@@ -323,6 +325,7 @@ def test_records_after_the_checkpoint_go_and_a_change_before_it_stops_the_resume
     assert_same_end(folder, whole)
 
 
+@pytest.mark.parametrize("place", [0, 1, 1000], ids=["first", "second", "last"])
 @pytest.mark.parametrize(
     "line",
     [
@@ -331,11 +334,12 @@ def test_records_after_the_checkpoint_go_and_a_change_before_it_stops_the_resume
         *('{"kind": "other", "step": 1, "damping": 1.0}', '{"kind": [], "step": 1, "damping": 1.0}'),
     ],
 )
-def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(line, copied, tmp_path):
+def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(line, place, copied, tmp_path):
     (copied / "complete").unlink()
-    path = change_records(copied, lambda lines: [lines[0], f"{line}\n", *lines[1:]])
+    path = change_records(copied, lambda lines: [*lines[:place], f"{line}\n", *lines[place:]])
+    number = path.read_text().splitlines().index(line) + 1
     result = invoke("report", copied, "--out", tmp_path / "out")
-    assert_one_line(result, f"{path} is damaged: line 2 is not the record of a step or an epoch")
+    assert_one_line(result, f"{path} is damaged: line {number} is not the record of a step or an epoch")
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,42 +251,10 @@ def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_
     assert len({group.look for group in groups_of(runs)}) == 6
 
 
-def test_a_line_cut_off_at_the_end_is_ignored(tmp_path):
-    folder = write_run(tmp_path / "run", losses=[2.0, 1.0])
-    whole = report.load([folder])
-    with (folder / "records.jsonl").open("a") as records:
-        records.write('{"kind": "step", "epoch": 2, "st')
-    assert report.load([folder]) == whole
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda lines: [*lines[:2], lines[2][:10], *lines[3:]], "line 3"),
-        (lambda lines: [*lines[:-1], lines[-1][:10] + "\n"], "line 6"),  # cut, yet with its end of line
-        (lambda lines: [*lines[:1], "\n", *lines[1:]], "line 2"),
-        (lambda lines: ["[1, 2]\n", *lines], "line 1"),
-        (lambda lines: ['{"kind": "epoch", "epoch": 0}\n', *lines], "line 1"),
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path, damage, message):
-    folder = write_run(tmp_path / "run")
-    path = folder / "records.jsonl"
-    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
-    with pytest.raises(RunFolderError) as raised:
-        report.load([tmp_path])
-    assert str(raised.value) == f"{path} is damaged: {message} is not the record of a step or an epoch"
-
-
 def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "note.txt").write_text("not JSON")
     (tmp_path / "list.json").write_text("[]")
-    old = write_run(tmp_path / "old")
-    config = json.loads((old / "config.json").read_text())
-    (old / "config.json").write_text(json.dumps({**config, "format": 1}))
-    damaged = write_run(tmp_path / "damaged")
-    (damaged / "config.json").write_text("{")
     fresh = write_run(tmp_path / "fresh")
     (fresh / "records.jsonl").unlink()
     odd = tmp_path / "odd.json"
@@ -297,8 +264,6 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
         tmp_path / "empty": "holds no run folders",
         tmp_path / "note.txt": "is damaged, or no file of a run",
         tmp_path / "list.json": "is damaged, or no file of a run",
-        old: "another version",
-        damaged: "is damaged",
         fresh: "no run has a result yet",
         odd: "is no records.json: it lists no runs",
     }.items():
@@ -381,7 +346,7 @@ def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path):
     assert np.asarray(thinned.get_ydata()) == pytest.approx(np.asarray(whole.get_ydata()), rel=1e-4)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     runs = report.load([write_run(tmp_path / "run")])
     paths = report.write(runs, tmp_path / "out")
     paths[0].write_text("old")
@@ -389,13 +354,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         report.write([], tmp_path / "out")
     with pytest.raises(OSError):
         report.write(runs, paths[0] / "out")
-
-    def full(*arguments: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
-        report.write(runs, tmp_path / "out")
     assert paths[0].read_text() == "old"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in paths}
 
