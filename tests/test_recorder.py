@@ -23,7 +23,6 @@ from woodbury.experiments import readings
 from woodbury.experiments import recorder as module
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.looks import looks_of
 from woodbury.experiments.records import is_complete
 from woodbury.experiments.runs import Run, compact, load
 
@@ -537,9 +536,3 @@ def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path)
     with start(tmp_path / "alone" / "run") as record:
         record.epoch(train_loss=1.0)
     assert math.isnan(summary_of(groups_of(read(tmp_path / "alone"))[0]).seconds_per_step)
-
-
-def test_many_methods_have_as_many_looks():
-    names = [f"method {number}" for number in range(30)]
-    assert len(set(looks_of(names))) == 30
-    assert looks_of(["smw-gn", *names])[0] == looks_of(["smw-gn"])[0]

@@ -17,6 +17,7 @@ import numpy as np
 from woodbury.experiments import report
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
+from woodbury.experiments.looks import looks_of
 from woodbury.experiments.medians import groups_of
 from woodbury.experiments.panels import Panel, describe
 from woodbury.experiments.storage import with_checksum
@@ -224,6 +225,8 @@ def test_optimizers_have_one_order_and_one_look_in_every_report(tmp_path):
     assert len(set(looks.values())) == len(ordered)
     for group in groups_of([run for run in runs if run.config.optimizer in ("adam", "hf")]):
         assert group.look == looks[group.label]
+    many = [f"method {number}" for number in range(30)]
+    assert len(set(looks_of(many))) == 30 and looks_of(["smw-gn", *many])[0] == looks_of(["smw-gn"])[0]
 
 
 def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_path):
