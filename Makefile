@@ -25,7 +25,7 @@ test: lint  ## Check format, lint and types, then run the tests that take second
 test-slow: $(STAMP)  ## Run the tests marked slow, two at a time, those that take gigabytes one by one
 	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup
 
-test-kernels: $(STAMP)  ## Run a third of the tests with bounds on rounding errors, each function at least once, with other matrix kernels
+test-kernels: $(STAMP)  ## Run a fifth of the tests with bounds on rounding errors, each function at least once, with other matrix kernels
 	$(BIN)/pytest --other-kernels -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-all: test test-kernels test-slow  ## All of them: what CI runs
