@@ -214,21 +214,6 @@ def test_objects_whose_samples_cannot_be_chosen_are_refused_for_part_of_a_batch_
     assert optimizer.step(given).accepted
 
 
-def test_a_list_whose_length_happens_to_be_the_number_of_samples_is_refused():
-    model, inputs = Scaled().double(), batch(3)
-    sizes = [1.0] * 3
-
-    def forward(model, batch):
-        assert batch["sizes"] == sizes
-        return model({"x": batch["x"], "weights": [1.0] * len(batch["x"])})
-
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=forward)
-    optimizer.step({"x": inputs, "sizes": sizes})
-    with pytest.raises(ValueError, match=r"inputs\['sizes'\], list with 3 entries, had no sample axis"):
-        optimizer.step({"x": inputs[:3], "sizes": sizes})
-    optimizer.step({"x": inputs[:1], "sizes": sizes})
-
-
 def test_tensors_of_which_it_cannot_be_told_whether_there_is_one_per_sample_are_refused():
     model = Scaled().double()
     graphs = [torch.zeros(count) for count in (3, 4, N, 2, 5, 1)]

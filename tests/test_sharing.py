@@ -877,17 +877,20 @@ def test_mixing_that_shows_later_is_refused_when_it_is_looked_for_again():
         optimizer.step(inputs, targets)
 
 
-def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit():
+@pytest.mark.parametrize("mask", [torch.rand(3, 3), [0.5, 1.0, 2.0]], ids=["tensor", "list"])
+def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit(mask):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, CLASSES))
-    mask, inputs, targets = torch.rand(3, 3), torch.randn(N, 3), torch.randint(CLASSES, (N,))
+    inputs, targets = torch.randn(N, 3), torch.randint(CLASSES, (N,))
 
     def forward(model, batch):
-        return model(batch["x"] @ batch["mask"])
+        assert len(batch["mask"]) == 3
+        return model(batch["x"] @ torch.as_tensor(batch["mask"]).expand(3, 3))
 
     optimizer = woodbury.NaturalGradient(model, LOSS, curvature_samples=2, forward=forward)
     optimizer.step({"x": inputs, "mask": mask}, targets)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"inputs\['mask'\], Tensor of shape \(3, 3\), had no sample axis"):
+    told = "list with 3 entries" if isinstance(mask, list) else r"Tensor of shape \(3, 3\)"
+    with pytest.raises(ValueError, match=rf"inputs\['mask'\], {told}, had no sample axis"):
         optimizer.step({"x": inputs[:3], "mask": mask}, targets[:3])
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     optimizer.step({"x": inputs[:4], "mask": mask}, targets[:4])
