@@ -6,6 +6,8 @@ STAMP := .venv/.installed
 # Without the constraint a dependency may replace torch by a newer build with gigabytes of CUDA packages.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(INSTALL_OPTIONS)
 EXTRAS := dev
+# Else every process that a test starts compiles torch's own source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo install doors test test-slow test-kernels test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
@@ -23,7 +25,7 @@ test: lint  ## Check format, lint and types, then run the tests that take second
 test-slow: $(STAMP)  ## Run the tests marked slow, two at a time, those that take gigabytes one by one
 	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup
 
-test-kernels: $(STAMP)  ## Run the tests with bounds on rounding errors with other matrix kernels and two threads
+test-kernels: $(STAMP)  ## Run a fifth of the tests with bounds on rounding errors, each function at least once, with other matrix kernels
 	$(BIN)/pytest --other-kernels -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-all: test test-kernels test-slow  ## All of them: what CI runs

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import bounds
 import reference
 import woodbury
+from fuzz.models import Parts
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
 
@@ -33,13 +34,11 @@ class Padded(nn.Module):
         return self.head(self.encode(self.words(x), src_key_padding_mask=x == 0).flatten(1))
 
 
-class Spread(nn.Module):
+class Spread(Parts):
     """A Linear layer on one vector per sample in front of an encoder that may be frozen, with a mask."""
 
     def __init__(self):
-        super().__init__()
-        self.first, self.encode = nn.Linear(6, 4 * LENGTH), encoder()
-        self.head = nn.Linear(4 * LENGTH, CLASSES)
+        super().__init__(first=nn.Linear(6, 4 * LENGTH), encode=encoder(), head=nn.Linear(4 * LENGTH, CLASSES))
 
     def forward(self, x):
         hidden = torch.arange(LENGTH) >= 1 + (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
@@ -124,10 +123,9 @@ def test_rows_and_directions_of_an_encoder_with_padding():
         assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.5)
 
 
-class TrainedPart(nn.Module):
+class TrainedPart(Parts):
     def __init__(self):
-        super().__init__()
-        self.attend, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, CLASSES)
+        super().__init__(attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
 
     def forward(self, x):
         return self.head(torch.tanh(self.attend(x, x, x, need_weights=False)[0]).mean(1))

@@ -1,13 +1,11 @@
 """The command line, end to end."""
 
-import json
 import os
 import platform
 import resource
 import runpy
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from woodbury import cli
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
-from woodbury.experiments.presets import PAPER, PRESETS
+from woodbury.experiments.presets import PAPER
 from woodbury.experiments.train import is_complete
 from woodbury.optimizers import OPTIMIZERS
 
@@ -66,7 +64,7 @@ def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DATASETS, "digits", lambda files: few)
 
 
-def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(few_digits: None, tmp_path: Path) -> None:
+def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(few_digits, tmp_path):
     names = list(OPTIMIZERS)
     arguments = ["compare", "digits", "--optimizers", ",".join(names), "--seeds", "2", "--epochs", "1"]
     result = invoke(*arguments, "--out", tmp_path)
@@ -84,9 +82,7 @@ def test_compare_trains_prints_a_table_and_leaves_a_report_and_runs(few_digits: 
 
 
 @pytest.mark.parametrize("preset", PAPER)
-def test_reproduce_runs_the_six_methods_of_the_paper(
-    preset: str, no_report: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reproduce_runs_the_six_methods_of_the_paper(preset, no_report, tmp_path, monkeypatch):
     """On a few random samples of the shape of the data."""
     features, *_, outputs = widths = PAPER[preset].widths
     inputs, targets = torch.randn(130, features), torch.randint(max(2, outputs), (130,))
@@ -108,8 +104,8 @@ def test_reproduce_runs_the_six_methods_of_the_paper(
 
 
 def test_train_takes_settings_overwrites_nothing_and_report_reads_several_folders(
-    few_digits: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    few_digits, tmp_path, monkeypatch
+):
     for rate in ("0.1", "0.3"):
         with monkeypatch.context() as patch:
             patch.setattr(cli, "_report", lambda paths, folder: None)
@@ -150,7 +146,7 @@ def command_with_a_signal(*arguments: object) -> None:
     processes.command(*arguments)
 
 
-def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(no_report: None, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(no_report, tmp_path):
     """The signal comes in the fifth step of the second of two runs."""
     arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "1"]
     arguments += ["--out", str(tmp_path)]
@@ -169,9 +165,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(no_report: None, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["digits-1"]
 
 
-def test_resume_goes_on_in_the_folder_of_the_run_asked_for(
-    few_digits: None, no_report: None, tmp_path: Path
-) -> None:
+def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report, tmp_path):
     """Not simply in the newest one, which may belong to another experiment; with other settings in none."""
     ng, sgd = (["train", "digits", "--optimizer", name, "--out", tmp_path] for name in ("smw-ng", "sgd"))
     result = invoke(*ng, "--epochs", 1, "--resume")
@@ -229,9 +223,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9,NaN]"], "adam: betas must be a finite"),
     ],
 )
-def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(arguments, message, tmp_path):
     result = invoke(*arguments, "--out", tmp_path / "runs")
     assert_one_line(result)
     assert result.output.strip().startswith(f"woodbury: {message}")
@@ -239,11 +231,11 @@ def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_an_absent_gpu_ends_in_one_line(tmp_path: Path) -> None:
+def test_an_absent_gpu_ends_in_one_line(tmp_path):
     assert_one_line(invoke("train", "digits", "--device", "cuda", "--out", tmp_path), "no CUDA device")
 
 
-def test_absent_and_damaged_data_files_are_named(tmp_path: Path) -> None:
+def test_absent_and_damaged_data_files_are_named(tmp_path):
     arguments = ["reproduce", "mnist", "--epochs", "1", "--out", tmp_path / "runs", "--data-dir", tmp_path]
     assert_one_line(invoke(*arguments), str(tmp_path / "mnist"), "train-images-idx3-ubyte")
     (tmp_path / "mnist").mkdir()
@@ -254,25 +246,13 @@ def test_absent_and_damaged_data_files_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_folder_of_another_version_ends_with_an_error(few_digits: None, tmp_path: Path) -> None:
-    folder = tmp_path / "digits-1" / "sgd-seed0"
-    training.train(PRESETS["digits"].config("digits", "sgd", seed=0, epochs=1), folder)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "format": 1}))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert_one_line(invoke("report", folder), str(folder), "another version of woodbury (format 1")
-    resumed = invoke("train", "digits", "--optimizer", "sgd", "--epochs", 1, "--out", tmp_path, "--resume")
-    assert_one_line(resumed, str(folder), "another version of woodbury (format 1")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_a_report_without_runs_ends_with_an_error(tmp_path: Path) -> None:
+def test_a_report_without_runs_ends_with_an_error(tmp_path):
     assert_one_line(invoke("report", tmp_path), str(tmp_path))
     assert_one_line(invoke("report", tmp_path / "absent"), str(tmp_path / "absent"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unwritable_folder_ends_in_one_line_and_status_2(tmp_path: Path) -> None:
+def test_an_unwritable_folder_ends_in_one_line_and_status_2(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     assert_one_line(invoke("compare", "digits", "--out", tmp_path / "file" / "runs"), "cannot write to ")
 
@@ -284,7 +264,7 @@ def command_with_small_files(limit: int, *arguments: object) -> None:
 
 
 @pytest.mark.parametrize("limit", [2_000, 20_000])
-def test_a_full_disk_ends_in_one_line_and_status_2(limit: int, tmp_path: Path) -> None:
+def test_a_full_disk_ends_in_one_line_and_status_2(limit, tmp_path):
     """Files may not grow beyond the limit: the system call fails as on a full disk, in records or model."""
     arguments = ["train", "digits", "--optimizer", "sgd", "--epochs", "1", "--out", tmp_path]
     done = processes.run_alone(command_with_small_files, limit, *arguments)
@@ -296,7 +276,7 @@ def test_a_full_disk_ends_in_one_line_and_status_2(limit: int, tmp_path: Path) -
 # -- the rest --------------------------------------------------------------------------------------------------
 
 
-def test_list_names_every_data_set_optimizer_and_preset_with_a_description() -> None:
+def test_list_names_every_data_set_optimizer_and_preset_with_a_description():
     result = invoke("list")
     assert result.exit_code == 0
     lines = [line.split() for line in result.output.splitlines() if line.strip()]
@@ -305,7 +285,7 @@ def test_list_names_every_data_set_optimizer_and_preset_with_a_description() -> 
 
 
 @pytest.mark.parametrize("command", [[], ["list"], ["train"], ["compare"], ["reproduce"], ["report"]])
-def test_every_command_has_help(command: list[str]) -> None:
+def test_every_command_has_help(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0
     assert "usage:" in result.output.lower()
@@ -316,7 +296,7 @@ def run_module(*arguments: str) -> None:
     runpy.run_module("woodbury", run_name="__main__", alter_sys=True)
 
 
-def test_the_module_and_the_command_are_one_program_which_shows_its_version() -> None:
+def test_the_module_and_the_command_are_one_program_which_shows_its_version():
     expected = f"woodbury {woodbury.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
     assert invoke("--version").output == processes.run_alone(run_module, "--version").stdout == expected
     assert "Usage: woodbury report" in processes.run_alone(run_module, "report", "--help").stdout
@@ -332,7 +312,7 @@ def start_without_typer(start: str) -> None:
 @pytest.mark.parametrize(
     "start", ["from woodbury.cli import main; main()", "import runpy; runpy.run_module('woodbury')"]
 )
-def test_without_the_extra_the_command_says_what_to_install(start: str) -> None:
+def test_without_the_extra_the_command_says_what_to_install(start):
     done = processes.run_alone(start_without_typer, start)
     assert done.returncode != 0
     assert done.stderr.strip() == 'The command line needs typer: pip install "woodbury[experiments]"'

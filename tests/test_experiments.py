@@ -51,12 +51,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- configurations and presets ---------------------------------------------------------------------------------
 
 
-def test_every_data_set_has_a_preset_and_every_preset_a_data_set() -> None:
+def test_every_data_set_has_a_preset_and_every_preset_a_data_set():
     assert PRESETS.keys() == DATASETS.keys()
     assert PAPER.keys() == {"mnist", "cifar10", "webspam", "covtype"}
 
 
-def test_paper_presets_are_those_of_section_7() -> None:
+def test_paper_presets_are_those_of_section_7():
     """Networks, batch sizes, rates, epochs and Levenberg-Marquardt constants, written out once more."""
     rule = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 0.001}
     rule |= {"relative": False, "forgetting": 0.999}
@@ -81,9 +81,7 @@ def test_paper_presets_are_those_of_section_7() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimizer(
-    optimizer: str, tmp_path: Path
-) -> None:
+def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimizer(optimizer, tmp_path):
     config = small_run(optimizer, seed=3)
     config.save(tmp_path)
     loaded = RunConfig.load(tmp_path)
@@ -100,44 +98,24 @@ def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimi
         assert rebuilt.damping == LevenbergMarquardt()
 
 
-def test_a_damping_with_some_of_its_fields_is_saved_with_all_of_them() -> None:
+def test_a_damping_policy_is_saved_with_all_of_its_fields_and_reloaded(tmp_path):
     fields = dataclasses.asdict(LevenbergMarquardt(initial=0.1))
     for damping in ({"initial": 0.1}, {"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
         config = small_run("smw-gn", damping=damping)
         assert config.settings["damping"] == {"LevenbergMarquardt": fields}
-
-
-def test_a_damping_policy_is_saved_and_reloaded_by_its_name_and_fields(tmp_path: Path) -> None:
-    config = small_run("smw-gn", damping=Constant(0.25))
-    config.save(tmp_path)
+    small_run("smw-gn", damping=Constant(0.25)).save(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["settings"]["damping"]
     assert saved == {"Constant": {"initial": 0.25, "floor": 0.0, "relative": False}}
     assert RunConfig.load(tmp_path).optimizer_settings()["damping"] == Constant(0.25)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"damping": {"Newton": {"initial": 1.0}}},
-            "there is no policy 'Newton', only LevenbergMarquardt, Constant",
-        ),
-        ({"damping": {"Constant": {"initial": -1.0}}}, "damping must be positive and finite, got -1.0"),
-        ({"rate": 1.0}, r"no setting 'rate', only .*lr"),
-    ],
-)
-def test_an_unknown_or_improper_setting_is_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        small_run("smw-gn", **settings)
-
-
-def test_a_folder_without_a_configuration_is_no_run_folder(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_no_run_folder(tmp_path):
     with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config\.json") as caught:
         RunConfig.load(tmp_path)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_mlp_weights_depend_on_the_seed_alone() -> None:
+def test_mlp_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     first = mlp((3, 4, 2), seed=7)
     state = torch.get_rng_state()
@@ -151,7 +129,7 @@ def test_mlp_weights_depend_on_the_seed_alone() -> None:
 # -- a run ------------------------------------------------------------------------------------------------------
 
 
-def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path, digits: Dataset) -> None:
+def test_run_folder_holds_config_records_and_the_trained_model(run_folder, digits):
     assert {path.name for path in run_folder.iterdir()} == FILES
     epochs, steps = records_of(run_folder, "epoch"), records_of(run_folder, "step")
     assert [line["epoch"] for line in epochs] == [0, 1, 2]
@@ -168,7 +146,7 @@ def test_run_folder_holds_config_records_and_the_trained_model(run_folder: Path,
 
 
 @pytest.mark.parametrize("outputs", [1, 4])
-def test_evaluation_in_parts_equals_evaluation_at_once(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_in_parts_equals_evaluation_at_once(outputs, monkeypatch):
     torch.manual_seed(0)
     model, inputs = mlp((5, outputs), seed=0), torch.randn(23, 5)
     logits = model(inputs).detach()
@@ -184,7 +162,7 @@ def test_evaluation_in_parts_equals_evaluation_at_once(outputs: int, monkeypatch
     assert error == pytest.approx(wrong.item())
 
 
-def test_evaluations_within_an_epoch_are_spread_over_it(tmp_path: Path, digits: Dataset) -> None:
+def test_evaluations_within_an_epoch_are_spread_over_it(tmp_path, digits):
     config = dataclasses.replace(small_run(epochs=2), evaluations=4)
     train(config, tmp_path / "run", data=digits)
     epochs = [record["epoch"] for record in records_of(tmp_path / "run", "epoch")]
@@ -192,7 +170,7 @@ def test_evaluations_within_an_epoch_are_spread_over_it(tmp_path: Path, digits: 
     assert epochs == pytest.approx([k / 4 for k in range(9)], abs=0.03)
 
 
-def test_evaluation_is_not_counted_in_the_training_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_is_not_counted_in_the_training_clock(tmp_path, monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
 
@@ -205,16 +183,14 @@ def test_evaluation_is_not_counted_in_the_training_clock(tmp_path: Path, monkeyp
     assert records_of(tmp_path / "run", "epoch")[-1]["seconds"] == 0.0
 
 
-def test_train_raises_an_error_for_a_folder_that_exists(run_folder: Path) -> None:
+def test_train_raises_an_error_for_a_folder_that_exists(run_folder):
     before = (run_folder / "records.jsonl").read_bytes()
     with pytest.raises(FileExistsError):
         train(small_run(), run_folder)
     assert (run_folder / "records.jsonl").read_bytes() == before
 
 
-def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(
-    tmp_path: Path, digits: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, digits, monkeypatch):
     model = mlp((64, 8, 10), seed=0)
     torch.nn.init.constant_(model[0].weight, math.nan)
     monkeypatch.setattr(training, "mlp", lambda widths, seed: model)
@@ -230,8 +206,8 @@ def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_break(
-    optimizer: str, dtype: str, tmp_path: Path, digits: Dataset
-) -> None:
+    optimizer, dtype, tmp_path, digits
+):
     few = dataclasses.replace(
         digits, train_inputs=digits.train_inputs[:240], train_targets=digits.train_targets[:240]
     )
@@ -265,9 +241,7 @@ def train_until_killed(whole: Path, cut: Path) -> None:
     train(RunConfig.load(whole), cut, progress, checkpoint_seconds=0)
 
 
-def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
-    tmp_path: Path, digits: Dataset
-) -> None:
+def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(tmp_path, digits):
     """Killed after step 33 of 48, with the checkpoint of step 30."""
     config = small_run("kfac", epochs=2)  # the one with most state
     train(config, tmp_path / "whole", data=digits)
@@ -283,7 +257,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(
     assert_same_end(tmp_path / "whole", cut)
 
 
-def test_files_that_a_killed_run_left_behind_are_removed(tmp_path: Path, digits: Dataset) -> None:
+def test_files_that_a_killed_run_left_behind_are_removed(tmp_path, digits):
     with pytest.raises(InterruptedRunError):
         train(small_run(), tmp_path / "run", data=digits, stop=stop_after(3))
     (tmp_path / "run" / ".checkpoint.pt.4242").write_bytes(b"half a check")
@@ -293,7 +267,7 @@ def test_files_that_a_killed_run_left_behind_are_removed(tmp_path: Path, digits:
     assert {path.name for path in (tmp_path / "run").iterdir()} == FILES
 
 
-def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path: Path, digits: Dataset) -> None:
+def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path, digits):
     with pytest.raises(InterruptedRunError):
         train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
     before = contents(tmp_path / "run")
@@ -304,9 +278,7 @@ def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path: Path
     assert contents(tmp_path / "run") == before
 
 
-def test_a_complete_run_is_left_alone_and_an_absent_one_started(
-    run_folder: Path, tmp_path: Path, digits: Dataset
-) -> None:
+def test_a_complete_run_is_left_alone_and_an_absent_one_started(run_folder, tmp_path, digits):
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()}
     train(small_run(epochs=2), run_folder, data=digits, resume=True)
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()} == before
@@ -314,7 +286,7 @@ def test_a_complete_run_is_left_alone_and_an_absent_one_started(
     assert is_complete(tmp_path / "new")
 
 
-def test_a_signal_does_not_cut_a_step_in_two() -> None:
+def test_a_signal_does_not_cut_a_step_in_two():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
     with training.stop_on_signal() as stop:
         assert not stop()

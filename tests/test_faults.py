@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
@@ -497,17 +498,26 @@ def test_a_single_class_is_refused_with_the_way_out(kind):
 # -- float32 with a gradient that is not made of rows ----------------------------------------------------------
 
 DAMPINGS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+SQUARED = nn.MSELoss()
+
+
+def float32_problem():
+    """36 rows and 183 parameters, lmax about 2."""
+    torch.manual_seed(0)
+    return problems.mlp(5, 20, 3), torch.randn(12, 5), torch.rand(12, 3)
+
+
+@cache
+def exact_system(loss):
+    """The same in float64 with dense Jacobians, which are computed once."""
+    model, x, t = float32_problem()
+    return reference.dense_system(model.double(), loss, x.double(), t.double(), list(range(12)))
 
 
 def single_precision(loss, damping, curvature="gauss-newton", blocks="full"):
-    """A float32 model, a batch, and p in float64 by dense matrices; 36 rows and 183 parameters, lmax about 2."""
-    torch.manual_seed(0)
-    model, x, t = problems.mlp(5, 20, 3), torch.randn(12, 5), torch.rand(12, 3)
-    wide = copy.deepcopy(model).double()
-    exact, _, _ = reference.dense_direction(
-        wide, loss, x.double(), t.double(), list(range(12)), damping, curvature, blocks
-    )
-    return model, x, t, exact
+    """A float32 model, a batch, and p in float64 by dense matrices."""
+    exact, _, _ = exact_system(loss)(damping, curvature, blocks)
+    return *float32_problem(), exact
 
 
 @pytest.mark.parametrize("damping", DAMPINGS)
@@ -535,7 +545,7 @@ def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
     curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
     settings = {"solver": solver, "gram_dtype": gram_dtype}
     for damping in (1e-2, *DAMPINGS):
-        model, x, t, exact = single_precision(nn.MSELoss(), damping, curvature, blocks)
+        model, x, t, exact = single_precision(SQUARED, damping, curvature, blocks)
         optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=damping, **settings)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -559,7 +569,7 @@ def test_full_in_float64_keeps_its_digits(kind):
     """The way out that the warning names, which speaks of 1 %."""
     curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
     for damping in DAMPINGS:
-        model, x, t, exact = single_precision(nn.MSELoss(), damping, curvature, blocks)
+        model, x, t, exact = single_precision(SQUARED, damping, curvature, blocks)
         batch = x.double(), t.double()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -820,20 +830,10 @@ def test_values_out_of_range_raise_an_error_that_names_the_argument(kind):
 @every_second_order
 def test_values_at_the_ends_of_their_ranges_are_taken(kind):
     for settings in (
-        {"accept": INF},
-        {"accept": -INF},
-        {"solver_tolerance": 0.0},
-        {"lr": 0.0},
-        {"lr": 1},
-        {"lr": np.float32(0.5)},
-        {"lr": torch.tensor(0.5)},
-        {"momentum": 0.0},
-        {"momentum": 0.999},
-        {"warm_start": 1.0},
-        {"weight_decay": 0},
-        {"damping": np.float32(0.5)},
-        {"damping": 3},
-        {"seed": -5},
+        *({"accept": INF}, {"accept": -INF}, {"solver_tolerance": 0.0}, {"warm_start": 1.0}, {"seed": -5}),
+        *({"lr": 0.0}, {"lr": 1}, {"lr": np.float32(0.5)}, {"lr": torch.tensor(0.5)}),
+        *({"momentum": 0.0}, {"momentum": 0.999}, {"weight_decay": 0}),
+        *({"damping": np.float32(0.5)}, {"damping": 3}),
     ):
         if taken(kind, settings):
             problem = problems.make("softmax")

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
     return Fuzzer(tmp_path_factory.mktemp("fuzz"))
 
 
-def test_damaged_files_give_the_right_result_or_are_refused(fuzzer: Fuzzer) -> None:
+def test_damaged_files_give_the_right_result_or_are_refused(fuzzer):
     found = {number: fuzzer.case(0, number) for number in range(400)}
     assert {number: case for number, case in found.items() if case.outcome in ("wrong", "crashed")} == {}
     counts = Counter(case.outcome for case in found.values())
@@ -29,7 +28,7 @@ def test_damaged_files_give_the_right_result_or_are_refused(fuzzer: Fuzzer) -> N
     }
 
 
-def test_a_whole_file_is_right_and_one_that_is_empty_or_cut_is_refused_or_right(fuzzer: Fuzzer) -> None:
+def test_a_whole_file_is_right_and_one_that_is_empty_or_cut_is_refused_or_right(fuzzer):
     for name, target in fuzzer.targets.items():
         if target.read is commanded:
             continue  # the same files, drawn, which takes a while
@@ -40,7 +39,7 @@ def test_a_whole_file_is_right_and_one_that_is_empty_or_cut_is_refused_or_right(
             assert outcome in ("right", "refused") or (outcome == "open" and not target.checked), (name, detail)
 
 
-def test_a_case_is_the_same_every_time(fuzzer: Fuzzer, tmp_path: Path) -> None:
+def test_a_case_is_the_same_every_time(fuzzer, tmp_path):
     other = Fuzzer(tmp_path)
     for number in range(5):
         first, second = fuzzer.case(3, number), other.case(3, number)
@@ -51,7 +50,7 @@ def test_a_case_is_the_same_every_time(fuzzer: Fuzzer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_each_damage_changes_a_file(name: str) -> None:
+def test_each_damage_changes_a_file(name):
     content = b"".join(b'{"line": %d}\n' % number for number in range(100))
     changed = set()
     for seed in range(20):
@@ -61,7 +60,7 @@ def test_each_damage_changes_a_file(name: str) -> None:
     assert len(changed - {content}) > 5
 
 
-def test_the_fuzzer_sees_a_result_that_is_wrong(fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_sees_a_result_that_is_wrong(fuzzer, monkeypatch):
     """With the checksum switched off it must find what it was for."""
     monkeypatch.setattr(storage, "checksum", lambda values: values.get("sha256"))
     outcomes = Counter(fuzzer.case(0, number, "config").outcome for number in range(100))

@@ -77,15 +77,10 @@ def test_units_of_parameters_do_not_matter_in_the_metric_of_the_diagonal():
     assert fit.reason == "tolerance" and fit.steps <= 15
 
 
-def test_progress_can_be_left_out(capsys):
-    model, data = smooth_fit()
-    woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_steps_seconds_and_a_callback_end_it():
+def test_steps_seconds_a_callback_and_ctrl_c_end_it(capsys):
     model, data = smooth_fit()
     assert woodbury.fit(model, nn.MSELoss(), data, steps=3, progress=False).steps == 3
+    assert capsys.readouterr() == ("", "")
     fit = woodbury.fit(model, nn.MSELoss(), data, seconds=0.0, progress=False)
     assert fit.reason == "seconds" and fit.steps == 0
     seen = []
@@ -93,6 +88,15 @@ def test_steps_seconds_and_a_callback_end_it():
         model, nn.MSELoss(), data, progress=False, callback=lambda fit: seen.append(fit.steps) or fit.steps == 2
     )
     assert fit.reason == "callback" and seen == [1, 2]
+
+    def interrupt(fit):
+        if fit.steps == 4:
+            raise KeyboardInterrupt
+
+    model, data = smooth_fit()
+    fit = woodbury.fit(model, nn.MSELoss(), data, progress=False, callback=interrupt)
+    assert fit.reason == "interrupted" and fit.steps == 4  # what was reached is given back
+    assert is_loss_of(fit.loss, model, data) and fit.loss < fit.history[0]["loss"]
 
 
 def test_a_problem_that_is_solved_is_left_when_nothing_moves():
@@ -104,18 +108,6 @@ def test_a_problem_that_is_solved_is_left_when_nothing_moves():
     design = torch.cat([inputs, torch.ones(20, 1, dtype=torch.float64)], 1)
     least = torch.linalg.lstsq(design, data[1]).solution
     torch.testing.assert_close(values(model), least.flatten(), rtol=1e-6, atol=1e-8)
-
-
-def test_ctrl_c_gives_back_what_was_reached():
-    model, data = smooth_fit()
-
-    def interrupt(fit):
-        if fit.steps == 4:
-            raise KeyboardInterrupt
-
-    fit = woodbury.fit(model, nn.MSELoss(), data, progress=False, callback=interrupt)
-    assert fit.reason == "interrupted" and fit.steps == 4
-    assert is_loss_of(fit.loss, model, data) and fit.loss < fit.history[0]["loss"]
 
 
 @pytest.mark.parametrize("metric", [None, "diagonal"])
@@ -139,6 +131,8 @@ def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
     second = woodbury.fit(again, nn.MSELoss(), data, steps=8, resume=torch.load(stream), **settings)
     assert second.steps == 8 and [r["loss"] for r in second.history] == [r["loss"] for r in whole.history]
     assert torch.equal(values(again), values(model))
+    with pytest.raises(ValueError, match=r"another model: parameter '\w+"):
+        woodbury.fit(nn.Linear(2, 1).double(), nn.MSELoss(), data, resume=first.state_dict(), **settings)
 
 
 def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_steps():
@@ -168,13 +162,9 @@ def test_a_fit_of_drawn_samples_holds_on_others():
 
 def test_the_number_of_samples_follows_the_model():
     counts = []
-
-    def counting(count):
-        counts.append(count)
-        return draw(count)
-
-    woodbury.fit(line_fit(), nn.MSELoss(), counting, steps=1, progress=False)
-    woodbury.fit(problems.mlp(1, 300, 1).double(), nn.MSELoss(), counting, steps=1, progress=False)
+    for model in (line_fit(), problems.mlp(1, 300, 1).double()):
+        sample = lambda count: counts.append(count) or draw(count)  # noqa: E731
+        woodbury.fit(model, nn.MSELoss(), sample, steps=1, progress=False)
     assert counts[0] == 256 and counts[-1] == round(1.5 * 901)
 
 
@@ -266,10 +256,3 @@ def test_bad_arguments_are_named(arguments, error, message):
     model, data = smooth_fit()
     with pytest.raises(error, match=message):
         woodbury.fit(model, nn.MSELoss(), **{"data": data, "progress": False, **arguments})
-
-
-def test_a_state_of_another_model_is_refused():
-    model, data = smooth_fit()
-    state = woodbury.fit(model, nn.MSELoss(), data, steps=1, progress=False).state_dict()
-    with pytest.raises(ValueError, match=r"another model: parameter '\w+"):
-        woodbury.fit(nn.Sequential(nn.Linear(2, 1)).double(), nn.MSELoss(), data, resume=state, progress=False)

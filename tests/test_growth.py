@@ -84,18 +84,18 @@ def grown(monkeypatch, seconds, noise, steps):
     return counts, rule
 
 
-def test_batches_double_where_noise_is_more_than_half(monkeypatch):
-    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.6, 40)
-    assert counts == [1] * 5 + [2] * 5 + [4] * 30 and rule.is_over
-    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.4, 40)
-    assert counts == [1] * 40 and not rule.is_over
-
-
-def test_batches_go_back_where_a_step_gets_too_long(monkeypatch):
-    counts, rule = grown(monkeypatch, lambda count: {1: 1.0, 2: 1.4, 4: 2.2}[count], 0.9, 40)
-    assert counts == [1] * 5 + [2] * 5 + [4] * 5 + [2] * 25 and rule.is_over
-    counts, rule = grown(monkeypatch, lambda count: float(count), 0.9, 20)
-    assert counts == [1] * 5 + [2] * 5 + [1] * 10 and rule.is_over
+@pytest.mark.parametrize(
+    "seconds, noise, expected",
+    [
+        ({1: 1.0, 2: 1.0, 4: 1.0}, 0.6, [1] * 5 + [2] * 5 + [4] * 30),
+        ({1: 1.0}, 0.4, [1] * 40),
+        ({1: 1.0, 2: 1.4, 4: 2.2}, 0.9, [1] * 5 + [2] * 5 + [4] * 5 + [2] * 25),  # a step gets too long
+        ({1: 1.0, 2: 2.0}, 0.9, [1] * 5 + [2] * 5 + [1] * 10),
+    ],
+)
+def test_batches_double_where_noise_is_more_than_half(seconds, noise, expected, monkeypatch):
+    counts, rule = grown(monkeypatch, seconds.__getitem__, noise, len(expected))
+    assert counts == expected and rule.is_over == (noise > 0.5)
 
 
 def test_batches_that_are_never_enough_settle_for_half(monkeypatch):
@@ -105,13 +105,6 @@ def test_batches_that_are_never_enough_settle_for_half(monkeypatch):
         assert not rule.is_over
         rule.note(1.0, classes(8), 1)
     assert rule.is_over and rule.batches == 2
-
-
-def test_an_epoch_of_few_batches_bounds_the_number(monkeypatch):
-    run = run_by(Limits(seconds=10))
-    assert run.growth.most == growth.MOST_BATCHES
-    run = run_by(Limits(seconds=10), loader=batches(classes(), 60))
-    assert run.growth.most == 2
 
 
 def test_several_processes_do_not_grow_apart(monkeypatch):
@@ -188,8 +181,10 @@ def run_by(limits, batches_per_step="auto", loader=None, loss=None, **settings):
 
 def test_seconds_alone_choose_other_settings():
     run = run_by(Limits(seconds=10))
-    assert run.by_time and run.growth is not None and run.optimizer.memory == 0
+    assert run.by_time and run.growth.most == growth.MOST_BATCHES and run.optimizer.memory == 0
     assert run.rates == [training.RATE_BY_TIME]
+    assert run_by(Limits(seconds=10), loader=batches(classes(), 60)).growth.most == 2  # an epoch has no more
+    assert run_by(Limits(seconds=10), loss=nn.CrossEntropyLoss(reduction="sum")).growth is None
     for limits in (Limits(seconds=10, epochs=3), Limits(seconds=10, steps=3), Limits(epochs=3)):
         run = run_by(limits)
         assert not run.by_time and run.growth is None and run.batches_per_step == 1
@@ -197,10 +192,6 @@ def test_seconds_alone_choose_other_settings():
     assert run_by(Limits(epochs=3), "grow").growth is not None
     assert run_by(Limits(seconds=10), 3).batches_per_step == 3 and run_by(Limits(seconds=10), 3).growth is None
     assert run_by(Limits(seconds=10), memory=2).optimizer.memory == 2
-
-
-def test_the_level_of_a_loss_that_is_a_sum_stays():
-    assert run_by(Limits(seconds=10), loss=nn.CrossEntropyLoss(reduction="sum")).growth is None
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0.2), (0.05, 0.6), (0.1, 1.0), (0.75, 1.0)])
@@ -224,12 +215,9 @@ def test_seconds_are_kept_and_the_number_of_batches_goes_on():
     assert again.samples >= 40  # of 120, in sixes: four of them, or the two at the end of an epoch
 
 
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, "many"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "many", 2])
 def test_a_wrong_number_of_batches_is_named(count):
-    with pytest.raises(ValueError, match="fit: batches_per_step must be a whole number"):
-        fitted(network(), batches(classes()), epochs=1, batches_per_step=count)
-
-
-def test_whole_data_has_no_batches():
-    with pytest.raises(ValueError, match="batches_per_step= is for the batches of a loader: leave it out"):
-        fitted(network(), classes(), steps=1, batches_per_step=2)
+    data = classes() if count == 2 else batches(classes())  # whole data has none
+    message = r"= is for the batches of a loader: leave it out" if count == 2 else " must be a whole number"
+    with pytest.raises(ValueError, match=f"batches_per_step{message}"):
+        fitted(network(), data, steps=1, batches_per_step=count)

@@ -60,21 +60,6 @@ def test_with_enough_iterations_it_is_the_exact_step(name):
         exact.param_groups[0]["momentum"] = 0.0  # where HessianFree keeps its warm start
 
 
-def test_it_takes_models_that_no_layer_rule_covers():
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
-    ).double()
-    inputs, targets = torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,))
-    optimizer = woodbury.HessianFree(model, nn.CrossEntropyLoss(), damping=0.1, progress=0.0, max_iterations=300)
-    expected, B, _ = reference.dense_direction(
-        model, nn.CrossEntropyLoss(), inputs, targets, [0, 3], 0.1, "gauss-newton"
-    )
-    p = optimizer.direction(inputs, targets, subset=[0, 3])
-    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
-    losses = [optimizer.step(inputs, targets).loss.item() for _ in range(10)]
-    assert losses[-1] < losses[0]
-
-
 class Reused(nn.Module):
     """A layer called twice, and a head that shares its weight."""
 
@@ -87,11 +72,22 @@ class Reused(nn.Module):
         return self.b(torch.tanh(self.a(torch.tanh(self.a(x)))))
 
 
-def test_layers_called_twice_and_tied_weights_need_no_rule():
-    model, loss = Reused().double(), nn.MSELoss()
-    inputs, targets = torch.randn(5, 4).double(), torch.randn(5, 4).double()
-    optimizer = woodbury.HessianFree(model, loss, damping=0.1, progress=0.0)
+def pictures():
+    layers = nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    inputs, targets = torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,))
+    return nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), inputs, targets
+
+
+def reused():
+    return Reused().double(), nn.MSELoss(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+
+
+@pytest.mark.parametrize("make", [pictures, reused])
+def test_any_model_has_the_dense_step_without_a_rule(make):
+    model, loss, inputs, targets = make()
+    optimizer = woodbury.HessianFree(model, loss, damping=0.1, progress=0.0, max_iterations=300)
     expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 3], 0.1, "gauss-newton")
     p = optimizer.direction(inputs, targets, subset=[0, 3])
     assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
-    assert optimizer.step(inputs, targets).accepted
+    infos = [optimizer.step(inputs, targets) for _ in range(10)]
+    assert infos[0].accepted and infos[-1].loss < infos[0].loss

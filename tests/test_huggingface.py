@@ -61,7 +61,8 @@ def train(model, optimizer, samples, folder, steps=3, accumulate=1, **options):
         disable_tqdm=True,
         **{"max_grad_norm": 0, "save_strategy": "no", **options},
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=samples, optimizers=(optimizer, None))
+    data = {"train_dataset": samples, "eval_dataset": samples}
+    trainer = transformers.Trainer(model, arguments, **data, optimizers=(optimizer, None))
     trainer.train(resume_from_checkpoint=options.get("resume_from_checkpoint"))
     return trainer
 
@@ -165,21 +166,7 @@ def test_evaluation_between_steps_does_no_harm(tmp_path):
     for more in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
         model, _, _, samples = whole_batch("vit", torch.float64)
         optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
-        arguments = {"eval_dataset": samples} if more else {}
-        options = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=N,
-            max_grad_norm=0,
-            use_cpu=True,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            **more,
-        )
-        transformers.Trainer(
-            model, options, train_dataset=samples, optimizers=(optimizer, None), **arguments
-        ).train()
+        train(model, optimizer, samples, tmp_path, **more)
         results.append(flatten(dict(model.named_parameters())).detach())
     assert torch.equal(*results)
 
@@ -203,7 +190,7 @@ def test_the_example_learns_two_epochs_with_every_model(name, capsys):
     residuals = []
     for method, dtype, gram_dtype in PRECISIONS:
         model = copy.deepcopy(trainer.model).to(dtype)
-        inputs = {key: value[:N] for key, value in trainer.train_dataset.columns.items()}
+        inputs = {key: value[:4] for key, value in trainer.train_dataset.columns.items()}
         targets = inputs.pop("labels")
         inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
         optimizer = method(model, nn.CrossEntropyLoss(), gram_dtype=gram_dtype, forward=logits)

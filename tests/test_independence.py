@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import bounds
 import woodbury
+from fuzz.models import Parts
 
 N = 6
 MIXED = "mixes the samples of a batch"
@@ -16,40 +17,37 @@ def batch(*shape):
     return torch.randn(N, *shape, dtype=torch.float64)
 
 
-class Backwards(nn.Module):
+class Backwards(Parts):
     """An LSTM without batch_first runs along the samples; the first of them sees no other."""
 
     shape = (5, 3)
 
     def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(3, 4), nn.Linear(4, 1)
+        super().__init__(rnn=nn.LSTM(3, 4), head=nn.Linear(4, 1))
 
     def forward(self, x):
         return self.head(self.rnn(x)[0])
 
 
-class Normed(nn.Module):
+class Normed(Parts):
     """Raises on one sample."""
 
     shape = (3,)
 
     def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        super().__init__(inner=nn.Linear(3, 4), head=nn.Linear(4, 1))
 
     def forward(self, x):
         return self.head(F.batch_norm(self.inner(x), None, None, training=True))
 
 
-class SortedInside(nn.Module):
+class SortedInside(Parts):
     """The first and the last sample are spared."""
 
     shape = (3,)
 
     def __init__(self, dropout=0.0):
-        super().__init__()
-        self.inner, self.drop, self.head = nn.Linear(3, 4), nn.Dropout(dropout), nn.Linear(4, 1)
+        super().__init__(inner=nn.Linear(3, 4), drop=nn.Dropout(dropout), head=nn.Linear(4, 1))
 
     def forward(self, x):
         order = torch.arange(len(x))
@@ -107,12 +105,11 @@ def test_mixed_samples_are_refused_where_no_layer_is_captured(kind):
         kind(Backwards().double(), nn.MSELoss(), **settings).step(batch(5, 3))
 
 
-class OfSixAlone(nn.Module):
+class OfSixAlone(Parts):
     """Takes batches of six samples only: whether it mixes them cannot be seen by running part of them."""
 
     def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        super().__init__(inner=nn.Linear(3, 4), head=nn.Linear(4, 1))
 
     def forward(self, x):
         if len(x) != N:
@@ -130,10 +127,9 @@ def test_a_model_that_takes_no_part_of_a_batch_is_refused_subsampling_only():
         optimizer.step(batch(3), subset=[1, 4])
 
 
-class Exchangeable(nn.Module):
+class Exchangeable(Parts):
     def __init__(self):
-        super().__init__()
-        self.inner, self.between, self.head = nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 1)
+        super().__init__(inner=nn.Linear(3, 4), between=nn.Identity(), head=nn.Linear(4, 1))
 
     def forward(self, x):
         return self.head(torch.tanh(self.between(self.inner(x))))
@@ -171,12 +167,11 @@ def _values(weights):
     return weights.tolist() if isinstance(weights, torch.Tensor) else weights
 
 
-class Scaled(nn.Module):
+class Scaled(Parts):
     """Weights of samples that come as a list, a tuple or an array."""
 
     def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        super().__init__(inner=nn.Linear(3, 4), head=nn.Linear(4, 1))
 
     def forward(self, batch):
         weights = torch.tensor([float(weight) for weight in _values(batch["weights"])], dtype=torch.float64)
@@ -217,21 +212,6 @@ def test_objects_whose_samples_cannot_be_chosen_are_refused_for_part_of_a_batch_
     with pytest.raises(TypeError, match="inputs hold a Weights, of which the curvature samples cannot be chosen"):
         optimizer.step(given, subset=[0, 2])
     assert optimizer.step(given).accepted
-
-
-def test_a_list_whose_length_happens_to_be_the_number_of_samples_is_refused():
-    model, inputs = Scaled().double(), batch(3)
-    sizes = [1.0] * 3
-
-    def forward(model, batch):
-        assert batch["sizes"] == sizes
-        return model({"x": batch["x"], "weights": [1.0] * len(batch["x"])})
-
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=forward)
-    optimizer.step({"x": inputs, "sizes": sizes})
-    with pytest.raises(ValueError, match=r"inputs\['sizes'\], list with 3 entries, had no sample axis"):
-        optimizer.step({"x": inputs[:3], "sizes": sizes})
-    optimizer.step({"x": inputs[:1], "sizes": sizes})
 
 
 def test_tensors_of_which_it_cannot_be_told_whether_there_is_one_per_sample_are_refused():

@@ -247,27 +247,6 @@ def test_a_parameter_frozen_or_thawed_on_the_way_starts_its_layer_anew():
         assert len(optimizer.state["averages"]["0"]["inputs"]) == (5 if frozen else 6)
 
 
-class Scale(nn.Module):
-    """y = s x, with a rule that gives rows written out."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.scale * x
-
-
-def test_a_layer_that_is_not_linear_is_refused_by_name():
-    woodbury.register_layer(Scale)(lambda layer, inputs, grads: {"scale": grads * inputs[:, None]})
-    model = nn.Sequential(nn.Linear(3, 3).double(), Scale())
-    x, t = batch(4, 3, 3)
-    with pytest.raises(
-        ValueError, match="KFAC covers Linear layers on one vector per sample only and '1' is a Scale"
-    ):
-        woodbury.KFAC(model, nn.MSELoss()).step(x, t)
-
-
 def test_ignored_targets_leave_the_scale_of_the_mean():
     """One sample that counts beside a copy of it that does not: A (x) G is the exact block."""
     model = problems.mlp(4, 3, bias=False).double()

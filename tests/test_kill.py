@@ -12,7 +12,7 @@ pytest.importorskip("typer")
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path):
     import subprocess
 
     # in a process of its own: one that has run a model has threads, and must not be forked

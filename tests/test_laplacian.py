@@ -9,6 +9,7 @@ from torch import nn
 import bounds
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury.laplacian import DERIVATIVES
 from woodbury.layers.shared import SharedRows
 
@@ -27,13 +28,11 @@ class Waves(nn.Module):
         return torch.cat([torch.cos(x), x.square().sum(1, keepdim=True)], dim=1)
 
 
-class Skip(nn.Module):
+class Skip(Parts):
     """No Sequential."""
 
     def __init__(self, d=2, width=5, outputs=2):
-        super().__init__()
-        self.first, self.second = nn.Linear(d, width), nn.Linear(width, width)
-        self.last = nn.Linear(width, outputs)
+        super().__init__(first=nn.Linear(d, width), second=nn.Linear(width, width), last=nn.Linear(width, outputs))
 
     def forward(self, x):
         v = torch.tanh(self.first(x))
@@ -108,18 +107,15 @@ def check(model, points, weights=None):
     return found
 
 
-@pytest.mark.parametrize("activation", [*DERIVATIVES, Sin], ids=lambda kind: kind.__name__)
+SET = {"gelu": lambda: nn.GELU("tanh"), "softplus": lambda: nn.Softplus(3.0, 1.0), "elu": lambda: nn.ELU(0.5)}
+ACTIVATIONS = {kind.__name__: kind for kind in (*DERIVATIVES, Sin)} | SET
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_sequential_of_linear_layers_and_activations(activation, bias):
-    found = check(build(network, activation, bias=bias), draw())
+    found = check(build(network, activation, bias=bias), 3 * draw())
     assert found.value.shape == found.laplacian.shape == (POINTS, 2) and found.gradient.shape == (POINTS, 2, 2)
-
-
-@pytest.mark.parametrize(
-    "activation", [lambda: nn.GELU("tanh"), lambda: nn.Softplus(3.0, 1.0), lambda: nn.ELU(0.5)]
-)
-def test_the_settings_of_an_activation_count(activation):
-    check(build(network, activation), 3 * draw())
 
 
 @pytest.mark.parametrize("d", [1, 3, 5])
@@ -156,12 +152,9 @@ def test_other_models(make):
     check(build(make), draw())
 
 
-def test_a_layer_used_twice_counts_twice():
+def test_hooks_replaced_forwards_and_layers_used_twice_are_part_of_the_model():
     layer = build(nn.Linear, 2, 2)
     check(nn.Sequential(layer, nn.Tanh(), layer), draw())
-
-
-def test_hooks_and_replaced_forwards_are_part_of_the_model():
     for target in ("0", "1", ""):
         model = build(network)
         model.get_submodule(target).register_forward_hook(lambda module, args, output: output.sin())
@@ -257,10 +250,9 @@ def test_gradients_of_each_sample_by_torch_func(make):
             torch.testing.assert_close(ours[name][i], theirs, atol=derivative_bound(model), rtol=0)
 
 
-class Bound(nn.Module):
+class Bound(Parts):
     def __init__(self, model, function):
-        super().__init__()
-        self.model, self.function = model, function
+        super().__init__(model=model, function=function)
 
     def forward(self, points):
         return self.function(self.model, points)
@@ -315,18 +307,16 @@ def test_many_directions_at_once(make):
 # In an optimizer
 
 
-LAYER_RULES = [0, 1, 2, 4]  # of MODELS: those that are a Sequential
-
-
 @pytest.mark.parametrize("samples", [POINTS, 4])
-@pytest.mark.parametrize("index", LAYER_RULES)
-def test_a_step_of_a_sequential_goes_by_layer_rules(index, samples):
-    model, points = build(MODELS[index]), draw()
+@pytest.mark.parametrize("fallback", [None, "autograd"])
+@every_model
+def test_a_step_goes_by_layer_rules_or_by_the_fallback(make, samples, fallback):
+    if make is Skip and fallback is None:
+        pytest.skip("rules are for a Sequential")
+    model, points, damping = build(make), draw(), 0.1
     targets = torch.zeros_like(residual(model, points)).detach()
-    damping = 0.1
-    optimizer = woodbury.GaussNewton(
-        model, nn.MSELoss(), damping=damping, forward=residual, curvature_samples=samples
-    )
+    settings = {"damping": damping, "forward": residual, "curvature_samples": samples, "fallback": fallback}
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings)
     subset = torch.arange(samples)
     ours = reference.flat(optimizer.direction(points, targets, subset=subset).values())
     theirs, B, _ = reference.dense_direction(
@@ -334,21 +324,9 @@ def test_a_step_of_a_sequential_goes_by_layer_rules(index, samples):
     )
     condition = 1 + float(torch.linalg.matrix_norm(B, 2)) / damping
     assert reference.relative_error(ours, theirs) <= derivative_bound(model) * condition
-    rows = woodbury.rows(model, nn.MSELoss(), points, targets, forward=residual)
-    assert all(isinstance(form, SharedRows) for form in rows.forms.values())
-
-
-@pytest.mark.parametrize("index", range(len(MODELS)))
-def test_a_step_by_the_fallback_is_the_same(index):
-    model, points = build(MODELS[index]), draw()
-    targets = torch.zeros_like(residual(model, points)).detach()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=residual, fallback="autograd")
-    ours = reference.flat(optimizer.direction(points, targets).values())
-    theirs, B, _ = reference.dense_direction(
-        model, nn.MSELoss(), points, targets, range(POINTS), 0.1, "gauss-newton", forward=dense_residual
-    )
-    condition = 1 + float(torch.linalg.matrix_norm(B, 2)) / 0.1
-    assert reference.relative_error(ours, theirs) <= derivative_bound(model) * condition
+    if fallback is None:
+        rows = woodbury.rows(model, nn.MSELoss(), points, targets, forward=residual)
+        assert all(isinstance(form, SharedRows) for form in rows.forms.values())
     assert optimizer.step(points).accepted
 
 

@@ -59,15 +59,18 @@ def random_systems(m, p, seed=0):
     return (J * scale.unsqueeze(1)).double(), f.double(), scale.double()
 
 
+def step_of(factors, radius, p):
+    """One step of five systems with p parameters."""
+    radius, none = torch.full((5,), radius).double(), torch.zeros(5).double()
+    return trust_region.solve(factors, radius, none, torch.full((5,), p))
+
+
 @pytest.mark.parametrize("m, p", [(9, 4), (4, 4), (3, 5)])
 @pytest.mark.parametrize("radius", [1e-3, 0.3, 1e3])
 def test_step_solves_the_damped_normal_equations_inside_the_radius(m, p, radius):
     """(J^T J + damping D^2) q = -J^T f; damping = 0 if |D q| <= radius, else |D q| is within a tenth of it."""
     J, f, scale = random_systems(m, p)
-    step = trust_region.solve(
-        trust_region.factorize(J, f, scale), torch.full((5,), radius).double(), torch.zeros(5).double(),
-        torch.full((5,), p),
-    )  # fmt: skip
+    step = step_of(trust_region.factorize(J, f, scale), radius, p)
     for i in range(5):
         A, q, damping = J[i] / scale[i], step.scaled[i], step.damping[i].item()  # in units of D
         least = torch.linalg.svdvals(A)[-1].item() ** 2 + damping
@@ -107,10 +110,7 @@ def test_bent_step_solves_the_system_with_s(radius):
     """(J^T J + S + damping D^2) q = -J^T f, and the model's own curvature q^T (J^T J + S) q."""
     J, f, scale = random_systems(9, 4)
     S = curvatures(J, scale, least=0.2)
-    factors = trust_region.bend(trust_region.factorize(J, f, scale), S)
-    step = trust_region.solve(
-        factors, torch.full((5,), radius).double(), torch.zeros(5).double(), torch.full((5,), 4)
-    )
+    step = step_of(trust_region.bend(trust_region.factorize(J, f, scale), S), radius, 4)
     for i in range(5):
         A = J[i] / scale[i]
         H = A.T @ A + S[i]
@@ -138,9 +138,7 @@ def test_s_is_left_out_where_the_model_would_be_flat_or_curve_downwards():
 def test_column_of_zeros_gets_no_step():
     J, f, scale = random_systems(9, 4)
     J[:, :, 2], scale[:, 2] = 0, 0
-    step = trust_region.solve(
-        trust_region.factorize(J, f, scale), torch.ones(5).double(), torch.zeros(5).double(), torch.full((5,), 3)
-    )
+    step = step_of(trust_region.factorize(J, f, scale), 1.0, 3)
     assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
 
 
@@ -242,16 +240,22 @@ def test_fit_is_a_minimum_with_what_belongs_to_it():
     assert list(result.keys())[:2] == ["x", "cost"]
 
 
+def check_same_path(function, start, other, other_start, units=1.0):
+    """The second fit takes the path of the first in other units; returns both results."""
+    points, result = path(function, start)
+    others, same = path(other, other_start)
+    assert (same.nfev, same.njev, same.status) == (result.nfev, result.njev, result.status)
+    assert close(others * units, points, 1e-6)
+    return result, same
+
+
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("unit", [1e-7, 1e5])
 def test_another_unit_for_a_parameter_takes_the_same_path(index, unit):
     units = torch.ones(3, dtype=torch.float64)
     units[index] = unit
     f = decay(data())
-    points, result = path(f, START)
-    others, other = path(lambda b: f(b * units), double(*START) / units)
-    assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
-    assert close(others * units, points, 1e-6)
+    result, other = check_same_path(f, START, lambda b: f(b * units), double(*START) / units, units)
     assert close(other.x * units, result.x, 10 * DIGITS)
 
 
@@ -259,10 +263,7 @@ def test_another_unit_for_a_parameter_takes_the_same_path(index, unit):
 @pytest.mark.parametrize("factor", [1e6, 1e-9])
 def test_another_unit_for_the_residuals_takes_the_same_path(start, factor):
     f = decay(data())
-    points, result = path(f, start)
-    others, other = path(lambda b: factor * f(b), start)
-    assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
-    assert close(others, points, 1e-6)
+    result, other = check_same_path(f, start, lambda b: factor * f(b), start)
     assert other.cost == pytest.approx(factor**2 * result.cost, rel=bounds.rounding(len(T)))
 
 
@@ -287,10 +288,8 @@ def test_fit_whose_residuals_stay_large_ends_at_the_minimum():
 @pytest.mark.parametrize("units", [double(2**-10, 2**13), double(2**17, 1)])
 def test_units_change_nothing_where_residuals_stay_large(units):
     """By powers of 2, which round nothing."""
-    points, result = path(freudenstein_roth, [0.5, -2.0])
-    others, other = path(lambda b: freudenstein_roth(b * units), double(0.5, -2.0) / units)
-    assert (other.nfev, other.njev, other.status) == (result.nfev, result.njev, result.status)
-    assert close(others * units, points, 1e-6)
+    start = double(0.5, -2.0)
+    check_same_path(freudenstein_roth, start, lambda b: freudenstein_roth(b * units), start / units, units)
 
 
 def test_fixed_scale_depends_on_units_and_is_that_of_minpack():
@@ -374,7 +373,8 @@ def test_status_of_each_end():
     stopped = woodbury.least_squares(f, START, max_nfev=3)
     assert (stopped.status, stopped.success, stopped.nfev) == (0, False, 3)
     assert woodbury.least_squares(lambda b: b - 1, [1.0]).status == 1
-    assert woodbury.least_squares(f, START, ftol=1e-3).status == 2
+    looser = woodbury.least_squares(f, START, ftol=1e-3)
+    assert looser.status == 2 and looser.nfev < woodbury.least_squares(f, START).nfev
     assert woodbury.least_squares(rosenbrock, [-1.2, 1.0], xtol=0.5).status == 3
     assert woodbury.least_squares(f, START, gtol=0.1).status == 1
 
@@ -385,11 +385,6 @@ def test_status_of_each_end():
     assert (ended.status, ended.success, ended.nfev) == (-2, False, 2)
     broken = woodbury.least_squares(lambda b: b + 3 + kink(b), [2.0])
     assert (broken.status, broken.success) == (-1, False) and "Jacobian" in broken.message
-
-
-def test_looser_tolerances_take_fewer_points():
-    f = decay(data())
-    assert woodbury.least_squares(f, START, ftol=1e-6).nfev < woodbury.least_squares(f, START).nfev
 
 
 # ------------------------------------------------------------------------------------------ losses and bounds
@@ -535,11 +530,11 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_batched_fits_are_those_of_each_alone(settings):
-    y, starts = many(), torch.linspace(0.6, 1.9, 12, dtype=torch.float64).unsqueeze(1) * double(1.0, 0.7, 0.1)
-    each = [woodbury.least_squares(curve_of, starts[i], args=(y[i],), **settings) for i in range(12)]
+    y, starts = many(6), torch.linspace(0.6, 1.9, 6, dtype=torch.float64).unsqueeze(1) * double(1.0, 0.7, 0.1)
+    each = [woodbury.least_squares(curve_of, starts[i], args=(y[i],), **settings) for i in range(6)]
     for function in (curve_of, unmappable):
         together = woodbury.least_squares(function, starts, args=(y,), batched=True, **settings)
-        assert together.x.shape == (12, 3) and together.jac.shape == (12, 40, 3) and len(together.message) == 12
+        assert together.x.shape == (6, 3) and together.jac.shape == (6, 40, 3) and len(together.message) == 6
         assert together.nfev.unique().numel() > 1 or "max_nfev" in settings  # they do not end together
         for i, alone in enumerate(each):
             assert close(together.x[i], alone.x, 1e-9) and close(together.fun[i], alone.fun, 1e-9)
@@ -702,6 +697,7 @@ BAD = [
         r"residual\[1, 2\] is not finite",
     ),
     ({"start": [[1.0], [5.0]], "batched": True, "bounds": (0, 2)}, ValueError, r"start\[1, 0\] = 5 is outside"),
+    ({"function": lambda b: 1 / 0}, ZeroDivisionError, ""),  # errors of the function itself come through
 ]  # fmt: skip
 
 
@@ -710,11 +706,6 @@ def test_errors_name_the_argument(arguments, kind, message):
     arguments = {"function": lambda b, *_: b - 1, "start": [1.0, 2.0], **arguments}
     with pytest.raises(kind, match=message):
         woodbury.least_squares(**arguments)
-
-
-def test_errors_of_the_function_itself_come_through():
-    with pytest.raises(ZeroDivisionError):
-        woodbury.least_squares(lambda b: b / 0 if isinstance(b, float) else 1 / 0, [1.0])
 
 
 def test_verbose_prints_the_end_and_the_trials(capsys):

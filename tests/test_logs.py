@@ -56,13 +56,13 @@ def train(log: Log) -> Written:
     return expected
 
 
-def test_a_log_hands_on_what_the_steps_of_a_loop_say() -> None:
+def test_a_log_hands_on_what_the_steps_of_a_loop_say():
     with ListLog() as log:
         expected = train(log)
     assert log.written == expected
 
 
-def test_a_log_hands_on_the_history_of_a_fit_once() -> None:
+def test_a_log_hands_on_the_history_of_a_fit_once():
     model, x, y = problem()
     log = ListLog()
     fit = woodbury.fit(model, torch.nn.MSELoss(), (x, y), steps=5, progress=False, callback=log)
@@ -71,7 +71,7 @@ def test_a_log_hands_on_the_history_of_a_fit_once() -> None:
         assert numbers == {f"fit/{name}": float(value) for name, value in entry.items() if name != "step"}
 
 
-def test_a_log_records_the_steps_and_epochs_of_training() -> None:
+def test_a_log_records_the_steps_and_epochs_of_training():
     model, x, y = problem()
     loader = DataLoader(TensorDataset(x, y), batch_size=20)
     log = ListLog()
@@ -85,8 +85,8 @@ def test_a_log_records_the_steps_and_epochs_of_training() -> None:
 
 
 def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     reads = []
     item = Tensor.item
     monkeypatch.setattr(readings, "on_device", lambda tensor: True)
@@ -104,14 +104,14 @@ def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
     assert [numbers.get("step/total") for _, numbers in log.written] == [*range(1, 100), 99, 99, None]
 
 
-def test_what_is_no_step_is_refused() -> None:
+def test_what_is_no_step_is_refused():
     with pytest.raises(TypeError, match="not float"):
         ListLog().step(0.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="one element"):
         ListLog().step(loss=torch.zeros(3))
 
 
-def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -156,7 +156,7 @@ def histories(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_wandb_gets_the_numbers_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_numbers_of_the_steps(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with WandB(mode="offline", project="tests", dir=tmp_path) as log:
@@ -179,9 +179,7 @@ def test_wandb_gets_the_numbers_of_the_steps(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("name", "log"), [("tensorboard", TensorBoard), ("wandb", WandB)])
-def test_without_the_library_a_log_says_what_to_install(
-    name: str, log: type[Log], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_a_log_says_what_to_install(name, log, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(ImportError, match=f"pip install {name}"):

@@ -77,7 +77,7 @@ def look_at_every_pass(monkeypatch):
 
 
 def points():
-    return torch.rand(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.rand(8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("equation", EQUATIONS, ids=lambda equation: equation.__name__)

@@ -231,12 +231,6 @@ def test_a_target_of_zero_mass_adds_nothing():
     assert torch.isfinite(e).all() and columns[2].abs().max() == 0 and e[2].abs().max() == 0
 
 
-def test_pos_weight_of_another_shape_is_refused_by_name():
-    loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
-    with pytest.raises(ValueError, match="pos_weight"):
-        loss_rule(loss).values(loss, torch.zeros(4, 6), torch.zeros(4, 6))
-
-
 @pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd"])
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("options", [{}, {"weight": [0.5, 2.0, 3.0], "ignore_index": 1}, {"reduction": "sum"}])

@@ -160,7 +160,7 @@ def visit(browser: Any) -> Iterator[Callable[[Path], Page]]:
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
-def test_every_optimizer_has_a_curve_with_the_medians_of_its_records(visit: Any, comparison: Path) -> None:
+def test_every_optimizer_has_a_curve_with_the_medians_of_its_records(visit, comparison):
     page = visit(comparison)
     assert page.labels("train_loss") == page.labels("test_error") == ["smw-gn", "hf", "sgd"]
     assert page.labels("damping") == page.labels("ratio") == ["smw-gn", "hf"]
@@ -182,7 +182,7 @@ def test_every_optimizer_has_a_curve_with_the_medians_of_its_records(visit: Any,
     assert len(page.points("damping", "hf")) == 60
 
 
-def test_the_axes_can_be_time_or_epochs_and_logarithmic_or_linear(visit: Any, comparison: Path) -> None:
+def test_the_axes_can_be_time_or_epochs_and_logarithmic_or_linear(visit, comparison):
     page = visit(comparison)
     assert page.axis_title("train_loss") == page.axis_title("test_error") == "epochs"
     page.choose("seconds")
@@ -206,7 +206,7 @@ def test_the_axes_can_be_time_or_epochs_and_logarithmic_or_linear(visit: Any, co
     assert min(page.ticks("train_loss", "y"), key=float) == "0"
 
 
-def test_curves_can_be_hidden_with_the_mouse_and_the_keyboard(visit: Any, comparison: Path) -> None:
+def test_curves_can_be_hidden_with_the_mouse_and_the_keyboard(visit, comparison):
     page, keys = visit(comparison), webdriver.Keys
     page.toggle("smw-gn").click()
     assert not page.pressed('.toggle[data-label="smw-gn"]')
@@ -220,7 +220,7 @@ def test_curves_can_be_hidden_with_the_mouse_and_the_keyboard(visit: Any, compar
     assert page.pressed('.toggle[data-label="smw-gn"]') and page.labels("train_loss") == ["smw-gn"]
 
 
-def test_the_box_at_the_crosshair_lists_all_visible_curves(visit: Any, comparison: Path) -> None:
+def test_the_box_at_the_crosshair_lists_all_visible_curves(visit, comparison):
     page, keys = visit(comparison), webdriver.Keys
     assert page.tip("train_loss") == []
     at = page.points("train_loss", "hf")[2][0]
@@ -244,7 +244,7 @@ def test_the_box_at_the_crosshair_lists_all_visible_curves(visit: Any, compariso
     assert page.tip("train_loss") == []
 
 
-def test_verdict_tables_and_words_are_on_the_page(visit: Any, comparison: Path) -> None:
+def test_verdict_tables_and_words_are_on_the_page(visit, comparison):
     page = visit(comparison)
     chance = "; with fewer than 3 seeds each this may be chance."
     assert [sentence.text for sentence in page.all(".takeaway")] == [
@@ -272,7 +272,7 @@ def test_verdict_tables_and_words_are_on_the_page(visit: Any, comparison: Path) 
         assert any(word in entry for entry in explained), word
 
 
-def test_only_what_lies_apart_by_more_than_the_seeds_is_bold(visit: Any, tmp_path: Path) -> None:
+def test_only_what_lies_apart_by_more_than_the_seeds_is_bold(visit, tmp_path):
     losses = {"smw-gn": [0.01, 0.02, 0.03], "sgd": [0.1, 0.2, 0.3]}
     errors = {"smw-gn": [0.05, 0.06, 0.07], "sgd": [0.06, 0.08, 0.09]}
     for name in losses:
@@ -283,7 +283,7 @@ def test_only_what_lies_apart_by_more_than_the_seeds_is_bold(visit: Any, tmp_pat
     assert [cell.text for cell in page.all(".best")] == ["0.0200"]
 
 
-def test_zero_errors_diverged_and_unfinished_runs_are_drawn_and_said(visit: Any, tmp_path: Path) -> None:
+def test_zero_errors_diverged_and_unfinished_runs_are_drawn_and_said(visit, tmp_path):
     write_run(tmp_path / "a", "smw-gn", losses=[2.0, 0.1, 0.0, 0.0], errors=[0.9, 0.01, 0.0, 0.0])
     write_run(tmp_path / "b", "sgd", losses=[2.0, 1e12, None, None], errors=[0.9, 0.9, 0.9, 0.9])
     write_run(tmp_path / "c", "adam", losses=[2.0, 1.5], errors=[0.9, 0.5], planned=3, extra_steps=1)
@@ -303,7 +303,7 @@ def test_zero_errors_diverged_and_unfinished_runs_are_drawn_and_said(visit: Any,
     page.choose("seconds")
 
 
-def test_curves_that_coincide_are_both_seen(visit: Any, tmp_path: Path) -> None:
+def test_curves_that_coincide_are_both_seen(visit, tmp_path):
     for name in ("smw-gn", "hf"):
         write_run(tmp_path / name, name, losses=[2.33, 1.86, 1.6, 1.24], ratios=[None, -9.0] + [0.5] * 9 + [30.0])
     page = visit(page_of(tmp_path))
@@ -320,7 +320,7 @@ def test_curves_that_coincide_are_both_seen(visit: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_a_single_run_is_enough(visit: Any, tmp_path: Path, epochs: int) -> None:
+def test_a_single_run_is_enough(visit, tmp_path, epochs):
     write_run(tmp_path / "a", "sgd", losses=[2.0, 1.0][: epochs + 1], errors=[0.0, 0.0], planned=1)
     page = visit(page_of(tmp_path))
     for axis in ("seconds", "epochs"):
@@ -333,7 +333,7 @@ def test_a_single_run_is_enough(visit: Any, tmp_path: Path, epochs: int) -> None
     assert page.tip("train_loss") == [f"epoch {epochs}", f"sgd {[2.0, 1.0][epochs]:.2f}"]
 
 
-def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit: Any, tmp_path: Path) -> None:
+def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_path):
     def record(method: str, losses: list[float], test_losses: list[float]) -> None:
         with woodbury.Recorder(tmp_path / method, problem="waves", method=method, settings={"lr": 1}) as recorder:
             for epoch, loss in enumerate(losses):
@@ -356,7 +356,7 @@ def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit: Any,
     assert "Time counts all of a recorded loop but its pauses." in page.one("main").text
 
 
-def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visit: Any, tmp_path: Path) -> None:
+def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visit, tmp_path):
     write_run(tmp_path / "a", "</script><b>x", dataset="<i>&amp;")
     write_run(tmp_path / "b", "<script>", dataset="mnist")
     page = visit(page_of(tmp_path))
@@ -369,7 +369,7 @@ def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visi
     assert titles == ["seconds of training", "epochs"]
 
 
-def test_the_page_fits_a_phone_and_a_dark_screen(visit: Any, browser: Any, comparison: Path) -> None:
+def test_the_page_fits_a_phone_and_a_dark_screen(visit, browser, comparison):
     def background() -> str:
         return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
 

@@ -14,7 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 PAGES = sorted((README.parent / "docs").rglob("*.md"))
 
 
-def test_the_examples_run_and_print_what_they_show(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run_and_print_what_they_show(capsys):
     fit, training, loop = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(compile(fit, str(README), "exec"), {})
     line = r"loss \d.* after \d+ steps, .* s, 1000 samples per step: the tolerance is reached\n"
@@ -38,7 +38,7 @@ def blocks(page: Path, mark: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_code_in_the_docs_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_in_the_docs_runs(page, tmp_path, monkeypatch):
     """The blocks of a page one after the other, as a reader types them; what they assert holds."""
     for package in NEEDED.get(page.name, ()):
         pytest.importorskip(package)
@@ -54,7 +54,7 @@ def test_code_in_the_docs_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("library", ["lightning", "skorch", "transformers"])
-def test_code_for_other_libraries_runs(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_for_other_libraries_runs(library, tmp_path, monkeypatch):
     pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     page = README.parent / "docs" / "doors.md"
@@ -65,14 +65,14 @@ def test_code_for_other_libraries_runs(library: str, tmp_path: Path, monkeypatch
         exec(compile(example, f"{page.name}, {library}", "exec"), {"__name__": "__main__"})
 
 
-def test_no_code_is_left_out() -> None:
+def test_no_code_is_left_out():
     """A fenced block is marked as what some test runs; commands are indented."""
     for page in PAGES:
         marks = set(re.findall(r"^ *```(\S*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)) - {""}
         assert marks <= ({"py", "python"} if page.name in BY_THEIR_OWN_TESTS else {"python"}), page.name
 
 
-def test_the_blocks_of_a_page_are_found(tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_are_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n\n```python\nx = 1\n```\nb\n```python\nx += 1\n```\n```py\ny\n```\n")
     assert blocks(page, "python") == ["x = 1\n", "x += 1\n"] and blocks(page, "py") == ["y\n"]

@@ -23,11 +23,11 @@ from woodbury.experiments import readings
 from woodbury.experiments import recorder as module
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.looks import looks_of
 from woodbury.experiments.records import is_complete
 from woodbury.experiments.runs import Run, compact, load
 
 EPOCHS, BATCHES = 3, 4
+RUN: dict[str, Any] = {"problem": "waves", "method": "mine"}
 
 
 def start(folder: Path, method: str = "mine", seed: int = 0, **more: Any) -> woodbury.Recorder:
@@ -90,7 +90,7 @@ def loop(folder: Path, method: str, seed: int, errors: bool = False) -> tuple[li
 
 
 @pytest.mark.parametrize("method", ["newton", "adam"])
-def test_what_a_loop_records_is_read_back(method: str, tmp_path: Path) -> None:
+def test_what_a_loop_records_is_read_back(method, tmp_path):
     steps, epochs = loop(tmp_path / "run", method, seed=3)
     (run,) = read(tmp_path / "run")
     config = run.config
@@ -110,7 +110,7 @@ def test_what_a_loop_records_is_read_back(method: str, tmp_path: Path) -> None:
     assert is_complete(tmp_path / "run")
 
 
-def test_numbers_may_come_as_a_mapping_with_counts_of_their_own(tmp_path: Path) -> None:
+def test_numbers_may_come_as_a_mapping_with_counts_of_their_own(tmp_path):
     with start(tmp_path) as record:
         record.step({"step": 10, "seconds": 2.5, "loss": torch.tensor(0.5), "accepted": True, "samples": 40})
         record.step({"loss": math.nan}, damping=3, ratio=None)
@@ -143,7 +143,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     yield pass_time
 
 
-def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path: Path, clock: Callable[[float], None]) -> None:
+def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path, clock):
     record = start(tmp_path)
     clock(50.0)  # before the block
     with record:
@@ -171,9 +171,7 @@ def test_seconds_leave_out_pauses_and_the_recorder_itself(tmp_path: Path, clock:
 # -- numbers on a device
 
 
-def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(tmp_path, monkeypatch):
     reads = []
     item = Tensor.item
     monkeypatch.setattr(readings, "on_device", lambda tensor: True)
@@ -205,7 +203,7 @@ def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
 # -- interrupted and resumed
 
 
-def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path):
     with pytest.raises(KeyboardInterrupt), start(tmp_path, settings={"lr": 0.5, "betas": (0.9, 0.99)}) as record:
         record.step(loss=3.0)
         record.epoch(train_loss=2.0)
@@ -228,14 +226,14 @@ def test_ctrl_c_leaves_a_folder_that_can_be_read_and_resumed(tmp_path: Path) -> 
 
 
 def record_and_be_killed(folder: Path) -> None:
-    record = woodbury.Recorder(folder, problem="waves", method="mine")
+    record = woodbury.Recorder(folder, **RUN)
     record.epoch(train_loss=2.0, epoch=0)
     for _ in range(7):
         record.step(loss=1.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_loses_the_current_line_at_most(tmp_path: Path) -> None:
+def test_a_killed_process_loses_the_current_line_at_most(tmp_path):
     done = processes.run_alone(record_and_be_killed, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert numbers_of(tmp_path) == list(range(1, 8))
@@ -268,9 +266,7 @@ class _Interrupted:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("method", ["write", "flush"])
-def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(
-    method: str, after: bool, tmp_path: Path
-) -> None:
+def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(method, after, tmp_path):
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0, epoch=0)
         record.step(loss=1.0)
@@ -283,12 +279,12 @@ def test_ctrl_c_within_a_write_damages_nothing_though_the_loop_goes_on(
     assert numbers_of(tmp_path) == [1, 3]
 
 
-def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path: Path) -> None:
+def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path):
     for method in ("first", "second"):
         with pytest.raises(RuntimeError), start(tmp_path, method):
             raise RuntimeError
     assert RunConfig.load(tmp_path).optimizer == "second"
-    with woodbury.Recorder(tmp_path / "new", problem="waves", method="mine", resume=True) as record:
+    with woodbury.Recorder(tmp_path / "new", **RUN, resume=True) as record:
         record.epoch(train_loss=1.0)  # nothing to resume: a start
     assert len(read(tmp_path / "new")) == 1
 
@@ -296,28 +292,11 @@ def test_a_new_run_that_recorded_nothing_can_be_started_again(tmp_path: Path) ->
 # -- refusals
 
 
-RUN = {"problem": "waves", "method": "mine"}
-
-
-def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    loop(tmp_path / "run", "adam", 0)
-    assert_refused(tmp_path / "run", r"resume=True .* another folder, or overwrite=True", **RUN)
-    with start(tmp_path / "run", "other", overwrite=True) as record:
-        assert not is_complete(tmp_path / "run")
-        record.epoch(train_loss=4.0)
-    (run,) = read(tmp_path / "run")
-    assert run.config.optimizer == "other" and run.steps == [] and run.epochs[0]["train_loss"] == 4.0
-
-
-@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
-def test_a_run_of_woodbury_train_is_never_touched(how: dict[str, bool], tmp_path: Path) -> None:
-    RunConfig("waves", "mine", {}, widths=(3, 1), batch_size=4, epochs=2, seed=0).save(tmp_path)
-    assert_refused(tmp_path, "a run of `woodbury train`: record in another folder", **RUN, **how)
-
-
-def test_another_run_is_not_resumed(tmp_path: Path) -> None:
+def test_a_folder_with_records_is_refused_with_the_ways_out(tmp_path):
     with start(tmp_path, settings={"lr": 0.1}) as record:
+        record.step(loss=1.0)
         record.epoch(train_loss=1.0)
+    assert_refused(tmp_path, r"resume=True .* another folder, or overwrite=True", **RUN)
     for asked, message in (
         ({"problem": "others"}, "it has problem waves, and others was asked for"),
         ({"method": "adam"}, "it has method mine, and adam was asked for"),
@@ -326,12 +305,23 @@ def test_another_run_is_not_resumed(tmp_path: Path) -> None:
         ({"settings": {}}, "it has settings lr 0.1, and None was asked for"),
     ):
         assert_refused(tmp_path, message, resume=True, **asked)
+    with start(tmp_path, "other", overwrite=True) as record:
+        assert not is_complete(tmp_path)
+        record.epoch(train_loss=4.0)
+    (run,) = read(tmp_path)
+    assert run.config.optimizer == "other" and run.steps == [] and run.epochs[0]["train_loss"] == 4.0
     (tmp_path / "config.json").unlink()
     assert_refused(tmp_path, r"it has no config\.json; give another folder", resume=True, **RUN)
 
 
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_run_of_woodbury_train_is_never_touched(how, tmp_path):
+    RunConfig("waves", "mine", {}, widths=(3, 1), batch_size=4, epochs=2, seed=0).save(tmp_path)
+    assert_refused(tmp_path, "a run of `woodbury train`: record in another folder", **RUN, **how)
+
+
 @pytest.mark.parametrize("change", ["digit", "lost line"])
-def test_changed_records_of_a_complete_run_are_not_resumed(change: str, tmp_path: Path) -> None:
+def test_changed_records_of_a_complete_run_are_not_resumed(change, tmp_path):
     with start(tmp_path) as record:
         record.epoch(train_loss=1.25)
         record.epoch(train_loss=0.5)
@@ -343,7 +333,7 @@ def test_changed_records_of_a_complete_run_are_not_resumed(change: str, tmp_path
     assert len(read(tmp_path)[0].epochs) == len(path.read_bytes().splitlines())
 
 
-def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_has_one_recorder_at_a_time(tmp_path):
     with start(tmp_path) as record:
         record.epoch(train_loss=1.0)
         with pytest.raises(RunFolderError, match="in use, by another process or a recorder that was not closed"):
@@ -368,22 +358,20 @@ def test_a_folder_has_one_recorder_at_a_time(tmp_path: Path) -> None:
         ({"resume": True, "overwrite": True}, "choose one"),
     ],
 )
-def test_wrong_arguments_are_named_before_anything_is_written(
-    arguments: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_wrong_arguments_are_named_before_anything_is_written(arguments, message, tmp_path):
     with pytest.raises((TypeError, ValueError), match=message):
         woodbury.Recorder(tmp_path / "run", **{**RUN, **arguments})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(OSError, match=str(tmp_path / "file")):
             start(folder)
 
 
-def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path: Path) -> None:
+def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path):
     with start(tmp_path) as record:
         record.step(loss=1.0, step=2)
         record.epoch(train_loss=1.0)
@@ -411,7 +399,7 @@ def test_a_wrong_number_is_named_and_leaves_no_record(tmp_path: Path) -> None:
 # -- what a report makes of it
 
 
-def test_the_example_in_the_docs_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_in_the_docs_gives_a_report(tmp_path, monkeypatch):
     page = (Path(__file__).parent.parent / "docs" / "runs.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -422,7 +410,7 @@ def test_the_example_in_the_docs_gives_a_report(tmp_path: Path, monkeypatch: pyt
     assert all(run.epochs[-1]["train_loss"] < run.epochs[0]["train_loss"] for run in runs)
 
 
-def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp_path: Path) -> None:
+def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp_path):
     with start(tmp_path / "run") as record:
         record.step(loss=1.0)
         record.step(damping=2.0)
@@ -440,7 +428,7 @@ def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp
     assert len(read(tmp_path / "run", tmp_path / "records.json")) == 1  # the same run
 
 
-def test_to_import_woodbury_is_to_import_nothing_but_torch() -> None:
+def test_to_import_woodbury_is_to_import_nothing_but_torch():
     program = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
@@ -452,28 +440,40 @@ def test_to_import_woodbury_is_to_import_nothing_but_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path) -> None:
-    typer_testing = pytest.importorskip("typer.testing")
+@pytest.fixture
+def report() -> Any:
     pytest.importorskip("matplotlib")
-    from test_report import curves_by_quantity, page_data, write_run
-    from woodbury import cli
     from woodbury.experiments import report
+
+    return report
+
+
+def printed_report(*arguments: Path | str) -> str:
+    """What the command `report` prints."""
+    typer_testing = pytest.importorskip("typer.testing")
+    from woodbury import cli
+
+    result = typer_testing.CliRunner().invoke(cli.app, ["report", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
+    from test_report import curves_by_quantity, page_data, write_run
 
     told = {}
     for seed in range(2):
         for method in ("newton", "adam"):
             told[method, seed] = loop(tmp_path / f"{method}-{seed}", method, seed, errors=True)[1]
     write_run(tmp_path / "sgd", "sgd", dataset="waves")
-    result = typer_testing.CliRunner().invoke(cli.app, ["report", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    table = printed_report(tmp_path)
     assert {"report.html", "records.json", "waves.png", "waves.svg"} <= {path.name for path in tmp_path.iterdir()}
-    assert all(word in result.output for word in ("newton", "sgd", "25.00 %")) and "test loss" not in result.output
+    assert all(word in table for word in ("newton", "sgd", "25.00 %")) and "test loss" not in table
     runs = report.load([tmp_path])
     summaries = {summary.optimizer: summary for summary in report.summarise(runs)}
     assert list(summaries) == ["sgd", "adam", "newton"]
     for method in ("newton", "adam"):
-        ends = [told[method, seed][-1]["train_loss"] for seed in range(2)]
-        assert summaries[method].train_loss == median(ends)
+        assert summaries[method].train_loss == median(told[method, seed][-1]["train_loss"] for seed in range(2))
         assert (summaries[method].seeds, summaries[method].epochs) == (2, EPOCHS)
     (section,) = page_data(runs)
     legend = section["drawing"]["legend"]
@@ -485,28 +485,21 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path: Path) ->
     assert own["train_loss"]["epochs"] == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
     assert own["damping"]["epochs"][-1] == EPOCHS
     assert dict(section["facts"])["batch"] == "60 samples" and section["note"].count("; ") == 1
-    figure = report.draw(runs)
-    assert figure.get_suptitle().startswith("waves: network 4-3-2, batches of 60")
+    assert report.draw(runs).get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 
 
-def test_the_figure_has_panels_for_what_was_measured(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from woodbury.experiments import report
-
+def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
     ratio = "Reduction ratio ρ, running median"
-    epochs: dict[str, dict[str, float]] = {
-        **{"a": {}, "b": {}, "c": {"test_loss": 2.0}},
-        "d": {"test_loss": 2.0, "test_error": 0.5},
-    }
+    tested = {"c": {"test_loss": 2.0}, "d": {"test_loss": 2.0, "test_error": 0.5}}
     panels = {
         **{"a": [], "b": ["Damping", ratio], "c": ["Test loss"] * 2, "d": ["Test error, %"] * 2},
         "": ["Damping", *["Test error, %"] * 2, ratio, *["Test loss"] * 2],  # of all together
     }
-    for name, more in epochs.items():
+    for name in "abcd":
         with start(tmp_path / name, name) as record:
             if name == "b":
                 record.step(damping=1.0, ratio=0.5)
-            record.epoch(train_loss=1.0, **more)
+            record.epoch(train_loss=1.0, **tested.get(name, {}))
     for name, titles in panels.items():
         figure = report.draw(read(tmp_path / name))
         assert [panel.get_title(loc="left") for panel in figure.axes] == ["Train loss"] * 2 + titles
@@ -514,17 +507,12 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path: Path) -> None:
     summaries = {summary.label: summary for summary in report.summarise(read(tmp_path))}
     assert math.isnan(summaries["a"].test_loss) and math.isnan(summaries["c"].test_error)
     assert (summaries["c"].test_loss, summaries["d"].test_error) == (2.0, 0.5)
-    typer_testing = pytest.importorskip("typer.testing")
-    from woodbury import cli
-
     for folder, shown in ((tmp_path / "a", False), (tmp_path, True)):
-        arguments = ["report", str(folder), "--out", str(tmp_path / "out")]
-        result = typer_testing.CliRunner().invoke(cli.app, arguments)
-        table = result.output.split("wrote")[0]
-        assert result.exit_code == 0 and ("test" in table) == ("50.00 %" in table) == shown
+        table = printed_report(folder, "--out", tmp_path / "out").split("wrote")[0]
+        assert ("test" in table) == ("50.00 %" in table) == shown
 
 
-def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path: Path) -> None:
+def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path):
     pytest.importorskip("numpy")
     from woodbury.experiments.medians import curves_of, groups_of, summary_of
 
@@ -548,22 +536,3 @@ def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path:
     with start(tmp_path / "alone" / "run") as record:
         record.epoch(train_loss=1.0)
     assert math.isnan(summary_of(groups_of(read(tmp_path / "alone"))[0]).seconds_per_step)
-
-
-def test_losses_below_zero_have_a_linear_axis(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from woodbury.experiments import report
-
-    with start(tmp_path) as record:
-        for loss in (2.0, math.inf, -1.0, -3.0):
-            record.epoch(train_loss=loss)
-    panel = report.draw(read(tmp_path)).axes[0]
-    assert panel.get_yscale() == "linear" and panel.get_ylim() == pytest.approx((-3.25, 2.25))
-    drawn = list(panel.lines[0].get_ydata())
-    assert [drawn[0], *drawn[2:]] == [2.0, -1.0, -3.0] and drawn[1] > 1e5
-
-
-def test_many_methods_have_as_many_looks() -> None:
-    names = [f"method {number}" for number in range(30)]
-    assert len(set(looks_of(names))) == 30
-    assert looks_of(["smw-gn", *names])[0] == looks_of(["smw-gn"])[0]

@@ -1,5 +1,7 @@
 """LSTM, GRU, RNN and their cells: outputs are torch's, rows and steps are dense autograd's."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import bounds
 import reference
 import woodbury
-from cases import every_pair
+from cases import all_pairs, every_pair
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows
 from woodbury._vector import flatten
 from woodbury.layers import ExplicitRows
@@ -91,15 +93,6 @@ def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(kind, layers, bot
     inputs, targets = batch(n)
     check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, list(range(n))[::-2])
-
-
-@every_pair(kind=list(CELLS), start=[False, True], bias=[True, False])
-def test_rows_and_steps_of_cells_are_the_dense_ones(kind, start, bias):
-    torch.manual_seed(0)
-    model = Unrolled(kind, start, bias).double()
-    inputs, targets = batch()
-    check_rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [3, 1])
 
 
 @every_pair(kind=list(LAYERS), layers=[1, 3], both_ways=[False, True], first=[True, False], dropout=[0.0, 0.4])
@@ -198,47 +191,34 @@ def after_itself(cell, x):
     return cell(hx=state, input=x.sin())[0].mean(1) + outputs[:, 0]
 
 
+def last_outputs(cell, x):
+    return cell(x)[0].mean(1)
+
+
+PROJECTED = {"proj_size": 2}
 REFUSED = {
     "packed": (packed, {"batch_first": True}, r"layer 'cell' gets a packed sequence.*fallback='autograd'"),
     "folded": (folded, {"batch_first": True}, r"layer 'cell' has an input of shape \(15, 1, 4\).*axis 0"),
     "projected": (
-        lambda cell, x: cell(x)[0].mean(1),
+        last_outputs,
         {"batch_first": True, "proj_size": 2},
         r"layer 'cell' has projections \(proj_size\)",
     ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, "frozen projections"])
 def test_other_calls_are_refused_by_name_and_exact_by_the_fallback(name):
     torch.manual_seed(0)
-    run, options, message = REFUSED[name]
+    run, options, message = REFUSED.get(name, REFUSED["projected"])
     model = Called(run, **options).double()
     inputs, targets = batch()
     model(inputs)
+    if name == "frozen projections":
+        model.cell.weight_hr_l0.requires_grad_(False)
     with pytest.raises(ValueError, match=message):
         woodbury.rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [3, 1], fallback="autograd")
-
-
-def test_frozen_projections_are_refused_too():
-    torch.manual_seed(0)
-    model = Called(lambda cell, x: cell(x)[0].mean(1), batch_first=True, proj_size=2).double()
-    inputs, targets = batch()
-    model(inputs)
-    model.cell.weight_hr_l0.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"layer 'cell' has projections \(proj_size\)"):
-        woodbury.rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [3, 1], fallback="autograd")
-
-
-def test_a_layer_called_twice_and_by_keyword():
-    torch.manual_seed(0)
-    model = Called(after_itself, batch_first=True).double()
-    inputs, targets = batch()
-    model(inputs)
-    check_rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [3, 1])
 
 
 def test_a_state_that_torch_refuses_is_refused_by_torch():
@@ -260,18 +240,28 @@ class Learnt(nn.Module):
         return self.head(self.cell(x, self.state.expand(-1, len(x), -1).contiguous())[0].mean(1))
 
 
-@pytest.mark.parametrize("n", [N, 2])
-def test_learnt_first_states(n):
+CELL_PAIRS = all_pairs(list(CELLS), [False, True], [True, False])
+EXACT = {f"cells, {case}": (partial(Unrolled, *case), N) for case in CELL_PAIRS} | {
+    "called twice and by keyword": (lambda: Called(after_itself, batch_first=True), N),
+    "learnt first states": (Learnt, N),
+    "learnt first states of two samples": (Learnt, 2),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_and_steps_of_cells_and_of_unusual_calls_are_the_dense_ones(name):
     torch.manual_seed(0)
-    model = Learnt().double()
+    make, n = EXACT[name]
+    model = make().double()
     inputs, targets = batch(n)
+    model(inputs)
     check_rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [1])
+    check_directions(model, LOSS, inputs, targets, [1] if n == 2 else [3, 1])
 
 
 def test_weights_computed_from_others_take_the_fallback():
     torch.manual_seed(0)
-    model = Called(lambda cell, x: cell(x)[0].mean(1), batch_first=True).double()
+    model = Called(last_outputs, batch_first=True).double()
     inputs, targets = batch()
     model(inputs)
     parametrizations.weight_norm(model.cell, "weight_hh_l0")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from woodbury.experiments import report
 from woodbury.experiments.config import RunConfig
 from woodbury.experiments.errors import RunFolderError
+from woodbury.experiments.looks import looks_of
 from woodbury.experiments.medians import groups_of
 from woodbury.experiments.panels import Panel, describe
 from woodbury.experiments.storage import with_checksum
@@ -95,7 +95,7 @@ def panels_of(path: Path) -> dict[str, Panel]:
 # -- numbers
 
 
-def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_worst(tmp_path: Path) -> None:
+def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_worst(tmp_path):
     for seed, loss in enumerate((0.3, 0.1, 0.2)):
         write_run(tmp_path / f"a{seed}", seed=seed, losses=[1.0, loss], errors=[0.9, 0.1 * loss])
     write_run(tmp_path / "b", "sgd", losses=[1.0, 0.5, 0.7], errors=[0.9, 0.2, 0.3], seconds_per_epoch=3.0)
@@ -113,7 +113,7 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
 
 
-def test_curves_are_medians_and_bands_reach_from_smallest_to_largest(tmp_path: Path) -> None:
+def test_curves_are_medians_and_bands_reach_from_smallest_to_largest(tmp_path):
     generator = np.random.default_rng(0)
     losses = generator.uniform(0.1, 2, size=(4, 6))
     errors = generator.uniform(0.01, 0.5, size=(4, 6))
@@ -141,7 +141,7 @@ def test_curves_are_medians_and_bands_reach_from_smallest_to_largest(tmp_path: P
     }
 
 
-def test_damping_and_ratio_are_drawn_over_epochs(tmp_path: Path) -> None:
+def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
     generator = np.random.default_rng(1)
     ratios = generator.normal(0.5, 1.0, size=(3, 80))
     dampings = generator.uniform(0.1, 1, size=(3, 80))
@@ -167,7 +167,7 @@ def test_damping_and_ratio_are_drawn_over_epochs(tmp_path: Path) -> None:
     assert curves["ratio"]["low"] == pytest.approx(low, rel=1e-4, abs=rounding)
 
 
-def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path):
     write_run(tmp_path / "0", seed=0, losses=[2.0, 1.0, 0.5, 0.25])
     write_run(tmp_path / "1", seed=1, losses=[2.2, 1.2], planned=3, extra_steps=2)
     (summary,) = report.summarise(report.load([tmp_path]))
@@ -178,13 +178,13 @@ def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path: Path) -> Non
     assert curves["damping"]["seeds"] == [2] * 6 + [1] * 6
 
 
-def test_a_run_in_its_first_epoch_has_no_seconds_per_step_and_no_curve_over_steps(tmp_path: Path) -> None:
+def test_a_run_in_its_first_epoch_has_no_seconds_per_step_and_no_curve_over_steps(tmp_path):
     write_run(tmp_path / "1", "hf", losses=[2.0], planned=1, extra_steps=2)
     assert math.isnan(report.summarise(report.load([tmp_path]))[0].seconds_per_step)
     assert set(curves_of(tmp_path, "hf")) == {"train_loss", "test_error"}
 
 
-def test_evaluations_within_an_epoch_are_drawn_where_they_were_made(tmp_path: Path) -> None:
+def test_evaluations_within_an_epoch_are_drawn_where_they_were_made(tmp_path):
     folder = write_run(tmp_path / "0", losses=[2.0, 1.0])
     lines = (folder / "records.jsonl").read_text().splitlines()
     half = {**json.loads(lines[0]), "epoch": 0.5, "step": 2, "seconds": 0.2, "train_loss": 1.5}
@@ -196,7 +196,7 @@ def test_evaluations_within_an_epoch_are_drawn_where_they_were_made(tmp_path: Pa
 # -- reading
 
 
-def test_runs_are_found_one_and_two_levels_down_and_counted_once(tmp_path: Path) -> None:
+def test_runs_are_found_one_and_two_levels_down_and_counted_once(tmp_path):
     runs = tmp_path / "runs"
     write_run(runs / "digits-1" / "sgd-seed0", "sgd")
     write_run(runs / "digits-1" / "sgd-seed1", "sgd", seed=1)
@@ -211,7 +211,7 @@ def test_runs_are_found_one_and_two_levels_down_and_counted_once(tmp_path: Path)
     assert len(report.load([runs / "adam-seed0", tmp_path / "out" / "records.json"])) == 1
 
 
-def test_optimizers_have_one_order_and_one_look_in_every_report(tmp_path: Path) -> None:
+def test_optimizers_have_one_order_and_one_look_in_every_report(tmp_path):
     names = ["adam", "zeta", "sgd", "kfac", "alpha", "hf", "smw-ng-bd", "smw-ng", "smw-gn"]
     for index, name in enumerate(names):
         for seed in (1, 0):
@@ -225,9 +225,11 @@ def test_optimizers_have_one_order_and_one_look_in_every_report(tmp_path: Path) 
     assert len(set(looks.values())) == len(ordered)
     for group in groups_of([run for run in runs if run.config.optimizer in ("adam", "hf")]):
         assert group.look == looks[group.label]
+    many = [f"method {number}" for number in range(30)]
+    assert len(set(looks_of(many))) == 30 and looks_of(["smw-gn", *many])[0] == looks_of(["smw-gn"])[0]
 
 
-def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_path: Path) -> None:
+def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"a{seed}", "sgd", seed=seed, settings={"lr": 0.1, "momentum": 0.9})
         write_run(tmp_path / f"b{seed}", "sgd", seed=seed, settings={"lr": 0.01, "momentum": 0.9})
@@ -252,42 +254,10 @@ def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_
     assert len({group.look for group in groups_of(runs)}) == 6
 
 
-def test_a_line_cut_off_at_the_end_is_ignored(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", losses=[2.0, 1.0])
-    whole = report.load([folder])
-    with (folder / "records.jsonl").open("a") as records:
-        records.write('{"kind": "step", "epoch": 2, "st')
-    assert report.load([folder]) == whole
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda lines: [*lines[:2], lines[2][:10], *lines[3:]], "line 3"),
-        (lambda lines: [*lines[:-1], lines[-1][:10] + "\n"], "line 6"),  # cut, yet with its end of line
-        (lambda lines: [*lines[:1], "\n", *lines[1:]], "line 2"),
-        (lambda lines: ["[1, 2]\n", *lines], "line 1"),
-        (lambda lines: ['{"kind": "epoch", "epoch": 0}\n', *lines], "line 1"),
-    ],
-)
-def test_a_damaged_line_is_named(tmp_path: Path, damage: Any, message: str) -> None:
-    folder = write_run(tmp_path / "run")
-    path = folder / "records.jsonl"
-    path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
-    with pytest.raises(RunFolderError) as raised:
-        report.load([tmp_path])
-    assert str(raised.value) == f"{path} is damaged: {message} is not the record of a step or an epoch"
-
-
-def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "note.txt").write_text("not JSON")
     (tmp_path / "list.json").write_text("[]")
-    old = write_run(tmp_path / "old")
-    config = json.loads((old / "config.json").read_text())
-    (old / "config.json").write_text(json.dumps({**config, "format": 1}))
-    damaged = write_run(tmp_path / "damaged")
-    (damaged / "config.json").write_text("{")
     fresh = write_run(tmp_path / "fresh")
     (fresh / "records.jsonl").unlink()
     odd = tmp_path / "odd.json"
@@ -297,8 +267,6 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None
         tmp_path / "empty": "holds no run folders",
         tmp_path / "note.txt": "is damaged, or no file of a run",
         tmp_path / "list.json": "is damaged, or no file of a run",
-        old: "another version",
-        damaged: "is damaged",
         fresh: "no run has a result yet",
         odd: "is no records.json: it lists no runs",
     }.items():
@@ -311,7 +279,7 @@ def test_a_path_that_cannot_be_read_is_named_in_one_line(tmp_path: Path) -> None
 # -- writing
 
 
-def test_write_leaves_figures_page_and_records_of_each_data_set_the_same_every_time(tmp_path: Path) -> None:
+def test_write_leaves_figures_page_and_records_of_each_data_set_the_same_every_time(tmp_path):
     write_run(tmp_path / "a", dataset="digits")
     write_run(tmp_path / "b", "sgd", dataset="../mnist")
     runs = report.load([tmp_path])
@@ -326,7 +294,7 @@ def test_write_leaves_figures_page_and_records_of_each_data_set_the_same_every_t
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in paths]
 
 
-def test_records_json_gives_the_same_report_again(tmp_path: Path) -> None:
+def test_records_json_gives_the_same_report_again(tmp_path):
     generator = np.random.default_rng(2)
     for seed in range(3):
         losses = generator.uniform(0.1, 2, size=4).tolist()
@@ -351,7 +319,7 @@ def test_records_json_gives_the_same_report_again(tmp_path: Path) -> None:
             assert one.read_bytes() == other.read_bytes()
 
 
-def test_one_report_can_read_records_json_and_run_folders(tmp_path: Path) -> None:
+def test_one_report_can_read_records_json_and_run_folders(tmp_path):
     for seed in range(2):
         folder = write_run(tmp_path / f"{seed}", seed=seed, losses=[2.0, 1.23456789, 0.5])
         path = folder / "records.jsonl"
@@ -362,7 +330,7 @@ def test_one_report_can_read_records_json_and_run_folders(tmp_path: Path) -> Non
     assert (curve["seeds"], curve["middle"]) == ([2, 2, 2], [2.0, 1.2346, 0.5])
 
 
-def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path: Path) -> None:
+def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path):
     dampings = [0.999**step for step in range(10_000)]
     losses = [2.0] + 10 * [1.234567]
     folder = write_run(tmp_path / "run", losses=losses, steps_per_epoch=1000, dampings=dampings)
@@ -381,9 +349,7 @@ def test_thinning_keeps_the_first_and_the_last_step_and_little_else(tmp_path: Pa
     assert np.asarray(thinned.get_ydata()) == pytest.approx(np.asarray(whole.get_ydata()), rel=1e-4)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     runs = report.load([write_run(tmp_path / "run")])
     paths = report.write(runs, tmp_path / "out")
     paths[0].write_text("old")
@@ -391,18 +357,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
         report.write([], tmp_path / "out")
     with pytest.raises(OSError):
         report.write(runs, paths[0] / "out")
-
-    def full(*arguments: object) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
-        report.write(runs, tmp_path / "out")
     assert paths[0].read_text() == "old"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in paths}
 
 
-def test_no_text_can_end_the_script_and_the_page_names_no_address(tmp_path: Path) -> None:
+def test_no_text_can_end_the_script_and_the_page_names_no_address(tmp_path):
     versions = {"python": "3.12", "woodbury": "not installed", "torch": "2.11"}
     settings = {"note": "<!-- </script>"}
     write_run(tmp_path / "run", "</script><b>", dataset="<i>&", settings=settings, versions=versions)
@@ -419,7 +378,7 @@ def test_no_text_can_end_the_script_and_the_page_names_no_address(tmp_path: Path
 # -- axes, which the figure and the page share
 
 
-def test_the_time_axis_is_logarithmic_where_ends_lie_far_apart(tmp_path: Path) -> None:
+def test_the_time_axis_is_logarithmic_where_ends_lie_far_apart(tmp_path):
     for name, slow in (("near", 5.0), ("far", 50.0)):
         write_run(tmp_path / name / "a", losses=[2.0, 1.0, 0.5], seconds_per_epoch=1.0)
         write_run(tmp_path / name / "b", "hf", losses=[2.0, 1.0, 0.5], seconds_per_epoch=slow)
@@ -432,7 +391,7 @@ def test_the_time_axis_is_logarithmic_where_ends_lie_far_apart(tmp_path: Path) -
     assert far.get_xlim()[0] < fast[0] < 1.0 and far.get_xlim()[1] > 100.0  # the start is not cut by the edge
 
 
-def test_two_curves_that_coincide_can_both_be_seen(tmp_path: Path) -> None:
+def test_two_curves_that_coincide_can_both_be_seen(tmp_path):
     """Hessian-free takes the steps of SMW-GN: over epochs their curves coincide."""
     for name in ("smw-gn", "hf"):
         write_run(tmp_path / name, name, losses=[2.0, 1.0, 0.5])
@@ -446,7 +405,7 @@ def test_two_curves_that_coincide_can_both_be_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "start, end", [(2.33, 1.24), (0.9, 0.5), (0.07, 0.06), (140.0, 130.0), (1e-5, 1e-9), (3e7, 2e3)]
 )
-def test_a_logarithmic_axis_has_enough_labels(tmp_path: Path, start: float, end: float) -> None:
+def test_a_logarithmic_axis_has_enough_labels(tmp_path, start, end):
     write_run(tmp_path / "a", losses=[start, end])
     axis = panels_of(tmp_path)["train_loss"].y["log"]
     assert axis.low < end < start < axis.high
@@ -458,7 +417,7 @@ def test_a_logarithmic_axis_has_enough_labels(tmp_path: Path, start: float, end:
         assert float(digits.rstrip("·") or 1) * scale == pytest.approx(value)
 
 
-def test_labels_say_where_the_ratio_is_cut_off(tmp_path: Path) -> None:
+def test_labels_say_where_the_ratio_is_cut_off(tmp_path):
     write_run(tmp_path / "a", losses=[2.0, 1.0], ratios=[None, -9.0, 0.5, 30.0])
     labels = {-0.5: "≤−0.5", 0: "0", 0.25: "0.25", 0.75: "0.75", 1: "1", 1.5: "≥1.5"}
     panel = panels_of(tmp_path)["ratio"]
@@ -469,7 +428,7 @@ def test_labels_say_where_the_ratio_is_cut_off(tmp_path: Path) -> None:
     assert [line.get_ydata()[0] for line in drawn.lines[:2]] == [0.25, 0.75]
 
 
-def test_an_error_of_zero_has_a_place_on_the_logarithmic_axis(tmp_path: Path) -> None:
+def test_an_error_of_zero_has_a_place_on_the_logarithmic_axis(tmp_path):
     write_run(tmp_path / "a", "sgd", losses=[2.0, 1.0, 0.5], errors=[0.9, 0.02, 0.0])
     write_run(tmp_path / "b", "adam", losses=[2.0, 1.0, 0.5], errors=[0.9, 0.04, 0.01])
     axis = panels_of(tmp_path)["test_error"].y["log"]
@@ -482,9 +441,7 @@ def test_an_error_of_zero_has_a_place_on_the_logarithmic_axis(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "losses", [[0.0, 0.0], [2.0, 1e300, 1e308, None], [-1e308, 1e308], [5e-324, 0.0]], ids=str
 )
-def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(
-    tmp_path: Path, losses: list[float | None]
-) -> None:
+def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(tmp_path, losses):
     write_run(tmp_path / "a", "sgd", losses=losses, errors=[0.0] * 4, seconds_per_epoch=1.0)
     write_run(tmp_path / "b", losses=losses, seconds_per_epoch=1e-300, dampings=[5e-324, 1e308] * 6)
     runs = report.load([tmp_path])
@@ -494,7 +451,14 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(
     assert [row[1] for row in ends["rows"]] == ["diverged" if diverged else "0"] * 2
 
 
-def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path: Path) -> None:
+def test_losses_below_zero_have_a_linear_axis(tmp_path):
+    panel = report.draw(report.load([write_run(tmp_path / "a", losses=[2.0, None, -1.0, -3.0])])).axes[0]
+    assert panel.get_yscale() == "linear" and panel.get_ylim() == pytest.approx((-3.25, 2.25))
+    start, diverged, *rest = np.asarray(panel.lines[0].get_ydata()).tolist()
+    assert [start, *rest] == [2.0, -1.0, -3.0] and diverged > 1e5
+
+
+def test_neither_a_high_start_nor_a_diverging_run_squeezes_the_curves(tmp_path):
     write_run(tmp_path / "start", losses=[2.0, 1.0, 0.1, 0.01], errors=[0.9, 0.05, 0.03, 0.02])
     panels = panels_of(tmp_path / "start")
     assert 5 < panels["test_error"].y["log"].high < 10

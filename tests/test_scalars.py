@@ -120,15 +120,12 @@ def test_values_are_zero_where_the_truth_does_not_hold_whatever_they_were(rate, 
     assert result.dtype == torch.float32
 
 
-def test_a_long_sum_is_computed():
+def test_a_long_sum_is_computed_in_doubles():
     (total,) = numbers([0.0])
     for _ in range(5000):
         total = total + 1.0
     assert float(total) == 5000.0
-
-
-def test_numbers_are_doubles_whatever_they_come_from():
-    norm = Number(torch.tensor(1e25))
+    norm = Number(torch.tensor(1e25))  # whatever it comes from
     assert float(norm * norm) == pytest.approx(1e50, rel=bounds.rounding(1, dtype=torch.float32))
 
 

@@ -20,7 +20,7 @@ import bounds
 import reference
 import woodbury
 from cases import all_pairs, every_count, every_pair
-from fuzz.models import Attention, ListTwice
+from fuzz.models import Attention, ListTwice, Parts
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_ratio, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, SumRows
@@ -71,12 +71,11 @@ def check_functions(model, loss, inputs, targets, forward, other=None, subset=(3
             assert optimizer.verify(inputs, given) <= bounds.of_verify(optimizer, inputs, targets)
 
 
-class Headed(nn.Module):
+class Headed(Parts):
     """A module, then a head; of several outputs the first, of positions the last."""
 
     def __init__(self, inner, width=4):
-        super().__init__()
-        self.inner, self.head = inner, nn.Linear(width, CLASSES)
+        super().__init__(inner=inner, head=nn.Linear(width, CLASSES))
 
     def forward(self, x):
         h = self.inner(x)
@@ -84,12 +83,11 @@ class Headed(nn.Module):
         return self.head(torch.tanh(h[:, -1] if h.dim() == 3 else h))
 
 
-class Attending(nn.Module):
+class Attending(Parts):
     """Attention of each kind torch has, mean over positions, a head."""
 
     def __init__(self, kind="self", bias=True, mask=None, calls=1):
-        super().__init__()
-        self.kind, self.mask, self.calls = kind, mask, calls
+        super().__init__(kind=kind, mask=mask, calls=calls)
         options = {"bias": bias, "batch_first": kind != "positions first"}
         if kind == "separate":
             options |= {"kdim": 3, "vdim": 2}
@@ -122,25 +120,22 @@ class Attending(nn.Module):
         return self.head(torch.tanh(x).mean(1))
 
 
-class Pairs(nn.Module):
+class Pairs(Parts):
     """A bilinear layer, over positions if the inputs have them."""
 
     def __init__(self, a, b, o, bias):
-        super().__init__()
-        self.a, self.pair = a, nn.Bilinear(a, b, o, bias=bias)
-        self.head = nn.Linear(o, CLASSES)
+        super().__init__(a=a, pair=nn.Bilinear(a, b, o, bias=bias), head=nn.Linear(o, CLASSES))
 
     def forward(self, x):
         h = torch.tanh(self.pair(x[..., : self.a], x[..., self.a :]))
         return self.head(h.flatten(1, -2).mean(1) if h.dim() > 2 else h)
 
 
-class Repeated(nn.Module):
+class Repeated(Parts):
     """A layer applied several times, each time to what it gave before."""
 
     def __init__(self, layer, calls):
-        super().__init__()
-        self.layer, self.calls, self.head = layer, calls, nn.LazyLinear(CLASSES)
+        super().__init__(layer=layer, calls=calls, head=nn.LazyLinear(CLASSES))
 
     def forward(self, x):
         for _ in range(self.calls):
@@ -337,12 +332,11 @@ def extended(width=4):
     return Headed(Attention(attend), width)
 
 
-class Functional(nn.Module):
+class Functional(Parts):
     """A table used as an embedding by its module and as a head by a function."""
 
     def __init__(self, width=4):
-        super().__init__()
-        self.table, self.inner = nn.Linear(width, CLASSES, bias=False), nn.Linear(width, width)
+        super().__init__(table=nn.Linear(width, CLASSES, bias=False), inner=nn.Linear(width, width))
 
     def forward(self, x):
         return F.linear(torch.tanh(self.inner(self.table(x) @ self.table.weight)).mean(1), self.table.weight)
@@ -407,10 +401,9 @@ def test_an_encoder_layer_needs_no_fallback():
     )
 
 
-class OnWholeBatches(nn.Module):
+class OnWholeBatches(Parts):
     def __init__(self, samples):
-        super().__init__()
-        self.samples = samples
+        super().__init__(samples=samples)
 
     def forward(self, x):
         return x.reshape(self.samples, 3, 4)
@@ -450,18 +443,22 @@ def slow_models(samples):
     }
 
 
-@pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
-def test_a_step_of_many_passes_says_so_once(name, samples):
-    model, passes, reason = slow_models(samples)[name]
-    inputs, targets = batch(3, 4, n=samples)
-    optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
+def told_of_passes(optimizer, inputs, targets, between=lambda: None):
+    """What three steps say about passes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             optimizer.step(inputs, targets)
-        model.eval()  # a new plan
+        between()
         optimizer.step(inputs, targets)
-    told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name, samples", [("graph", 40), ("chunks", 20), ("chunks", 21), ("chunks", 40)])
+def test_a_step_of_many_passes_says_so_once(name, samples):
+    model, passes, reason = slow_models(samples)[name]
+    optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
+    told = told_of_passes(optimizer, *batch(3, 4, n=samples), between=model.eval)  # which makes a new plan
     assert len(told) == (passes > 20)
     if told:
         assert f"the time of {passes} passes" in told[0] and "solver='products'" in told[0]
@@ -472,24 +469,19 @@ def test_columns_that_go_back_one_at_a_time_say_so_once(unbatched):
     for classes in (21, 22):  # rows of a sample: one fewer
         model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, classes))
         inputs, targets = torch.randn(N, 4), torch.randint(classes, (N,))
-        optimizer = woodbury.GaussNewton(model, LOSS)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                optimizer.step(inputs, targets)
-        told = [str(warning.message) for warning in caught if "passes" in str(warning.message)]
+        told = told_of_passes(woodbury.GaussNewton(model, LOSS), inputs, targets)
         assert len(told) == (classes == 22)
         assert all("the time of 21 passes" in text and "NaturalGradient" in text for text in told)
 
 
 def test_a_step_of_few_passes_is_silent():
     """Rules, bare parameters, and torch.func with dropout."""
-    inputs, targets = batch(3, 4, n=40)
     for name in ("bare", "gru", "weight norm", "encoder"):
         model = nn.Sequential(nn.Dropout(0.1), FALLBACKS[name]().double())
+        optimizer = woodbury.NaturalGradient(model, LOSS, fallback="autograd")
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
-            woodbury.NaturalGradient(model, LOSS, fallback="autograd").step(inputs, targets)
+            optimizer.step(*batch(3, 4, n=40))
 
 
 class Noisy(nn.Module):
@@ -592,12 +584,11 @@ def test_residuals_of_a_differential_equation(forward, expected_way):
     check_functions(model, nn.MSELoss(), inputs, targets, forward, poisson_by_autograd, fallback="autograd")
 
 
-class BesideItself(nn.Module):
+class BesideItself(Parts):
     """Uses its weight beside the layer's own call, so that rows are written out."""
 
     def __init__(self, width):
-        super().__init__()
-        self.layer, self.bend, self.head = nn.Linear(2, 2), nn.PReLU(), nn.Linear(2, width)
+        super().__init__(layer=nn.Linear(2, 2), bend=nn.PReLU(), head=nn.Linear(2, width))
 
     def forward(self, x):
         return self.head(self.bend(self.layer(x) + nn.functional.linear(x, self.layer.weight)))
@@ -635,12 +626,11 @@ def test_dropout_may_be_switched_on_between_steps():
             check_verify(optimizer, inputs, targets)
 
 
-class Mirrored(nn.Module):
+class Mirrored(Parts):
     """An autoencoder whose decoder has no weight of its own."""
 
     def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
         del self.b.weight
 
     def forward(self, x):
@@ -648,13 +638,11 @@ class Mirrored(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
-class Compared(nn.Module):
+class Compared(Parts):
     """A layer that is used a second time as a constant."""
 
     def __init__(self, detach):
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
-        self.detach = detach
+        super().__init__(layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), detach=detach)
 
     def forward(self, x):
         if self.detach:
@@ -687,11 +675,9 @@ def test_the_ratio_is_that_of_the_model_at_the_new_point(name, curvature_samples
         check_ratio(optimizer, inputs, targets)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Parts):
     def __init__(self, reentrant):
-        super().__init__()
-        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
-        self.reentrant = reentrant
+        super().__init__(inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), reentrant=reentrant)
 
     def forward(self, x):
         x = x.detach().requires_grad_()
@@ -699,25 +685,24 @@ class Checkpointed(nn.Module):
         return self.head(h)
 
 
-def test_checkpoints_by_reentrance_are_refused():
+def test_models_that_autograd_cannot_follow_are_refused():
+    """Complex parameters, tensors without numbers, checkpoints by reentrance."""
+    with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
+        woodbury.GaussNewton(nn.Linear(4, CLASSES, dtype=torch.complex64), nn.MSELoss())
     inputs, targets = batch(4)
+    with pytest.raises(ValueError, match="meta device"):
+        optimizer = woodbury.GaussNewton(nn.Linear(4, CLASSES, device="meta"), LOSS)
+        optimizer.step(inputs.float().to("meta"), targets.to("meta"))
     for method in (*METHODS.values(), woodbury.HessianFree):
         with pytest.raises(ValueError, match="use_reentrant=False"):
             method(Checkpointed(True).double(), LOSS).step(inputs, targets)
 
 
-def test_complex_parameters_are_refused():
-    model = nn.Linear(4, CLASSES, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=r"'weight' is complex.*view_as_complex"):
-        woodbury.GaussNewton(model, nn.MSELoss())
-
-
-class Skipping(nn.Module):
+class Skipping(Parts):
     """Layers left out at random, one of them used once or twice, its weight by two modules."""
 
     def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        super().__init__(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4))
         self.c.weight = self.b.weight
         self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
 
@@ -740,12 +725,11 @@ def test_the_two_pieces_of_a_batch_may_use_other_layers(blocks):
         torch.rand(())
 
 
-class Substituted(nn.Module):
+class Substituted(Parts):
     """A layer used as it is, then with other parameters: constants, computed ones, its own but frozen."""
 
     def __init__(self, how):
-        super().__init__()
-        self.layer, self.head, self.how = nn.Linear(4, 4), nn.Linear(4, CLASSES), how
+        super().__init__(layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), how=how)
 
     def forward(self, x):
         own = dict(self.layer.named_parameters())
@@ -781,10 +765,9 @@ def test_parameters_used_past_their_layer_are_refused_or_exact_by_the_fallback(n
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
 
 
-class Halved(nn.Module):
+class Halved(Parts):
     def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        super().__init__(inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
 
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -800,12 +783,6 @@ def test_autocast_inside_the_model_needs_the_fallback():
     assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
 
 
-def test_a_model_without_numbers_is_refused():
-    optimizer = woodbury.GaussNewton(nn.Linear(4, CLASSES, device="meta"), LOSS)
-    with pytest.raises(ValueError, match="meta device"):
-        optimizer.step(torch.randn(N, 4, device="meta"), torch.randint(CLASSES, (N,), device="meta"))
-
-
 class Queries(nn.Module):
     """Attention among constants, which has no sample axis, unbatched."""
 
@@ -818,10 +795,9 @@ class Queries(nn.Module):
         return self.head(torch.tanh(x * self.attend(self.queries, self.queries, self.queries)[0].mean(0)))
 
 
-class ByKeyword(nn.Module):
+class ByKeyword(Parts):
     def __init__(self):
-        super().__init__()
-        self.pair, self.head = nn.Bilinear(4, 4, 4), nn.Linear(4, CLASSES)
+        super().__init__(pair=nn.Bilinear(4, 4, 4), head=nn.Linear(4, CLASSES))
 
     def forward(self, x):
         return self.head(input=torch.tanh(self.pair(input2=x.sin(), input1=x)))
@@ -837,12 +813,11 @@ def test_scripted_modules_take_the_fallback():
         check_verify(optimizer, inputs, targets)
 
 
-class Hooked(nn.Module):
+class Hooked(Parts):
     """Halves gradients on their way back, at a layer's output or behind the activation."""
 
     def __init__(self, at):
-        super().__init__()
-        self.at, self.inner, self.head = at, nn.Linear(4, 4), nn.Linear(4, CLASSES)
+        super().__init__(at=at, inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
 
     def forward(self, x):
         h = self.inner(x)
@@ -853,13 +828,11 @@ class Hooked(nn.Module):
         return self.head(v)
 
 
-class Mixing(nn.Module):
+class Mixing(Parts):
     """Samples mixed before the layers, between them in training, or behind them where all inputs are positive."""
 
     def __init__(self, place):
-        super().__init__()
-        self.inner, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)
-        self.place = place
+        super().__init__(inner=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, CLASSES), place=place)
 
     def forward(self, x):
         positive = x.min() > 0
@@ -870,12 +843,11 @@ class Mixing(nn.Module):
         return h.flip(0) if self.place == "behind" and positive else h
 
 
-class OverBatch(nn.Module):
+class OverBatch(Parts):
     """Bare parameters and a mean over the batch: no layer to notice it by."""
 
     def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(4))
+        super().__init__(gain=nn.Parameter(torch.randn(4)))
 
     def forward(self, x):
         h = self.gain * x
@@ -905,17 +877,20 @@ def test_mixing_that_shows_later_is_refused_when_it_is_looked_for_again():
         optimizer.step(inputs, targets)
 
 
-def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit():
+@pytest.mark.parametrize("mask", [torch.rand(3, 3), [0.5, 1.0, 2.0]], ids=["tensor", "list"])
+def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit(mask):
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, CLASSES))
-    mask, inputs, targets = torch.rand(3, 3), torch.randn(N, 3), torch.randint(CLASSES, (N,))
+    inputs, targets = torch.randn(N, 3), torch.randint(CLASSES, (N,))
 
     def forward(model, batch):
-        return model(batch["x"] @ batch["mask"])
+        assert len(batch["mask"]) == 3
+        return model(batch["x"] @ torch.as_tensor(batch["mask"]).expand(3, 3))
 
     optimizer = woodbury.NaturalGradient(model, LOSS, curvature_samples=2, forward=forward)
     optimizer.step({"x": inputs, "mask": mask}, targets)
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"inputs\['mask'\], Tensor of shape \(3, 3\), had no sample axis"):
+    told = "list with 3 entries" if isinstance(mask, list) else r"Tensor of shape \(3, 3\)"
+    with pytest.raises(ValueError, match=rf"inputs\['mask'\], {told}, had no sample axis"):
         optimizer.step({"x": inputs[:3], "mask": mask}, targets[:3])
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     optimizer.step({"x": inputs[:4], "mask": mask}, targets[:4])
@@ -924,12 +899,11 @@ def test_what_has_no_sample_axis_is_not_cut_where_its_length_happens_to_fit():
 # One parameter under several names of one module.
 
 
-class Twice(nn.Module):
+class Twice(Parts):
     """z = a x + a^2 b + shift, with a = b or not; the rule gives rows for every name."""
 
     def __init__(self, tied, shape=(4,)):
-        super().__init__()
-        self.a = nn.Parameter(torch.rand(shape) + 0.5)
+        super().__init__(a=nn.Parameter(torch.rand(shape) + 0.5))
         self.b = self.a if tied else nn.Parameter(torch.rand(shape) + 0.5)
         self.shift = nn.Parameter(torch.randn(4))
 
@@ -971,12 +945,11 @@ def tied_cell():
     return cell
 
 
-class Keyed(nn.Module):
+class Keyed(Parts):
     """Attention whose projections of keys and values are one."""
 
     def __init__(self):
-        super().__init__()
-        self.attend = attention(kdim=3, vdim=3, batch_first=True)
+        super().__init__(attend=attention(kdim=3, vdim=3, batch_first=True))
         self.attend.v_proj_weight = self.attend.k_proj_weight
 
     def forward(self, x):
@@ -1040,12 +1013,11 @@ def test_a_registered_layer_may_use_a_parameter_several_times(shape, rule_for_tw
         check_directions(model, LOSS, inputs, targets, [1, 3])
 
 
-class Past(nn.Module):
+class Past(Parts):
     """Uses a parameter of a registered layer once more, past its module, before or after."""
 
     def __init__(self, before, power):
-        super().__init__()
-        self.layer, self.head, self.before, self.power = Twice(False), nn.Linear(4, CLASSES), before, power
+        super().__init__(layer=Twice(False), head=nn.Linear(4, CLASSES), before=before, power=power)
 
     def forward(self, x):
         scale = (lambda h: h.abs() ** self.layer.a) if self.power else (lambda h: h * self.layer.a)
@@ -1125,12 +1097,11 @@ IN_PLACE = {
 }
 
 
-class InPlace(nn.Module):
+class InPlace(Parts):
     """A layer whose outputs are changed where they are, twice."""
 
     def __init__(self, layer, transposed):
-        super().__init__()
-        self.layer, self.transposed, self.head = layer, transposed, nn.LazyLinear(CLASSES)
+        super().__init__(layer=layer, transposed=transposed, head=nn.LazyLinear(CLASSES))
 
     def forward(self, x):
         x = x.transpose(1, 2) if self.transposed else x
@@ -1154,10 +1125,9 @@ def test_outputs_of_a_layer_may_be_changed_in_place(name):
         check_ratio(optimizer, inputs, targets)
 
 
-class AttendingInPlace(nn.Module):
+class AttendingInPlace(Parts):
     def __init__(self, batch_first):
-        super().__init__()
-        self.attend, self.head = attention(batch_first=batch_first), nn.Linear(4, CLASSES)
+        super().__init__(attend=attention(batch_first=batch_first), head=nn.Linear(4, CLASSES))
 
     def forward(self, x):
         first = self.attend.batch_first

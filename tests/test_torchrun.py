@@ -17,10 +17,10 @@ pytest.importorskip("typer")
 
 import bounds
 import processes
+from fuzz.files import DATA, stop_after
 from woodbury._group import LostProcessError
 from woodbury.experiments import train as training
 from woodbury.experiments.config import RunConfig
-from woodbury.experiments.data import Dataset
 from woodbury.experiments.presets import PRESETS
 from woodbury.experiments.records import read_records
 from woodbury.experiments.train import InterruptedRunError, train
@@ -41,22 +41,11 @@ OPTIMIZERS = {
 }
 
 
-def tiny_data() -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(48, 6, generator=generator), torch.randint(3, (48,), generator=generator)
-    return Dataset(inputs[:40], targets[:40], inputs[40:], targets[40:], classes=3)
-
-
 def tiny_run(optimizer: str, **settings: Any) -> RunConfig:
     """A run of 12 steps on batches of 13, 13, 13 and 1 samples: of 2 processes one has none of the last."""
     preset = PRESETS["digits"]
     config = preset.config("digits", optimizer, seed=1, epochs=3, batch_size=13, settings=settings)
     return dataclasses.replace(config, widths=(6, 4, 3), dtype="float64")
-
-
-def stop_after(steps: int) -> Any:
-    calls = iter(range(1, 10**9))
-    return lambda: next(calls) >= steps
 
 
 def assert_close(one: Path, other: Path) -> None:
@@ -84,12 +73,12 @@ def train_all(rank: int, world: int, folder: Path) -> list[tuple[int, float]]:
             tiny_run(name, **settings),
             folder / name,
             lambda now: shown.append((now.step, now.loss)),
-            data=tiny_data(),
+            data=DATA,
         )
     return shown
 
 
-def test_two_processes_write_the_run_of_one(tmp_path: Path) -> None:
+def test_two_processes_write_the_run_of_one(tmp_path):
     shown = processes.run(train_all, 2, tmp_path / "two")
     assert len(shown[0]) == 12 * len(OPTIMIZERS) and not shown[1]  # the first alone shows progress
     train_all(0, 1, tmp_path / "one")
@@ -103,36 +92,36 @@ def test_two_processes_write_the_run_of_one(tmp_path: Path) -> None:
 
 def stop_and_go_on(rank: int, world: int, folder: Path) -> list[int]:
     """Stops two runs, one of them by the second process alone, and goes on with two that one process has begun."""
-    data, seen = tiny_data(), []
+    seen = []
     told = stop_after(7) if rank == 1 else lambda: False
     try:
-        train(tiny_run("smw-gn", curvature_samples=None), folder / "gn", data=data, stop=told)
+        train(tiny_run("smw-gn", curvature_samples=None), folder / "gn", data=DATA, stop=told)
     except InterruptedRunError:
         seen.append(len(read_records(folder / "gn")["step"]))
     try:
-        train(tiny_run("smw-gn", curvature_samples=8), folder / "subset", data=data, stop=stop_after(3))
+        train(tiny_run("smw-gn", curvature_samples=8), folder / "subset", data=DATA, stop=stop_after(3))
     except InterruptedRunError:
         seen.append(len(read_records(folder / "subset")["step"]))
     for name in ("kfac", "adam"):
-        train(tiny_run(name, **OPTIMIZERS[name]), folder / name, data=data, resume=True)
+        train(tiny_run(name, **OPTIMIZERS[name]), folder / name, data=DATA, resume=True)
     return seen
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    data, cut, whole = tiny_data(), tmp_path / "cut", tmp_path / "whole"
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
     for name in ("kfac", "adam"):
         with pytest.raises(InterruptedRunError):
-            train(tiny_run(name, **OPTIMIZERS[name]), cut / name, data=data, stop=stop_after(5))
+            train(tiny_run(name, **OPTIMIZERS[name]), cut / name, data=DATA, stop=stop_after(5))
     # a stop that one process is told of ends both after the same step
     assert processes.run(stop_and_go_on, 2, cut) == [[7, 3], [7, 3]]
-    train(tiny_run("smw-gn", curvature_samples=None), cut / "gn", data=data, resume=True)
-    train(tiny_run("smw-gn", curvature_samples=None), whole / "gn", data=data)
+    train(tiny_run("smw-gn", curvature_samples=None), cut / "gn", data=DATA, resume=True)
+    train(tiny_run("smw-gn", curvature_samples=None), whole / "gn", data=DATA)
     assert_close(whole / "gn", cut / "gn")
     for name in ("kfac", "adam"):
-        train(tiny_run(name, **OPTIMIZERS[name]), whole / name, data=data)
+        train(tiny_run(name, **OPTIMIZERS[name]), whole / name, data=DATA)
         assert_close(whole / name, cut / name)
     # The next batch has 1 sample, fewer than the 8 curvature samples: the batches before had more.
-    train(tiny_run("smw-gn", curvature_samples=8), cut / "subset", data=data, resume=True)
+    train(tiny_run("smw-gn", curvature_samples=8), cut / "subset", data=DATA, resume=True)
     assert len(read_records(cut / "subset")["step"]) == 12
 
 
@@ -142,13 +131,13 @@ def fail_to_write(rank: int, world: int, folder: Path) -> str:
             raise OSError("the disk is full")
 
     try:
-        train(tiny_run("smw-gn"), folder / "run", progress, data=tiny_data())
+        train(tiny_run("smw-gn"), folder / "run", progress, data=DATA)
     except (OSError, LostProcessError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def test_an_error_of_the_process_that_writes_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_error_of_the_process_that_writes_is_told_to_the_others(tmp_path):
     first, second = processes.run(fail_to_write, 2, tmp_path)
     assert first == "OSError: the disk is full"
     assert second == "LostProcessError: process 0 of 2 failed: OSError: the disk is full"
@@ -179,7 +168,7 @@ def run_ranks(function: Any, *arguments: object) -> list[Any]:
     return [rank.wait() for rank in ranks]
 
 
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path: Path) -> None:
+def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(tmp_path):
     """The second of two is killed in step 5."""
     arguments = [*COMMAND, "--checkpoint-seconds", "0", "--out", str(tmp_path / "cut")]
     first, second = run_ranks(command_until_killed, *arguments)
@@ -205,7 +194,7 @@ def run_python(*arguments: object, **environment: object) -> Any:
 
 
 @pytest.mark.slow
-def test_torchrun_trains_compares_and_shows_once(tmp_path: Path) -> None:
+def test_torchrun_trains_compares_and_shows_once(tmp_path):
     torchrun = ["torch.distributed.run", "--nproc-per-node", 2, "--master-port", processes.free_port()]
     command = ["compare", "digits", "--optimizers", "smw-ng,sgd", "--seeds", 1, "--epochs", 1, "--out", tmp_path]
     done = run_python("-m", *torchrun, "-m", "woodbury", *command)
@@ -236,13 +225,13 @@ assert not any("gloo" in name for name in threads()), threads()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
-def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process() -> None:
+def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process():
     alone = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
     done = run_python("-c", ENDS, **alone)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path: Path) -> None:
+def test_a_model_of_each_process_own_is_refused_under_torchrun(tmp_path):
     command = ["train", "digits", "--set", "process_group=self", "--out", tmp_path]
     for done in run_ranks(processes.command, *command):
         assert done.returncode == 2 and "process_group is for one process" in done.stderr

@@ -79,12 +79,9 @@ def test_the_first_budget_that_is_used_up_ends_it(budget):
     assert fit.steps == 7 and fit.reason in budget
 
 
-def test_without_a_budget_there_are_twenty_epochs():
+def test_without_a_budget_there_are_twenty_epochs_and_a_tolerance_ends_them():
     fit = fitted(network(), batches(classes(40)))
     assert fit.steps == 40 and fit.reason == "epochs"
-
-
-def test_a_tolerance_ends_it():
     fit = fitted(network(), batches(classes()), epochs=50, tolerance=0.1)
     assert fit.reason == "tolerance" and fit.history[-1]["loss"] <= 0.1 < fit.history[-2]["loss"]
 

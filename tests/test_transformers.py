@@ -1,6 +1,8 @@
 """Models of another library as they come, built from a config: BERT, GPT-2, Llama, Qwen, T5 and ViT."""
 
+import copy
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -132,15 +134,21 @@ def test_rows_of_a_model_are_those_of_a_loop_over_its_samples(name, samples, dou
     assert reference.relative_error(rows.dense(), gradients) <= bound
 
 
+@cache
+def dense_problem(name):
+    """A problem and its dense system, whose Jacobians are computed once."""
+    model, batch, targets = problem(name)
+    solve = reference.dense_system(model, nn.CrossEntropyLoss(), batch, targets, [2, 0, 1], logits)
+    return model, batch, targets, solve
+
+
 @every_pair(name=list(MODELS), blocks=["full", "layer"], method=METHODS)
 def test_a_step_of_a_model_is_the_dense_one(name, blocks, method, doubled):
-    model, batch, targets = problem(name)
-    loss = nn.CrossEntropyLoss()
+    model, batch, targets, solve = dense_problem(name)
+    model, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
     optimizer = method(model, loss, damping=0.05, blocks=blocks, forward=logits)
     p = flatten(optimizer.direction(batch, targets, subset=[2, 0, 1]))
-    expected, B, _ = reference.dense_direction(
-        model, loss, batch, targets, [2, 0, 1], 0.05, optimizer.curvature.name, blocks=blocks, forward=logits
-    )
+    expected, B, _ = solve(0.05, optimizer.curvature.name, blocks)
     assert reference.relative_error(p, expected) <= bounds.of_solve(B, 0.05)
     assert optimizer.verify(batch, targets) <= bounds.of_verify(optimizer, batch, targets)
     before = loss(logits(model, batch), targets).detach()

@@ -31,16 +31,14 @@ LOW, HIGH = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
         ({"a": LOW, "b": HIGH, "c": []}, "a", [], True),  # not measured: not compared
     ],
 )
-def test_a_group_is_ahead_where_all_its_seeds_lie_below_all_others(
-    values: dict[str, list[float]], leader: str, level: list[str], is_clear: bool
-) -> None:
+def test_a_group_is_ahead_where_all_its_seeds_lie_below_all_others(values, leader, level, is_clear):
     found = standing(values)
     assert found is not None
     assert (found.leader, found.level, found.is_clear) == (leader, level, is_clear)
     assert standing({"a": LOW}) is None is standing({"a": LOW, "b": []})  # one group is not compared
 
 
-def test_equal_groups_part_by_chance_once_in_twenty_times_for_each() -> None:
+def test_equal_groups_part_by_chance_once_in_twenty_times_for_each():
     """Over all orders in which the seeds of two equal groups can come."""
     orders = list(permutations(range(2 * ENOUGH_SEEDS)))
     found = [standing({"a": order[:ENOUGH_SEEDS], "b": order[ENOUGH_SEEDS:]}) for order in orders]
@@ -53,7 +51,7 @@ def write(folder: Path, name: str, losses: Sequence[float | None], errors: Seque
         write_run(folder / f"{name}-{seed}", name, seed, [2.0, loss], errors=[0.9, error])
 
 
-def test_the_takeaway_says_who_is_lowest_and_whether_it_may_be_chance(tmp_path: Path) -> None:
+def test_the_takeaway_says_who_is_lowest_and_whether_it_may_be_chance(tmp_path):
     write(tmp_path, "smw-gn", [0.01, 0.02, 0.03], [0.05, 0.06, 0.07])
     write(tmp_path, "sgd", [0.1, 0.2, 0.3], [0.06, 0.08, 0.09])
     write(tmp_path, "adam", [0.4, 0.5, None], [0.065, 0.2, 0.3])
@@ -67,7 +65,7 @@ def test_the_takeaway_says_who_is_lowest_and_whether_it_may_be_chance(tmp_path: 
     assert takeaway(groups[:1], "test_error") == []
 
 
-def test_the_takeaway_of_single_seeds_calls_nobody_ahead_and_says_who_diverged(tmp_path: Path) -> None:
+def test_the_takeaway_of_single_seeds_calls_nobody_ahead_and_says_who_diverged(tmp_path):
     write(tmp_path, "sgd", [None], [0.5])
     write(tmp_path, "adam", [None], [0.5])
     assert takeaway(groups_of(load([tmp_path])), "test_loss") == ["Every run diverged."]
@@ -78,7 +76,7 @@ def test_the_takeaway_of_single_seeds_calls_nobody_ahead_and_says_who_diverged(t
     ]
 
 
-def test_a_run_that_is_there_twice_is_one_seed(tmp_path: Path) -> None:
+def test_a_run_that_is_there_twice_is_one_seed(tmp_path):
     write(tmp_path, "sgd", [1.0, 1.0, 1.0], [0.5, 0.5, 0.5])
     for copy in range(3):
         write_run(tmp_path / f"gn-{copy}", "smw-gn", 0, [2.0, 0.01 + 0.01 * copy])
@@ -93,7 +91,7 @@ def race(folder: Path, name: str, losses: Sequence[Sequence[float | None]], seco
         write_run(folder / f"{name}-{seed}", name, seed, values, seconds_per_epoch=seconds_per_epoch)
 
 
-def test_the_fastest_is_first_at_the_lowest_loss_that_all_reach(tmp_path: Path) -> None:
+def test_the_fastest_is_first_at_the_lowest_loss_that_all_reach(tmp_path):
     race(tmp_path, "smw-gn", [[2.0, 0.3, 0.1], [2.0, 0.5, 0.1], [2.0, 0.45, 0.1]], seconds_per_epoch=4.0)
     race(tmp_path, "sgd", [[2.0, 0.9, 0.4], [2.0, 0.8, 0.38], [2.0, 0.7, 0.35]], seconds_per_epoch=1.5)
     groups = groups_of(load([tmp_path]))
@@ -107,7 +105,7 @@ def test_the_fastest_is_first_at_the_lowest_loss_that_all_reach(tmp_path: Path) 
     )
 
 
-def test_who_never_gets_below_the_start_does_not_race(tmp_path: Path) -> None:
+def test_who_never_gets_below_the_start_does_not_race(tmp_path):
     race(tmp_path, "smw-gn", [[2.0, 1.0, None]], seconds_per_epoch=1.0)  # it diverges after it has been there
     race(tmp_path, "sgd", [[2.0, 1.5, 1.2]], seconds_per_epoch=1.0)
     race(tmp_path, "adam", [[2.0, 3.0, 2.0]], seconds_per_epoch=0.1)
@@ -120,7 +118,7 @@ def test_who_never_gets_below_the_start_does_not_race(tmp_path: Path) -> None:
     assert race_of(groups[:2]) is None  # of smw-gn and hf one is left
 
 
-def test_recorded_losses_may_be_below_zero_and_begin_after_the_start(tmp_path: Path) -> None:
+def test_recorded_losses_may_be_below_zero_and_begin_after_the_start(tmp_path):
     for method, losses in (("a", [1.0, -1.0, -2.0]), ("b", [-1.0, 0.5, -1.5])):
         with woodbury.Recorder(tmp_path / method, problem="waves", method=method) as record:
             for epoch, loss in enumerate(losses):

@@ -13,6 +13,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 
 N, CLASSES = 12, 3
 LOSSES = {
@@ -25,6 +26,7 @@ LOSSES = {
     ),
 }
 METHODS = [woodbury.GaussNewton, woodbury.NaturalGradient, woodbury.HessianFree, woodbury.KFAC]
+every_how = pytest.mark.parametrize("how", ["closure", "watch"])
 
 
 def network(*between, outputs=CLASSES):
@@ -38,12 +40,14 @@ def batch(name, samples=N):
     return inputs[:samples], LOSSES[name][2](generator)[:samples]
 
 
-def in_loop(optimizer, model, criterion, inputs, targets, how):
+def two(how, loss, given=None, method=woodbury.GaussNewton, make=network, **settings):
+    """An optimizer with a loss, and one for a loop of the user's own with the loss that is given, of twins."""
+    return method(make(), loss, **settings), method(make(), given, watch=how == "watch", **settings)
+
+
+def in_loop(optimizer, criterion, inputs, targets, how, model=None):
     """One step as a loop of the user's own takes it."""
-    if how == "watch":
-        optimizer.zero_grad()
-        criterion(model(inputs), targets).backward()
-        return optimizer.step()
+    model = optimizer.model if model is None else model
 
     def closure():
         optimizer.zero_grad()
@@ -51,36 +55,45 @@ def in_loop(optimizer, model, criterion, inputs, targets, how):
         loss.backward()
         return loss
 
+    if how == "watch":
+        closure()
+        return optimizer.step()
     return optimizer.step(closure) if how == "closure" else optimizer.step(closure=closure)
+
+
+def error_of(expected, optimizer):
+    return reference.model_error(expected.model, optimizer.model)
+
+
+def check_steps(expected, optimizer, criterion, data, how, steps=5, told=None, exact=True):
+    """Steps of the loop are those on a batch, whose loss needs other data than `told`, or the same."""
+    bound = 0.0 if exact else bounds.of_verify(expected, *data, steps=steps)
+    for _ in range(steps):
+        expected.step(*data)
+        in_loop(optimizer, criterion, *(told or data), how)
+    assert error_of(expected, optimizer) <= bound
 
 
 @every_pair(method=METHODS, name=list(LOSSES), form=["module", "function"], how=["closure", "keyword", "watch"])
 def test_twenty_steps_are_those_of_step_on_a_batch(method, name, form, how):
     module, function, _ = LOSSES[name]
     inputs, targets = batch(name)
-    plain, model = network(), network()
-    expected = method(plain, module, curvature_samples=6, seed=0)
-    optimizer = method(model, module, curvature_samples=6, seed=0, watch=how == "watch")
+    expected, optimizer = two(how, module, module, method, curvature_samples=6, seed=0)
     bound = bounds.of_verify(expected, inputs, targets, steps=20)
     for _ in range(20):
         a = expected.step(inputs, targets)
-        b = in_loop(optimizer, model, module if form == "module" else function, inputs, targets, how)
+        b = in_loop(optimizer, module if form == "module" else function, inputs, targets, how)
         assert b.as_dict() == pytest.approx(a.as_dict(), rel=bounds.of_info(a, bound))
-    assert reference.model_error(plain, model) <= bound
+    assert error_of(expected, optimizer) <= bound
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
+@every_how
 def test_no_loss_need_be_given(how):
-    inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    optimizer = woodbury.GaussNewton(model, None, watch=how == "watch")
-    for _ in range(3):
-        expected.step(inputs, targets)
-        in_loop(optimizer, model, F.cross_entropy, inputs, targets, how)
-    assert reference.model_error(plain, model) == 0
+    data = batch("cross entropy")
+    expected, optimizer = two(how, nn.CrossEntropyLoss())
+    check_steps(expected, optimizer, F.cross_entropy, data, how)
     with pytest.raises(ValueError, match="made without a loss"):
-        optimizer.step(inputs, targets)
+        optimizer.step(*data)
 
 
 def focal(outputs, targets):
@@ -88,42 +101,56 @@ def focal(outputs, targets):
     return -((1 - log.exp()) ** 2 * log)
 
 
-class Focal(nn.Module):
+def half_as_much_again(outputs, targets):
+    return 1.5 * F.cross_entropy(outputs, targets, reduction="none")
+
+
+class Registered(Parts):
+    """The mean of some values of the samples."""
+
+    def __init__(self, values):
+        super().__init__(values=values)
+
     def forward(self, outputs, targets):
-        return focal(outputs, targets).mean()
+        return self.values(outputs, targets).mean()
 
 
 @pytest.fixture
-def focal_rule():
-    @woodbury.register_loss(Focal)
+def rule():
+    @woodbury.register_loss(Registered)
     class Rule(woodbury.LossRule):
         def prepare(self, loss, outputs, targets):
             return targets
 
         def values(self, loss, outputs, targets):
-            return focal(outputs, targets)
+            return loss.values(outputs, targets)
 
     yield
     from woodbury.losses import rules
 
-    del rules._RULES[Focal]
+    del rules._RULES[Registered]
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
+@every_how
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
 @pytest.mark.parametrize("curvature_samples", [None, 5])
-def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, focal_rule):
+@pytest.mark.parametrize(
+    "values, criterion",
+    [
+        (focal, lambda y, t: focal(y, t).mean()),
+        (half_as_much_again, lambda y, t: 3 * F.cross_entropy(y, t) / 2),  # a constant factor is part of the loss
+    ],
+)
+def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, values, criterion, rule):
     inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
     settings = {"curvature_samples": curvature_samples, "seed": 0, "damping": 0.1}
-    expected = method(plain, Focal(), **settings)
-    optimizer = method(model, None, watch=how == "watch", **settings)
+    expected, optimizer = two(how, Registered(values), method=method, **settings)
     bound = bounds.of_verify(expected, inputs, targets, steps=5)
     for _ in range(5):
         a = expected.step(inputs, targets)
-        b = in_loop(optimizer, model, lambda y, t: focal(y, t).mean(), inputs, targets, how)
+        b = in_loop(optimizer, criterion, inputs, targets, how)
         assert b.as_dict() == pytest.approx(a.as_dict(), rel=bounds.of_info(a, bound))
-    assert reference.model_error(plain, model) <= bound
+    assert error_of(expected, optimizer) <= bound
 
 
 RECOGNISED = {
@@ -141,57 +168,19 @@ RECOGNISED = {
 }
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
+@every_how
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_losses_of_torch_are_recognised(name, how):
     loss, kind = RECOGNISED[name]
-    inputs, targets = batch(kind)
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, loss)
-    optimizer = woodbury.GaussNewton(model, None, watch=how == "watch")
-    for _ in range(5):
-        expected.step(inputs, targets)
-        in_loop(optimizer, model, loss, inputs, targets, how)
-    assert reference.model_error(plain, model) == 0
+    check_steps(*two(how, loss), loss, batch(kind), how)
 
 
 def test_gaussian_likelihood_with_its_variances():
     inputs, targets = batch("squared")
     variances = torch.rand(N, CLASSES).double() + 0.5
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.GaussianNLLLoss())
-    optimizer = woodbury.GaussNewton(model, None)
-    for _ in range(3):
-        expected.step(inputs, torch.stack([targets, variances], 1))
-        in_loop(optimizer, model, lambda y, t: nn.GaussianNLLLoss()(y, t, variances), inputs, targets, "closure")
-    assert reference.model_error(plain, model) == 0
-
-
-class Half(nn.Module):
-    pass
-
-
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_a_constant_factor_is_part_of_the_loss(how):
-    """3 l / 2: as with a rule that says so."""
-
-    @woodbury.register_loss(Half)
-    class Rule(woodbury.LossRule):
-        def prepare(self, loss, outputs, targets):
-            return targets
-
-        def values(self, loss, outputs, targets):
-            return 1.5 * F.cross_entropy(outputs, targets, reduction="none")
-
-    inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    settings = {"damping": 0.1, "curvature_samples": 5, "seed": 0}
-    expected = woodbury.GaussNewton(plain, Half(), **settings)
-    optimizer = woodbury.GaussNewton(model, None, watch=how == "watch", **settings)
-    for _ in range(5):
-        expected.step(inputs, targets)
-        in_loop(optimizer, model, lambda y, t: 3 * F.cross_entropy(y, t) / 2, inputs, targets, how)
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=5)
+    data, loss = (inputs, torch.stack([targets, variances], 1)), nn.GaussianNLLLoss()
+    told = (inputs, targets)
+    check_steps(*two("closure", loss), lambda y, t: loss(y, t, variances), data, "closure", told=told)
 
 
 class Tokens(nn.Module):
@@ -207,6 +196,16 @@ class Tokens(nn.Module):
         return self.head(self.embedding(tokens).cumsum(1))
 
 
+def token_batch():
+    """Tokens, and those that follow."""
+    tokens = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(0))
+    return tokens, F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+
+
+def tokens_last(model, tokens):
+    return model(tokens).movedim(-1, 1)
+
+
 def shift(logits, tokens):
     return F.cross_entropy(logits[:, :-1].reshape(-1, 7), tokens[:, 1:].reshape(-1))
 
@@ -220,52 +219,11 @@ def padded(logits, tokens):
     return F.cross_entropy(logits.view(-1, 7), labels.reshape(-1), ignore_index=-100)
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
-@pytest.mark.parametrize("loss", [shift, padded])
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-def test_sliced_and_reshaped_outputs_are_recognised(method, loss, how):
-    tokens = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(0))
-    plain, model = Tokens(), Tokens()
-    labels = F.pad(tokens, (0, 1), value=-100)[:, 1:]
-    settings = {"damping": 1.0, "curvature_samples": 3, "seed": 0}
-    expected = method(plain, nn.CrossEntropyLoss(), forward=lambda m, x: m(x).movedim(-1, 1), **settings)
-    optimizer = method(model, None, watch=how == "watch", **settings)
-    for _ in range(5):
-        expected.step(tokens, labels)
-        in_loop(optimizer, model, loss, tokens, tokens, how)
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, tokens, labels, steps=5)
-
-
-def test_a_loss_on_outputs_of_another_shape_has_no_rule_but_is_right():
-    """The slice (n, V, t - 1) is no reshape of rows: its Hessian is formed."""
-    tokens = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(0))
-    plain, model = Tokens(), Tokens()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss(), forward=lambda m, x: m(x)[:, :-1].movedim(-1, 1))
-    optimizer = woodbury.GaussNewton(model, None)
-    for _ in range(3):
-        expected.step(tokens, tokens[:, 1:])
-        in_loop(optimizer, model, by_transposing, tokens, tokens, "closure")
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, tokens, tokens[:, 1:], steps=3)
-
-
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_squeezed_outputs(how):
-    inputs, targets = batch("squared")
-    plain, model = network(outputs=1), network(outputs=1)
-    expected = woodbury.GaussNewton(plain, nn.MSELoss())
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=how == "watch")
-    for _ in range(3):
-        expected.step(inputs, targets[:, :1])
-        in_loop(optimizer, model, lambda y, t: F.mse_loss(y.squeeze(1), t), inputs, targets[:, 0], how)
-    assert reference.model_error(plain, model) == 0
-
-
-class WithLoss(nn.Module):
+class WithLoss(Parts):
     """Computes its own loss, from keywords, and returns a dictionary."""
 
     def __init__(self):
-        super().__init__()
-        self.net = Tokens()
+        super().__init__(net=Tokens())
 
     def forward(self, tokens=None, labels=None, count=None):
         logits = self.net(tokens)
@@ -273,79 +231,80 @@ class WithLoss(nn.Module):
         return {"loss": loss / count, "logits": logits}
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
+@every_how
+@pytest.mark.parametrize("loss", [shift, padded, "of the model"])
 @pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-def test_a_model_that_computes_its_loss(method, how):
-    tokens = torch.randint(7, (5, 6), generator=torch.Generator().manual_seed(0))
-    labels = F.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
-    plain, model = Tokens(), WithLoss()
+def test_sliced_and_reshaped_outputs_and_losses_of_models_are_recognised(method, loss, how):
+    tokens, labels = token_batch()
     settings = {"damping": 1.0, "curvature_samples": 3, "seed": 0}
-    expected = method(plain, nn.CrossEntropyLoss(), forward=lambda m, x: m(x).movedim(-1, 1), **settings)
+    expected = method(Tokens(), nn.CrossEntropyLoss(), forward=tokens_last, **settings)
+    model = WithLoss() if loss == "of the model" else Tokens()
     optimizer = method(model, None, watch=how == "watch", **settings)
     count = torch.tensor(25)
     for _ in range(5):
         expected.step(tokens, labels)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = model(tokens=tokens, labels=labels, count=count)["loss"]
-            loss *= 1
-            loss.backward()
-
-        if how == "closure":
-            optimizer.step(closure)
+        if loss == "of the model":
+            own = lambda _: model(tokens=tokens, labels=labels, count=count)  # noqa: E731
+            in_loop(optimizer, lambda outputs, _: outputs["loss"].mul_(1), tokens, labels, how, own)
         else:
-            closure()
-            optimizer.step()
-    assert reference.model_error(plain, model.net) <= bounds.of_verify(expected, tokens, labels, steps=5)
+            in_loop(optimizer, loss, tokens, tokens, how)
+    assert error_of(expected, optimizer) <= bounds.of_verify(expected, tokens, labels, steps=5)
+
+
+def test_a_loss_on_outputs_of_another_shape_has_no_rule_but_is_right():
+    """The slice (n, V, t - 1) is no reshape of rows: its Hessian is formed."""
+    tokens, _ = token_batch()
+    forward = lambda m, x: m(x)[:, :-1].movedim(-1, 1)  # noqa: E731
+    expected = woodbury.GaussNewton(Tokens(), nn.CrossEntropyLoss(), forward=forward)
+    data, told, optimizer = (tokens, tokens[:, 1:]), (tokens, tokens), woodbury.GaussNewton(Tokens(), None)
+    check_steps(expected, optimizer, by_transposing, data, "closure", told=told, exact=False)
+
+
+@every_how
+def test_squeezed_outputs(how):
+    inputs, targets = batch("squared")
+    twins = two(how, nn.MSELoss(), nn.MSELoss(), make=lambda: network(outputs=1))
+    data, told = (inputs, targets[:, :1]), (inputs, targets[:, 0])
+    check_steps(*twins, lambda y, t: F.mse_loss(y.squeeze(1), t), data, how, told=told)
 
 
 @pytest.mark.parametrize("counts", [(6, 6), (4, 4, 4), (12,)])
 def test_micro_batches_are_one_batch(counts):
     inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+    expected, optimizer = two("watch", nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
     for _ in range(5):
         expected.step(inputs, targets)
         optimizer.zero_grad()
         for x, y in zip(inputs.split(counts), targets.split(counts), strict=True):
-            (F.cross_entropy(model(x), y) / len(counts)).backward()
+            (F.cross_entropy(optimizer.model(x), y) / len(counts)).backward()
         optimizer.step()
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=5)
+    assert error_of(expected, optimizer) <= bounds.of_verify(expected, inputs, targets, steps=5)
 
 
-def test_micro_batches_of_other_sizes_are_weighted_by_sample_with_a_warning():
+@pytest.mark.parametrize("reduction, divisor", [("mean", 2), ("sum", torch.tensor(12))])
+def test_micro_batches_of_other_sizes_are_weighted_by_sample_with_a_warning_unless_they_are_sums(
+    reduction, divisor
+):
+    """Sums that are divided by all terms are one mean."""
     inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
+    expected, optimizer = two(
+        "watch", nn.CrossEntropyLoss(), nn.CrossEntropyLoss() if reduction == "mean" else None
+    )
     expected.step(inputs, targets)
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
     for x, y in zip(inputs.split((9, 3)), targets.split((9, 3)), strict=True):
-        (F.cross_entropy(model(x), y) / 2).backward()
-    with pytest.warns(RuntimeWarning, match="every sample the same weight"):
+        (F.cross_entropy(optimizer.model(x), y, reduction=reduction) / divisor).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         optimizer.step()
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets)
+    told = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert len(caught) == len(told) == (reduction == "mean")
+    assert all("every sample the same weight" in message for message in told)
+    assert error_of(expected, optimizer) <= bounds.of_verify(expected, inputs, targets)
 
 
-def test_sums_that_are_divided_by_all_terms_are_one_mean():
-    inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    expected.step(inputs, targets)
-    optimizer = woodbury.GaussNewton(model, None, watch=True)
-    for x, y in zip(inputs.split((9, 3)), targets.split((9, 3)), strict=True):
-        (F.cross_entropy(model(x), y, reduction="sum") / torch.tensor(12)).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets)
-
-
-class Shifted(nn.Module):
+class Shifted(Parts):
     def __init__(self):
-        super().__init__()
-        self.net = network()
+        super().__init__(net=network())
 
     def forward(self, x, shift):
         return self.net(x) + shift
@@ -364,9 +323,8 @@ def test_micro_batches_with_another_constant_raise():
 def test_other_passes_do_no_harm():
     """Validation with and without gradients, a pass whose loss goes nowhere, zero_grad of the model."""
     inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+    expected, optimizer = two("watch", nn.CrossEntropyLoss(), nn.CrossEntropyLoss())
+    model = optimizer.model
     for _ in range(4):
         expected.step(inputs, targets)
         model(inputs)
@@ -382,46 +340,28 @@ def test_other_passes_do_no_harm():
         model.train()
         optimizer.step()
         optimizer.zero_grad()
-    assert reference.model_error(plain, model) == 0
+    assert error_of(expected, optimizer) == 0
 
 
 def test_a_gradient_scaler_changes_nothing():
     inputs, targets = batch("cross entropy")
-    plain, model = network().float(), network().float()
     inputs = inputs.float()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=True)
+    loss = nn.CrossEntropyLoss()
+    expected, optimizer = two("watch", loss, loss, make=lambda: network().float())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     for _ in range(6):
         expected.step(inputs, targets)
         optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(inputs), targets)).backward()
+        scaler.scale(F.cross_entropy(optimizer.model(inputs), targets)).backward()
         scaler.step(optimizer)
         scaler.update()
     # a power of two more or less: exact
-    assert reference.model_error(plain, model) == 0
+    assert error_of(expected, optimizer) == 0
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_dropout_masks_are_those_of_the_loop(how):
-    inputs, targets = batch("cross entropy")
-    plain, model = network(nn.Dropout(0.5)), network(nn.Dropout(0.5))
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=how == "watch")
-    for step in range(5):
-        torch.manual_seed(step)
-        expected.step(inputs, targets)
-        after = torch.rand(1)
-        torch.manual_seed(step)
-        in_loop(optimizer, model, F.cross_entropy, inputs, targets, how)
-        assert torch.equal(torch.rand(1), after)
-    assert reference.model_error(plain, model) == 0
-
-
-class Counting(nn.Module):
+class Counting(Parts):
     def __init__(self):
-        super().__init__()
-        self.net = network()
+        super().__init__(net=network(nn.Dropout(0.5)))
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x):
@@ -429,142 +369,111 @@ class Counting(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_buffers_are_left_as_the_loop_left_them(how):
+@every_how
+def test_dropout_masks_and_buffers_are_those_of_the_loop(how):
     inputs, targets = batch("cross entropy")
-    model = Counting()
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), watch=how == "watch")
-    for step in range(3):
-        in_loop(optimizer, model, F.cross_entropy, inputs, targets, how)
-        assert float(model.passes) == step + 1
+    expected, optimizer = two(how, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(), make=Counting)
+    for step in range(5):
+        torch.manual_seed(step)
+        expected.step(inputs, targets)
+        after = torch.rand(1)
+        torch.manual_seed(step)
+        in_loop(optimizer, F.cross_entropy, inputs, targets, how)
+        assert torch.equal(torch.rand(1), after)
+        assert float(optimizer.model.passes) == step + 1
+    assert error_of(expected, optimizer) == 0
 
 
 # -- what is refused ------------------------------------------------------------------------------------------
 
 
-def mixing(outputs, targets):
+def mixing(outputs, targets, model):
     return F.mse_loss(outputs / outputs.square().mean().sqrt(), targets)
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_a_loss_that_mixes_samples_raises(how):
-    inputs, targets = batch("squared")
+def penalised(outputs, targets, model):
+    return F.mse_loss(outputs, targets) + 1e-4 * sum(p.square().sum() for p in model.parameters())
+
+
+def called_again(outputs, targets, model):
+    return F.mse_loss(outputs, model(torch.ones(N, 5).double()))
+
+
+@every_how
+@pytest.mark.parametrize(
+    "loss, message", [(mixing, "mixes samples"), (penalised, "weight_decay"), (called_again, "two calls")]
+)
+def test_a_loss_of_more_than_the_outputs_of_each_sample_raises(loss, message, how):
     model = network()
     before = copy.deepcopy(model)
     optimizer = woodbury.GaussNewton(model, None, watch=how == "watch")
-    with pytest.raises(ValueError, match="mixes samples"):
-        in_loop(optimizer, model, mixing, inputs, targets, how)
+    with pytest.raises(ValueError, match=message):
+        in_loop(optimizer, lambda y, t: loss(y, t, model), *batch("squared"), how)
     assert reference.model_error(model, before) == 0
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_a_penalty_on_the_weights_raises(how):
+def watched(seen=True):
+    """A model, its optimizer, and a function that runs it forward and backward on a batch."""
     inputs, targets = batch("squared")
     model = network()
-    optimizer = woodbury.GaussNewton(model, None, watch=how == "watch")
-
-    def penalised(outputs, targets):
-        return F.mse_loss(outputs, targets) + 1e-4 * sum(p.square().sum() for p in model.parameters())
-
-    with pytest.raises(ValueError, match="weight_decay"):
-        in_loop(optimizer, model, penalised, inputs, targets, how)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=seen)
+    return model, optimizer, inputs, lambda: F.mse_loss(model(inputs), targets).backward()
 
 
-def test_a_penalty_with_a_backward_pass_of_its_own_raises():
-    inputs, targets = batch("squared")
-    for late in (False, True):
-        model = network()
-        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True)
-        penalty = sum(p.square().sum() for p in model.parameters())
-        with pytest.raises(ValueError, match=r"weight_decay|not watched"):
-            if not late:
-                penalty.backward()
-            F.mse_loss(model(inputs), targets).backward()
-            if late:
-                penalty.backward()
-            optimizer.step()
+@pytest.mark.parametrize("late", [False, True])
+def test_a_penalty_with_a_backward_pass_of_its_own_raises(late):
+    model, optimizer, _, backward = watched()
+    penalty = sum(p.square().sum() for p in model.parameters())
+    with pytest.raises(ValueError, match=r"weight_decay|not watched"):
+        for call in (backward, penalty.backward) if late else (penalty.backward, backward):
+            call()
+        optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_two_calls_of_the_model_raise(how):
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, None, watch=how == "watch")
-    with pytest.raises(ValueError, match="two calls"):
-        in_loop(optimizer, model, lambda y, t: F.mse_loss(y, model(inputs + 1)), inputs, targets, how)
-
-
-@pytest.mark.parametrize("how", ["closure", "watch"])
-def test_clipping_is_reported(how):
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=how == "watch")
+@pytest.mark.parametrize("how, largest", [("closure", 1e-3), ("watch", 1e-3), ("watch", 1e9)])
+def test_clipping_is_reported_where_it_changes_anything(how, largest):
+    model, optimizer, _, backward = watched(how == "watch")
 
     def closure():
         optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        backward()
+        nn.utils.clip_grad_norm_(model.parameters(), largest)
 
-    with pytest.warns(RuntimeWarning, match="clipped"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         if how == "closure":
             optimizer.step(closure)
         else:
             closure()
             optimizer.step()
-
-
-def test_clipping_that_changes_nothing_is_not():
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True)
-    F.mse_loss(model(inputs), targets).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
+    told = [str(warning.message) for warning in caught]
+    assert any("clipped" in message for message in told) == (largest == 1e-3) == bool(told), told
 
 
 def test_a_step_that_nobody_watched_says_what_to_do():
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss())
-    F.mse_loss(model(inputs), targets).backward()
+    model, optimizer, inputs, backward = watched(seen=False)
+    backward()
     for call in (optimizer.step, lambda: optimizer.step(None)):
         with pytest.raises(TypeError, match="watch=True"):
             call()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True)
+    with pytest.raises(ValueError, match="watch=True"):  # gradients accumulated outside a closure
+        optimizer.step(backward)
     with pytest.raises(ValueError, match="watch=True"):
-        optimizer.step()
+        woodbury.GaussNewton(model, nn.MSELoss(), watch=True).step()
     with pytest.raises(ValueError, match=r"no loss\.backward"):
         woodbury.GaussNewton(model, nn.MSELoss()).step(lambda: None)
     with pytest.raises(TypeError, match="not both"):
         woodbury.GaussNewton(model, nn.MSELoss()).step(inputs, closure=lambda: None)
 
 
-def test_gradients_of_an_earlier_step_raise():
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True)
-    F.mse_loss(model(inputs), targets).backward()
+def test_gradients_of_an_earlier_step_and_inputs_that_change_before_the_step_raise():
+    _, optimizer, _, backward = watched()
+    backward()
     optimizer.step()
     with pytest.raises(ValueError, match="zero_grad"):
-        F.mse_loss(model(inputs), targets).backward()
-
-
-def test_gradients_accumulated_outside_a_closure_raise():
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss())
-    F.mse_loss(model(inputs), targets).backward()
-    with pytest.raises(ValueError, match="watch=True"):
-        optimizer.step(lambda: F.mse_loss(model(inputs), targets).backward())
-
-
-def test_inputs_that_change_before_the_step_raise():
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True)
-    F.mse_loss(model(inputs), targets).backward()
+        backward()
+    _, optimizer, inputs, backward = watched()
+    backward()
     inputs.add_(1)
     with pytest.raises(ValueError, match="changed in place"):
         optimizer.step()
@@ -584,34 +493,32 @@ def test_large_outputs_without_a_rule_raise():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_copies_watch_their_own_model(copied):
     inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True)
-    in_loop(optimizer, model, F.mse_loss, inputs, targets, "watch")
-    other, twin = copied((optimizer, model))
-    in_loop(optimizer, model, F.mse_loss, inputs, targets, "watch")
-    in_loop(other, twin, F.mse_loss, inputs, targets, "watch")
-    assert reference.model_error(model, twin) == 0
-    lone = copied(model)
+    optimizer = woodbury.GaussNewton(network(), nn.MSELoss(), watch=True)
+    in_loop(optimizer, F.mse_loss, inputs, targets, "watch")
+    other, twin = copied((optimizer, optimizer.model))
+    assert other.model is twin
+    for own in (optimizer, other):
+        in_loop(own, F.mse_loss, inputs, targets, "watch")
+    assert error_of(optimizer, other) == 0
+    lone = copied(optimizer.model)
     assert type(lone(inputs)) is torch.Tensor
 
 
 def test_schedulers_and_checkpoints_go_on_in_a_watched_loop():
-    inputs, targets = batch("squared")
-    model = network()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), watch=True, momentum=0.5)
+    data = batch("squared")
+    optimizer = woodbury.GaussNewton(network(), nn.MSELoss(), watch=True, momentum=0.5)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
-            in_loop(optimizer, model, F.mse_loss, inputs, targets, "watch")
+            in_loop(optimizer, F.mse_loss, *data, "watch")
             schedule.step()
-    twin = copy.deepcopy(model)
-    resumed = woodbury.GaussNewton(twin, nn.MSELoss(), watch=True, momentum=0.5)
+    resumed = woodbury.GaussNewton(copy.deepcopy(optimizer.model), nn.MSELoss(), watch=True, momentum=0.5)
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.5
-    in_loop(optimizer, model, F.mse_loss, inputs, targets, "watch")
-    in_loop(resumed, twin, F.mse_loss, inputs, targets, "watch")
-    assert reference.model_error(model, twin) == 0
+    for own in (optimizer, resumed):
+        in_loop(own, F.mse_loss, *data, "watch")
+    assert error_of(optimizer, resumed) == 0
 
 
 def test_outputs_in_a_loop_behave_as_tensors():
@@ -629,26 +536,3 @@ def test_outputs_in_a_loop_behave_as_tensors():
     assert torch.equal(part, model[0].weight.grad)
     assert f"{loss:.3f}" and repr(outputs)
     assert float(optimizer.step().loss) == pytest.approx(loss.item())
-
-
-@pytest.mark.parametrize("how", ["closure", "watch"])
-@pytest.mark.parametrize("in_place", [False, True], ids=["wrapped", "in place"])
-def test_compiled_models_in_a_loop(how, in_place):
-    """The steps of the model as it was written, and no new compilation once the first have been taken."""
-    dynamo = pytest.importorskip("torch._dynamo")
-    dynamo.reset()
-    inputs, targets = batch("cross entropy")
-    plain, model = network(), network()
-    expected = woodbury.GaussNewton(plain, nn.CrossEntropyLoss())
-    if in_place:
-        model.compile(backend="aot_eager")
-    called = model if in_place else torch.compile(model, backend="aot_eager")
-    optimizer = woodbury.GaussNewton(called, nn.CrossEntropyLoss(), watch=how == "watch")
-    counts = []
-    for _ in range(6):
-        expected.step(inputs, targets)
-        in_loop(optimizer, called, F.cross_entropy, inputs, targets, how)
-        counts.append(dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[2:] == counts[2:3] * 4
-    assert reference.model_error(plain, model) <= bounds.of_verify(expected, inputs, targets, steps=6)
-    dynamo.reset()

@@ -83,7 +83,6 @@ class Case:
     random: bool = False  # draws random numbers
     running: bool = False  # a pass changes buffers
     twice: bool = True  # second derivatives exist
-    plain_linear: bool = False
     refused: str | None = None  # why it must be refused
     may_refuse: str | None = None  # why it may be
 
@@ -245,7 +244,6 @@ def _composed(rng):
     case = Case(model, loss, x, scale, targets, n, style, dtype, forward, builder.features)
     case.needs_fallback, case.mixes, case.random = builder.needs_fallback, builder.mixes, builder.random
     case.running, case.twice = builder.running, builder.single
-    case.plain_linear = builder.plain_linear
     case.refused = builder.refused or why
     if builder.mixes:
         case.features.add("mixes")
@@ -266,11 +264,9 @@ def _chain(rng, builder):
     """Linear layers and activations alone, as `woodbury.model.chain` runs them by hand."""
     builder.features.add("chain")
     if builder.h.dim() > 2:
-        builder.add("flatten", nn.Flatten(), plain=True)
+        builder.add("flatten", nn.Flatten())
     for _ in range(rng.choice([0, 1, 2, 3])):
-        builder.add(
-            "Linear", nn.Linear(builder.h.shape[1], rng.choice([2, 3, 5]), bias=rng.random() < 0.8), plain=True
-        )
+        builder.add("Linear", nn.Linear(builder.h.shape[1], rng.choice([2, 3, 5]), bias=rng.random() < 0.8))
         builder.activation()
 
 
@@ -285,7 +281,7 @@ def _head(rng, builder):
         if h.dim() > 2:
             builder.add("flatten", nn.Flatten())
         builder.narrow()
-        builder.add("Linear", nn.Linear(builder.h.shape[1], rng.choice([1, 2, 2, 3])), plain=True)
+        builder.add("Linear", nn.Linear(builder.h.shape[1], rng.choice([1, 2, 2, 3])))
         return "vector"
     if h.dim() == 3:
         builder.add("Linear-sequence", nn.Linear(h.shape[2], rng.choice([2, 3])))
@@ -306,7 +302,7 @@ def _loss(rng, builder, kind):
             builder.add("multi-dim", Function(torch.movedim, -1, 1))
         return _softmax(rng, builder.h, features)
     if kind == "vector" and h.shape[1] == 1 and rng.random() < 0.4:
-        builder.add("one-dim", Function(torch.squeeze, 1), plain=True)
+        builder.add("one-dim", Function(torch.squeeze, 1))
     elif kind != "vector":
         features.add("multi-dim")
     h = builder.h

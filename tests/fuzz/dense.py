@@ -86,13 +86,6 @@ class Dense:
         J = J.reshape(size, -1)
         return times * (J.T @ H @ J)
 
-    def mean_loss(self):
-        return float(self.value(self.outputs.detach(), self.targets))
-
-    def gradient(self):
-        slope = self.slope(self.outputs, self.targets).reshape(self.n, -1)
-        return torch.einsum("nc,ncp->p", slope, self.J)
-
     def over(self, parts, theta=None):
         """f and its gradient over several batches of samples together, at these parameters."""
         parameters = list(self.parameters.values())

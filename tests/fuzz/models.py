@@ -17,12 +17,20 @@ import woodbury
 ACTIVATIONS = [nn.Tanh, nn.Sigmoid, nn.Softplus, nn.GELU, nn.SiLU, nn.ReLU, nn.ELU]
 
 
-class Gain(nn.Module):
+class Parts(nn.Module):
+    """Arguments become attributes: layers, parameters and settings."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Gain(Parts):
     """Each feature times a learned number; has a registered rule."""
 
     def __init__(self, width):
-        super().__init__()
-        self.gain = nn.Parameter(1 + 0.3 * torch.randn(width))
+        super().__init__(gain=nn.Parameter(1 + 0.3 * torch.randn(width)))
 
     def forward(self, x):
         return self.gain * x
@@ -58,12 +66,11 @@ class Bare(nn.Module):
         return self.scale * x + self.shift
 
 
-class TwoNames(nn.Module):
+class TwoNames(Parts):
     """One parameter under two names in one module."""
 
     def __init__(self, width):
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(width, width) / width**0.5)
+        super().__init__(a=nn.Parameter(torch.randn(width, width) / width**0.5))
         self.b = self.a
 
     def forward(self, x):
@@ -82,64 +89,58 @@ class ListTwice(nn.Module):
         return torch.tanh(x @ self.both[0]) @ self.both[1]
 
 
-class Unused(nn.Module):
+class Unused(Parts):
     """A layer that the outputs do not depend on."""
 
     def __init__(self, width):
-        super().__init__()
-        self.idle = nn.Linear(width, 2)
+        super().__init__(idle=nn.Linear(width, 2))
 
     def forward(self, x):
         self.idle(x)
         return x
 
 
-class Residual(nn.Module):
+class Residual(Parts):
     def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner=inner)
 
     def forward(self, x):
         return x + self.inner(x)
 
 
-class Twice(nn.Module):
+class Twice(Parts):
     """A module called twice."""
 
     def __init__(self, inner, between):
-        super().__init__()
-        self.inner, self.between = inner, between
+        super().__init__(inner=inner, between=between)
 
     def forward(self, x):
         return self.inner(self.between(self.inner(x)))
 
 
-class PastModule(nn.Module):
+class PastModule(Parts):
     """F.linear with the weight of a layer, which is also called."""
 
     def __init__(self, width):
-        super().__init__()
-        self.layer = nn.Linear(width, width)
+        super().__init__(layer=nn.Linear(width, width))
 
     def forward(self, x):
         return torch.tanh(self.layer(x)) + F.linear(x, self.layer.weight.t())
 
 
-class Pairs(nn.Module):
+class Pairs(Parts):
     def __init__(self, width, out):
-        super().__init__()
-        self.form = nn.Bilinear(width, width, out)
+        super().__init__(form=nn.Bilinear(width, width, out))
 
     def forward(self, x):
         return self.form(x, torch.tanh(x))
 
 
-class Cell(nn.Module):
+class Cell(Parts):
     """A recurrent cell, two steps."""
 
     def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
+        super().__init__(cell=cell)
 
     def forward(self, x):
         state = None
@@ -148,12 +149,11 @@ class Cell(nn.Module):
         return state[0] if isinstance(state, tuple) else state
 
 
-class Recurrent(nn.Module):
+class Recurrent(Parts):
     """An RNN of any kind; by transposing, if it wants positions first."""
 
     def __init__(self, rnn):
-        super().__init__()
-        self.rnn = rnn
+        super().__init__(rnn=rnn)
 
     def forward(self, x):
         if self.rnn.batch_first:
@@ -161,10 +161,9 @@ class Recurrent(nn.Module):
         return self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
 
 
-class Attention(nn.Module):
+class Attention(Parts):
     def __init__(self, attention, masked=False):
-        super().__init__()
-        self.attention, self.masked = attention, masked
+        super().__init__(attention=attention, masked=masked)
 
     def forward(self, x):
         own = x if self.attention.batch_first else x.transpose(0, 1)
@@ -175,35 +174,32 @@ class Attention(nn.Module):
         return out if self.attention.batch_first else out.transpose(0, 1)
 
 
-class Function(nn.Module):
+class Function(Parts):
     """A function as a module."""
 
     def __init__(self, function, *arguments):
-        super().__init__()
-        self.function, self.arguments = function, arguments
+        super().__init__(function=function, arguments=arguments)
 
     def forward(self, x):
         return self.function(x, *self.arguments)
 
 
-class Places(nn.Module):
+class Places(Parts):
     """A position embedding, with a sample axis or without."""
 
     def __init__(self, length, width, expanded):
-        super().__init__()
-        self.table, self.expanded = nn.Embedding(length, width), expanded
+        super().__init__(table=nn.Embedding(length, width), expanded=expanded)
 
     def forward(self, x):
         places = torch.arange(x.shape[1])
         return x + self.table(places.expand(x.shape[:2]) if self.expanded else places)
 
 
-class Padded(nn.Module):
+class Padded(Parts):
     """torch's encoder with a mask of padded positions that comes from the data."""
 
     def __init__(self, encoder):
-        super().__init__()
-        self.encoder = encoder
+        super().__init__(encoder=encoder)
 
     def forward(self, x):
         mask = x[..., 0] > 0.5
@@ -241,12 +237,11 @@ MIXTURES = {
 }
 
 
-class First(nn.Module):
+class First(Parts):
     """The first of several outputs."""
 
     def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
+        super().__init__(inner=inner)
 
     def forward(self, x):
         return self.inner(x)[0]
@@ -257,12 +252,11 @@ class SelfAttention(First):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
-class Net(nn.Module):
+class Net(Parts):
     """The stages in turn."""
 
     def __init__(self, stages):
-        super().__init__()
-        self.stages = nn.ModuleList(stages)
+        super().__init__(stages=nn.ModuleList(stages))
 
     def forward(self, x):
         for stage in self.stages:
@@ -284,7 +278,6 @@ class Builder:
         self.refused = None  # why the model is refused whatever the options
         self.running = False  # has buffers that a pass changes
         self.single = True  # derivatives of derivatives exist
-        self.plain_linear = True  # Linear on one vector per sample only: what KFAC takes
 
     @property
     def length(self):
@@ -298,18 +291,17 @@ class Builder:
     def chance(self, share):
         return self.rng.random() < share
 
-    def add(self, feature, stage, fallback=False, plain=False):
+    def add(self, feature, stage, fallback=False):
         self.features.add(feature)
         self.stages.append(stage)
         self.needs_fallback |= fallback
-        self.plain_linear &= plain
         with torch.no_grad():
             self.h = stage(self.h)
 
     def narrow(self, most=8):
         """Leave few features, for the dense reference."""
         if self.h.dim() < 4 and self.width > most:
-            self.add("narrow", Function(torch.narrow, -1, 0, most), plain=True)
+            self.add("narrow", Function(torch.narrow, -1, 0, most))
 
     def stage(self):
         """Add one stage that fits."""
@@ -332,7 +324,7 @@ class Builder:
         if stage is None:
             kind = otherwise
             stage = table[kind].make(self)
-        self.add(kind, stage, table[kind].fallback, table[kind].plain)
+        self.add(kind, stage, table[kind].fallback)
         if table[kind].after is not None:
             table[kind].after(self)
 
@@ -367,9 +359,9 @@ class Builder:
     def activation(self):
         if self.chance(0.25):
             inplace = self.rng.choice([nn.ReLU(inplace=True), nn.ELU(inplace=True)])
-            self.add("inplace", inplace, plain=True)
+            self.add("inplace", inplace)
         else:
-            self.add("activation", self.rng.choice(ACTIVATIONS)(), plain=True)
+            self.add("activation", self.rng.choice(ACTIVATIONS)())
 
     def maybe_activation(self):
         if self.chance(0.6):
@@ -543,7 +535,6 @@ class Kind(NamedTuple):
     weight: float
     make: Callable[[Builder], nn.Module | None]
     fallback: bool = False
-    plain: bool = False
     after: Callable[[Builder], None] | None = None
 
 
@@ -553,8 +544,8 @@ def either(b):
 
 
 ON_VECTORS = {
-    "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), plain=True, after=Builder.activation),
-    "residual": Kind(1, lambda b: Residual(nn.Sequential(nn.Tanh(), nn.Linear(b.width, b.width))), plain=True),
+    "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), after=Builder.activation),
+    "residual": Kind(1, lambda b: Residual(nn.Sequential(nn.Tanh(), nn.Linear(b.width, b.width)))),
     "called-twice": Kind(1, lambda b: Twice(nn.Linear(b.width, b.width), nn.Tanh())),
     "tied": Kind(1, lambda b: b.tied(bias=b.chance(0.5))),
     "LayerNorm": Kind(1, lambda b: nn.LayerNorm(b.width, bias=not b.chance(0.3))),
