@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from benchmarks.common import Batch, chain
 from benchmarks.models import Recurrent
 from woodbury.experiments.data import load_dataset, split, standardise
-from woodbury.experiments.errors import DataError
-from woodbury.experiments.files import ENVIRONMENT_VARIABLE, Files
+from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, Files
 
 REGRESSION, CLASSIFICATION = "regression", "classification"
 Data = Callable[["Path | None"], tuple[Batch, Batch]]  # data folder -> training and test samples

@@ -19,13 +19,13 @@ from fuzz.files import stop_after
 from run_folders import assert_same_end, contents, records_of
 from woodbury.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
-from woodbury.experiments.errors import RunFolderError
 from woodbury.experiments.models import mlp
-from woodbury.experiments.presets import PAPER, PRESETS
+from woodbury.experiments.presets import PAPER, PRESETS, full_settings
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.config import RunConfig
+from woodbury.runs.storage import RunFolderError
 
 FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complete run
 

@@ -2,7 +2,6 @@
 
 from woodbury._version import __version__
 from woodbury.damping import Constant, LevenbergMarquardt
-from woodbury.experiments.recorder import Recorder
 from woodbury.fit import Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
@@ -12,6 +11,7 @@ from woodbury.optim import GaussNewton, NaturalGradient, StepInfo
 from woodbury.posterior import Posterior, posterior
 from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
+from woodbury.runs.recorder import Recorder
 from woodbury.search import CurvedSearch
 
 __all__ = [

@@ -23,14 +23,13 @@ try:
     from rich.markup import escape
     from rich.table import Table
 
-    from woodbury.experiments import report
-    from woodbury.experiments.config import RunConfig
     from woodbury.experiments.data import DATASETS, load_dataset
-    from woodbury.experiments.errors import DataError, RunFolderError, one_line, printable
-    from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
-    from woodbury.experiments.models import network_name
+    from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS
     from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, stop_on_signal, train
+    from woodbury.runs import report
+    from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
+    from woodbury.runs.storage import RunFolderError, one_line, printable
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -129,7 +128,7 @@ def list_names() -> None:
     presets = [
         (
             name,
-            network_name(preset.widths),
+            "-".join(map(str, preset.widths)),
             str(preset.batch_size),
             str(preset.curvature_samples),
             str(preset.epochs),

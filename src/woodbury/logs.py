@@ -13,9 +13,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from woodbury.experiments.readings import READ_EVERY, Reading
 from woodbury.fit import Fit
 from woodbury.optim import StepInfo
+from woodbury.runs.readings import READ_EVERY, Reading
 
 
 class Log(ABC):

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.errors import DataError
-from woodbury.experiments.files import DataFile, Files, Home
+from woodbury.experiments.files import DataError, DataFile, Files, Home
 
 
 @dataclass(frozen=True)

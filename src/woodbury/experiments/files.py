@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from woodbury.experiments.errors import DataError, one_line
-from woodbury.experiments.storage import write_whole
+from woodbury.runs.storage import OneLineError, one_line, write_whole
 
 ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
 
 _SUFFIXES = ("", ".gz", ".xz")  # in the order in which a folder is searched
 _DAMAGED_STREAM = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError)
 _CHUNK = 1 << 20  # bytes
+
+
+class DataError(OneLineError):
+    """A data file is absent or damaged, or cannot be downloaded."""
+
 
 Parsed = TypeVar("Parsed")
 

@@ -15,13 +15,3 @@ def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
         for inputs, outputs in pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
     return nn.Sequential(*layers[:-1])  # the last layer gives logits
-
-
-def parameter_count(widths: Sequence[int]) -> int:
-    """Number of weights and biases of the network."""
-    return sum((inputs + 1) * outputs for inputs, outputs in pairwise(widths))
-
-
-def network_name(widths: Sequence[int]) -> str:
-    """The name of the network in tables and titles, such as 784-500-10."""
-    return "-".join(map(str, widths))

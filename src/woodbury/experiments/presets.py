@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from woodbury.experiments.config import RunConfig, default_settings, full_settings
-from woodbury.optimizers import OPTIMIZERS
+from woodbury.optimizers import OPTIMIZERS, default_arguments
+from woodbury.policies import change, from_plain, to_plain
+from woodbury.runs.config import RunConfig
+
+# Arguments of an optimizer that are objects, not settings.
+_NOT_SETTINGS = ("model", "loss", "params", "forward")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,31 @@ class Preset:
             device=device,
             dtype=dtype,
         )
+
+
+def default_settings(optimizer: str) -> dict[str, Any]:
+    """Every setting of an optimizer with its default."""
+    arguments = default_arguments(optimizer)
+    return {name: default for name, default in arguments.items() if name not in _NOT_SETTINGS}
+
+
+def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings`, and the default of every other setting of the optimizer, as plain values for JSON.
+
+    A name `setting.field` changes one field of a policy, whichever else `settings` gives or the default. Raises
+    TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
+    """
+    defaults = default_settings(optimizer)
+    fields: dict[str, dict[str, Any]] = {}  # by setting, then by field
+    for entry, value in settings.items():
+        name, dot, field = entry.partition(".")
+        if name not in defaults:
+            raise TypeError(f"there is no setting {name!r}, only {', '.join(sorted(defaults))}")
+        if dot:
+            fields.setdefault(name, {})[field] = value
+    chosen = {name: settings.get(name, default) for name, default in defaults.items()}
+    changed = {name: change(name, chosen[name], given) for name, given in fields.items()}
+    return {name: to_plain(from_plain(value)) for name, value in {**chosen, **changed}.items()}
 
 
 def _one_rate(rate: float, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

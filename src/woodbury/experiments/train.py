@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._group import ALONE, Group, all_processes
-from woodbury.experiments.checkpoint import as_bytes, read_checkpoint, write_checkpoint
-from woodbury.experiments.config import CONFIG_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
-from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.folders import check_same_run
 from woodbury.experiments.models import mlp
-from woodbury.experiments.records import (
+from woodbury.optim import NonFiniteLossError
+from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.checkpoint import as_bytes, read_checkpoint, write_checkpoint
+from woodbury.runs.config import CONFIG_FILE, RunConfig, check_same_run
+from woodbury.runs.records import (
     COMPLETE_FILE,
     RECORDS_FILE,
     Records,
@@ -45,9 +45,7 @@ from woodbury.experiments.records import (
     mark_complete,
     read_complete,
 )
-from woodbury.experiments.storage import remove_unfinished, write_whole
-from woodbury.optim import NonFiniteLossError
-from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.storage import RunFolderError, one_line, remove_unfinished, write_whole
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise

@@ -13,13 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, NAMES_IN_LOOPS, RunConfig
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.readings import READ_EVERY, Clock, Reading, wait_for_device
-from woodbury.experiments.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
-from woodbury.experiments.storage import remove_unfinished
 from woodbury.optim import StepInfo
 from woodbury.policies import from_plain, to_plain
+from woodbury.runs.config import CONFIG_FILE, NAMES_IN_LOOPS, RunConfig
+from woodbury.runs.readings import READ_EVERY, Clock, Reading, wait_for_device
+from woodbury.runs.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
+from woodbury.runs.storage import RunFolderError, remove_unfinished
 
 
 class Recorder:
