@@ -73,7 +73,7 @@ FLOORS = {
         ["smw"],
     ],
     "rivals": [["first_order", "hessian_free", "kfac"]],
-    "experiments": [["models", "files", "presets"], ["data"], ["train"]],
+    "experiments": [["files", "presets"], ["data"], ["train"]],
     "runs": [
         ["storage", "looks", "readings"],
         ["config", "checkpoint", "records"],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -111,18 +112,18 @@ class RunConfig:
             raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
         return cls.from_plain(read_checked(folder / CONFIG_FILE))
 
-    def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
-        """{name: (own value, other's)} where the two differ, apart from versions and machine."""
-        own, others = self._flat(), other._flat()
-        pairs = {name: (own.get(name), others.get(name)) for name in own | others}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
     def check_same(self, asked: "RunConfig", folder: Path, way_out: str) -> None:
-        """Raise RunFolderError, which names a difference, if this run of a folder is not the one asked for."""
-        for field, (there, here) in self.differences(asked).items():
-            name = NAMES_IN_LOOPS.get(field, field) if self.recorded else field
-            reason = f"it has {name} {there}, and {here} was asked for"
-            raise RunFolderError(f"cannot resume {folder}: {reason}; {way_out}")
+        """Raise RunFolderError, which names a difference, if this run of a folder is not the one asked for.
+
+        Versions and machine may differ.
+        """
+        own, others = self._flat(), asked._flat()
+        for field in own | others:
+            there, here = own.get(field), others.get(field)
+            if there != here:
+                name = NAMES_IN_LOOPS.get(field, field) if self.recorded else field
+                reason = f"it has {name} {there}, and {here} was asked for"
+                raise RunFolderError(f"cannot resume {folder}: {reason}; {way_out}")
 
     def _flat(self) -> dict[str, Any]:
         values = json.loads(json.dumps(dataclasses.asdict(self)))  # a tuple becomes a list, as in a saved one
@@ -145,13 +146,12 @@ def run_folder(folder: Path, config: RunConfig) -> Path:
 def new_folder(out: Path, dataset: str) -> Path:
     """Create and return the first of `out/dataset-1`, `out/dataset-2`, ... that does not exist."""
     out.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = out / f"{dataset}-{number}"
+    for number in itertools.count(1):
         with suppress(FileExistsError):
+            folder = out / f"{dataset}-{number}"
             folder.mkdir()
-            return folder
-        number += 1
+            break
+    return folder
 
 
 def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:

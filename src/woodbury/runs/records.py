@@ -43,6 +43,10 @@ class Records:
     def __exit__(self, *raised: object) -> None:
         self._file.close()  # which ends the lock
 
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
     def go_back(self, length: int, sha256: str | None = None) -> None:
         """Keep the first `length` bytes, whose checksum is this (None: not known), and go on behind them.
 
