@@ -27,18 +27,9 @@ class Preset:
     evaluations: int = 1  # per epoch
 
     def config(
-        self,
-        dataset: str,
-        optimizer: str,
-        seed: int,
-        *,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        settings: Mapping[str, Any] | None = None,  # that differ from the preset's
-        device: str = "cpu",
-        dtype: str = "float32",
+        self, dataset: str, optimizer: str, seed: int, settings: Mapping[str, Any] | None = None, **others: Any
     ) -> RunConfig:
-        """The configuration of one run; None stands for the preset's value.
+        """The configuration of one run; settings and other fields that differ from the preset's, None for its own.
 
         Raises TypeError that names a setting the optimizer does not have.
         """
@@ -46,18 +37,11 @@ class Preset:
         known = default_settings(optimizer)
         preset = {name: value for name, value in shared.items() if name in known}
         preset |= self.settings.get(optimizer, {})
-        return RunConfig(
-            dataset=dataset,
-            optimizer=optimizer,
-            settings=full_settings(optimizer, {**preset, **(settings or {})}),
-            widths=self.widths,
-            batch_size=self.batch_size if batch_size is None else batch_size,
-            epochs=self.epochs if epochs is None else epochs,
-            seed=seed,
-            evaluations=self.evaluations,
-            device=device,
-            dtype=dtype,
-        )
+        full = full_settings(optimizer, {**preset, **(settings or {})})
+        own = ("widths", "batch_size", "epochs", "evaluations")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in own}
+        fields |= {name: value for name, value in others.items() if value is not None}
+        return RunConfig(dataset, optimizer, full, seed=seed, **fields)
 
 
 def default_settings(optimizer: str) -> dict[str, Any]:
