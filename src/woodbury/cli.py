@@ -25,7 +25,7 @@ try:
 
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
-    from woodbury.experiments.presets import PAPER, PRESETS
+    from woodbury.experiments.presets import PAPER, PRESETS, try_settings
     from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, stop_on_signal, train
     from woodbury.runs import report
     from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
@@ -163,7 +163,7 @@ def train_one(
         values["lr"] = lr
     try:
         config = options.config(dataset, optimizer, seed, batch_size=batch_size, settings=values)
-        _try_step(config)
+        try_settings(config)
     except Exception as error:  # any error here comes from a setting
         _fail(f"{optimizer}: {one_line(error)}")
     _train_and_report([config], options)
@@ -332,23 +332,6 @@ def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             settings[name.strip()] = text
     return settings
-
-
-def _try_step(config: RunConfig) -> None:
-    """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
-    for name, value in config.settings.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise ValueError(f"{name} must be a finite number, got {value}") from None
-    settings = config.optimizer_settings()
-    if settings["process_group"] is not None and all_processes().size > 1:
-        raise ValueError("process_group is for one process: torchrun starts several that train one model")
-    settings["process_group"] = "self"  # each process tries for itself
-    with torch.random.fork_rng(devices=[]):
-        inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
-        model = torch.nn.Linear(2, 2)
-        OPTIMIZERS[config.optimizer](model, torch.nn.CrossEntropyLoss(), **settings).step(inputs, targets)
 
 
 @contextmanager

@@ -3,10 +3,15 @@
 Those of the paper (Ren & Goldfarb, section 7) are in `PAPER`; every data set has an entry in `PRESETS`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
+from woodbury._group import all_processes
 from woodbury.optimizers import OPTIMIZERS, default_arguments
 from woodbury.policies import change, from_plain, to_plain
 from woodbury.runs.config import RunConfig
@@ -67,6 +72,23 @@ def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]
     chosen = {name: settings.get(name, default) for name, default in defaults.items()}
     changed = {name: change(name, chosen[name], given) for name, given in fields.items()}
     return {name: to_plain(from_plain(value)) for name, value in {**chosen, **changed}.items()}
+
+
+def try_settings(config: RunConfig) -> None:
+    """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
+    for name, value in config.settings.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{name} must be a finite number, got {value}") from None
+    settings = config.optimizer_settings()
+    if settings["process_group"] is not None and all_processes().size > 1:
+        raise ValueError("process_group is for one process: torchrun starts several that train one model")
+    settings["process_group"] = "self"  # each process tries for itself
+    with torch.random.fork_rng(devices=[]):
+        inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
+        model = nn.Linear(2, 2)
+        OPTIMIZERS[config.optimizer](model, nn.CrossEntropyLoss(), **settings).step(inputs, targets)
 
 
 def _one_rate(rate: float, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
