@@ -173,7 +173,7 @@ class Softmax(StructuredRule):
     def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """torch's own values for class indices (n,), none of them ignored."""
         weight = _weight(loss, outputs.dtype)
-        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction=reduction, ignore_index=_UNUSED)
+        return F.cross_entropy(outputs, targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         """log p for outputs (n T, C)."""
@@ -264,6 +264,10 @@ class LogLikelihood(Softmax):
                     "CrossEntropyLoss"
                 )
         return prepared
+
+    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        weight = _weight(loss, outputs.dtype)
+        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         if not outputs.is_cuda:
