@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks import beside, gpu, laplacian, models, peers, processes, scale, standings, step
 from benchmarks.common import Command
-from woodbury.experiments.storage import round_numbers
+from woodbury.runs.storage import round_numbers
 
 _DESCRIPTION = (
     "Measure the cost of a step, or of training. This needs torch alone; most of `problems` needs scikit-learn, "

@@ -81,8 +81,7 @@ def _functional_gauss_newton(task: Task) -> Step:
     """U by vector-Jacobian products with the columns of S, by `vmap` over the samples."""
 
     def step() -> None:
-        with torch.no_grad():
-            S, e = _factor(task.loss, task.model(task.inputs), task.targets)
+        S, e = _factor(task)
 
         def rows(x: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
             def outputs(*parameters: Tensor) -> Tensor:
@@ -158,17 +157,12 @@ def _backpack_rows(task: Task, extension: str, attribute: str, leading: int) -> 
 
 @_peer("BackPACK, SqrtGGNExact", "smw-gn", GN, package="backpack-for-pytorch")
 def _backpack_gauss_newton(task: Task) -> Step:
-    """BackPACK gives U and g but not e, so this needs the product U g."""
+    """BackPACK gives U, divided by sqrt(n), the columns of S in front of the samples."""
     rows = _backpack_rows(task, "SqrtGGNExact", "sqrt_ggn_exact", leading=2)
 
     def step() -> None:
-        blocks = rows()
-        gradients = [parameter.grad.flatten() for parameter in task.parameters if parameter.grad is not None]
-        images = [block @ gradient for block, gradient in zip(blocks, gradients, strict=True)]
-        d = _solve(_gram(blocks), torch.stack(images).sum(0), task.damping)
-        with torch.no_grad():
-            for parameter, block, gradient in zip(task.parameters, blocks, gradients, strict=True):
-                parameter.sub_((gradient - block.T @ d).view_as(parameter) / task.damping)
+        _, e = _factor(task)
+        _move_by_rows(task, rows(), 1.0, e.T.flatten())
 
     return step
 
@@ -208,7 +202,7 @@ def _torchjd_gauss_newton(task: Task) -> Step:
     def step() -> None:
         task.model.zero_grad()
         outputs = task.model(task.inputs)
-        S, e = _factor(task.loss, outputs.detach(), task.targets)
+        S, e = _factor(task, outputs)
         n, c, k = S.shape
         gram = engine.compute_gramian(outputs).view(n, c, n, c)
         K = torch.einsum("nck,ncmd,mdl->nkml", S, gram, S).reshape(n * k, n * k) / n
@@ -285,16 +279,18 @@ def _singd(task: Task) -> Step:
 # -- parts of several steps ---------------------------------------------------------------------------------------
 
 
-def _factor(loss: nn.Module, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def _factor(task: Task, outputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """S (n, c, k) and e (n, k): S S^T is the Hessian of each sample's loss and S e its gradient."""
-    if isinstance(loss, nn.CrossEntropyLoss):
+    outputs = task.model(task.inputs) if outputs is None else outputs
+    n, c = outputs.shape
+    if task.classes:
         probabilities = outputs.softmax(1)
         root = probabilities.sqrt()
-        residual = probabilities - nn.functional.one_hot(targets, outputs.shape[1]).to(outputs)
+        residual = probabilities - nn.functional.one_hot(task.targets, c).to(outputs)
         return torch.diag_embed(root) - probabilities.unsqueeze(2) * root.unsqueeze(1), residual / root
-    n, c = outputs.shape
     scale = math.sqrt(2 / c)
-    return scale * torch.eye(c).to(outputs).expand(n, c, c), 2 / c * (outputs - targets) / scale
+    return scale * torch.eye(c).to(outputs).expand(n, c, c), 2 / c * (outputs - task.targets) / scale
 
 
 def _call(task: Task, parameters: Sequence[Tensor], x: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from benchmarks.common import Command, Network, Step, add_quick, positive, say, table
 from benchmarks.peer_steps import GN, NG, PEERS, Peer, Task
 from woodbury._memory import available_bytes
-from woodbury.experiments.config import installed_versions, this_machine
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.config import installed_versions, this_machine
 
 _START_SECONDS = 45.0  # for a process to import libraries and build its model
 _BUSY_FACTOR = 3.0  # wall time over CPU time that a process may take on a busy machine

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from benchmarks.common import Batch, chain
 from benchmarks.models import Recurrent
 from woodbury.experiments.data import load_dataset, split, standardise
-from woodbury.experiments.errors import DataError
-from woodbury.experiments.files import ENVIRONMENT_VARIABLE, Files
+from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, Files
 
 REGRESSION, CLASSIFICATION = "regression", "classification"
 Data = Callable[["Path | None"], tuple[Batch, Batch]]  # data folder -> training and test samples
@@ -165,21 +164,19 @@ def _pixels(data_dir: Path | None) -> tuple[Batch, Batch]:
     return (train.flatten(1), train.flatten(1)), (test.flatten(1), test.flatten(1))
 
 
-def _breast_cancer(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """Two classes, 30 features, 427 samples for training."""
-    content = _scikit("breast_cancer")
-    return _parted(torch.from_numpy(content.data), torch.from_numpy(content.target).float().unsqueeze(1))
+def _table(name: str, data_dir: Path | None) -> tuple[Batch, Batch]:
+    """One of scikit-learn's tables with one target, as published.
 
-
-def _raw_diabetes(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """Progress of diabetes from 10 features, 332 samples for training; targets as published, 25 to 346."""
-    content = _scikit("diabetes")
+    breast_cancer: two classes, 30 features, 427 samples for training. diabetes: its progress, 25 to 346, from 10
+    features, 332 samples for training.
+    """
+    content = _scikit(name)
     return _parted(torch.from_numpy(content.data), torch.from_numpy(content.target).float().unsqueeze(1))
 
 
 def _diabetes(data_dir: Path | None) -> tuple[Batch, Batch]:
-    """The same with standardised targets."""
-    return _with_scaled_targets(*_raw_diabetes(data_dir))
+    """Progress of diabetes with standardised targets."""
+    return _with_scaled_targets(*_table("diabetes", data_dir))
 
 
 _SYMBOLS, _LENGTH, _REPEATS = 4, 12, 7
@@ -252,10 +249,10 @@ PROBLEMS = {
     "mnist": Problem(_paper_network, _CE, _few_of_mnist, 60, 5),
     "mnist-full": Problem(_paper_network, _CE, _all_of_mnist, 120, 5, by_name_only=True),
     "covtype": Problem(partial(chain, nn.ReLU, 54, 64, 64, 1), _BCE, _covtype, 64, 10),
-    "breast-cancer": Problem(partial(chain, nn.Tanh, 30, 16, 1), _BCE, _breast_cancer, 32, 60),
+    "breast-cancer": Problem(partial(chain, nn.Tanh, 30, 16, 1), _BCE, partial(_table, "breast_cancer"), 32, 60),
     "transformer": Problem(partial(_Transformer, _SYMBOLS, _LENGTH, _REPEATS + 1), _CE, _repeats, 32, 8),
     "letters": Problem(_letters_network, _CE, _text, 64, 6),
-    "raw-scale": Problem(_diabetes_network, _MSE, _raw_diabetes, 32, 60, **_raw_rates),
+    "raw-scale": Problem(_diabetes_network, _MSE, partial(_table, "diabetes"), 32, 60, **_raw_rates),
     "diabetes": Problem(_diabetes_network, _MSE, _diabetes, 32, 60),
     "noisy": Problem(partial(chain, nn.Tanh, 4, 64, 64, 1), _MSE, _noisy, 32, 24),
     "friedman": Problem(partial(chain, nn.ReLU, 10, 64, 64, 1), _MSE, _friedman, 32, 16),

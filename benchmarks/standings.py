@@ -23,8 +23,8 @@ from benchmarks.rivals import (
     Record,
     bench_problems,
 )
-from woodbury.experiments.config import installed_versions, this_machine
-from woodbury.experiments.storage import round_numbers
+from woodbury.runs.config import installed_versions, this_machine
+from woodbury.runs.storage import round_numbers
 
 WITHIN = 1.5  # times the training loss of tuned Adam: the bar on every problem
 

@@ -12,11 +12,10 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
-from woodbury.experiments import report
-from woodbury.experiments.config import default_settings
 from woodbury.experiments.data import Dataset, load_dataset
-from woodbury.experiments.presets import PRESETS
+from woodbury.experiments.presets import PRESETS, default_settings
 from woodbury.experiments.train import train
+from woodbury.runs import report
 
 OPTIMIZERS = ("smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac", "sgd")  # or those named as arguments
 RATES = (0.1, 0.3, 1.0, 2.0)

@@ -21,11 +21,11 @@ import processes
 import woodbury
 from woodbury import cli
 from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.presets import PAPER
 from woodbury.experiments.train import is_complete
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.config import RunConfig
 
 runner = CliRunner()
 REPORT = {"report.html", "records.json", "digits.png", "digits.svg"}

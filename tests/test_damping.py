@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import woodbury
-from woodbury.policies.damping import as_damping
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.policies.damping import as_damping
 
 
 def test_default_damping_has_the_papers_constants_and_thresholds():

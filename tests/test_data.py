@@ -33,8 +33,7 @@ from woodbury.experiments.data import (
     split_dataset,
     standardise,
 )
-from woodbury.experiments.errors import DataError
-from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataFile, Files, Home
+from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, DataFile, Files, Home
 
 CONTENT = b"one line\n" * 1000
 UNREACHABLE = Home("http://127.0.0.1:9/table.gz", None)

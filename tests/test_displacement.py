@@ -7,9 +7,9 @@ from torch import nn
 import problems
 import reference
 import woodbury
-from woodbury.quadratic.displacement import Displacement
 from woodbury.model.capture import call_model, capture
 from woodbury.model.plan import plan_layers
+from woodbury.quadratic.displacement import Displacement
 
 
 def setting(name):

@@ -17,15 +17,14 @@ pytest.importorskip("sklearn")
 import processes
 from fuzz.files import stop_after
 from run_folders import assert_same_end, contents, records_of
-from woodbury.policies.damping import Constant, LevenbergMarquardt
 from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig, full_settings
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.models import mlp
-from woodbury.experiments.presets import PAPER, PRESETS
-from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, train
+from woodbury.experiments.presets import PAPER, PRESETS, full_settings
+from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, mlp, train
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.policies.damping import Constant, LevenbergMarquardt
+from woodbury.runs.config import RunConfig
+from woodbury.runs.storage import RunFolderError
 
 FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complete run
 
@@ -85,7 +84,7 @@ def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimi
     config = small_run(optimizer, seed=3)
     config.save(tmp_path)
     loaded = RunConfig.load(tmp_path)
-    assert not loaded.differences(config)
+    loaded.check_same(config, tmp_path, "")
     assert loaded.versions == config.versions and loaded.machine == config.machine
     assert {"python", "torch", "woodbury"} <= config.versions.keys()
     assert config.settings.keys() == full_settings(optimizer, {}).keys() > {"lr", "weight_decay"}

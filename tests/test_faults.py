@@ -779,7 +779,9 @@ def test_the_rule_of_a_loss_is_not_read_again_while_nothing_changes(kind, monkey
     optimizer = build(kind, problem)
     optimizer.step(problem.inputs, problem.targets)
     plain = type(optimizer._problems.rule).check
-    monkeypatch.setattr(type(optimizer._problems.rule), "check", lambda self, loss: calls.append(1) or plain(self, loss))
+    monkeypatch.setattr(
+        type(optimizer._problems.rule), "check", lambda self, loss: calls.append(1) or plain(self, loss)
+    )
     for _ in range(3):
         optimizer.step(problem.inputs, problem.targets)
     assert not calls

@@ -24,14 +24,14 @@ import processes
 from fuzz.files import DATA, stop_after, tiny_config
 from run_folders import assert_same_end, contents
 from woodbury import cli
-from woodbury.experiments import checkpoint, report
 from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig
-from woodbury.experiments.errors import DataError, RunFolderError
-from woodbury.experiments.records import Records
-from woodbury.experiments.runs import compact
-from woodbury.experiments.storage import FORMAT, with_checksum
+from woodbury.experiments.files import DataError
 from woodbury.experiments.train import InterruptedRunError, train
+from woodbury.runs import checkpoint, report
+from woodbury.runs.config import RunConfig
+from woodbury.runs.records import Records
+from woodbury.runs.run import compact
+from woodbury.runs.storage import FORMAT, RunFolderError, with_checksum
 
 STEPS = 12  # after which the unfinished run stands
 NEWER = FORMAT + 1
@@ -196,7 +196,7 @@ def test_a_checkpoint_goes_only_after_the_end_is_on_disk(tmp_path, monkeypatch):
     folder = unfinished(tmp_path / "run")
     seen = []
     note = lambda path: seen.append({file.name for file in path.iterdir()})  # noqa: E731
-    monkeypatch.setattr("woodbury.experiments.records.sync_folder", note)
+    monkeypatch.setattr("woodbury.runs.records.sync_folder", note)
     resume(folder)
     before = {"checkpoint.pt", "config.json", "model.pt", "records.jsonl"}
     assert seen == [before, before | {"complete"}]
@@ -343,6 +343,24 @@ def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(line, place, cop
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("key", ["epoch", "step", "seconds", "train_loss", "test_error", "damping"])
+@pytest.mark.parametrize("value", ['"0.5"', "{}", "null", "1e999", "9" * 400])
+def test_a_value_of_an_unfinished_run_that_is_no_number_is_named(
+    key: str, value: str, copied: Path, tmp_path: Path
+) -> None:
+    """What was measured may be null, or too large: it diverged."""
+    (copied / "complete").unlink()
+    lines = (copied / "records.jsonl").read_text().splitlines(keepends=True)
+    number = max(index for index, line in enumerate(lines) if f'"{key}"' in line)
+    changed = json.dumps({**json.loads(lines[number]), key: "here"}).replace('"here"', value)
+    path = change_records(copied, lambda lines: [*lines[:number], f"{changed}\n", *lines[number + 1 :]])
+    if key in ("epoch", "step", "seconds") or value in ('"0.5"', "{}"):
+        result = invoke("report", copied, "--out", tmp_path / "out")
+        assert_one_line(result, f"{path} is damaged: line {number + 1} is not the record of a step or an epoch")
+    else:
+        assert report.html(report.load([copied]))
+
+
 # -- the compact file of a report ------------------------------------------------------------------------------
 
 
@@ -405,9 +423,9 @@ def test_long_names_and_control_characters_do_not_reach_the_terminal(whole, tmp_
         settings = {f"s{k}": name * 90 for k in range(90)}
         copy = Path(shutil.copytree(whole, tmp_path / name))
         rewrite_config(copy, dataset=f"\x1b[2J{name}\n", optimizer="\x1b[31mred", settings=settings)
-    for summary in report.summarise(report.load([tmp_path])):
-        assert len(summary.label) <= 200
-        assert summary.label.isprintable() and summary.dataset.isprintable()
+    for dataset, table in report.ends_tables(report.load([tmp_path])).items():
+        labels = [row[0] for row in table["rows"]]
+        assert dataset.isprintable() and all(len(label) <= 200 and label.isprintable() for label in labels)
 
 
 @pytest.mark.parametrize("name", ["dig\nits", "\x1b[2J", "x" * 10_000, "[/red]", "../etc"])

@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
 from fuzz.files import DAMAGES, Fuzzer, commanded
-from woodbury.experiments import storage
+from woodbury.runs import storage
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,12 @@ ROOMS = [
     ),
     *("laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "blocks", "displacement"),
-    *("damping", "search", "policies", "optim", "rivals", "optimizers", "fit", "experiments"),
+    *("damping", "search", "policies", "optim", "rivals", "optimizers", "fit", "runs", "experiments"),
     *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"]],
-    "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
+    "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors", "tape"], ["rules"], ["elementwise", "robust", "softmax", "seen"]],
     "layers": [
         ["layout"],
@@ -77,13 +77,11 @@ FLOORS = {
         ["smw"],
     ],
     "rivals": [["first_order", "hessian_free", "kfac"]],
-    "experiments": [
-        ["models", "looks", "errors"],
-        ["storage"],
-        ["config", "files", "checkpoint", "records"],
-        ["data", "presets", "folders"],
-        ["readings"],
-        ["recorder", "runs", "train"],
+    "experiments": [["files", "presets"], ["data"], ["train"]],
+    "runs": [
+        ["storage", "looks", "readings"],
+        ["config", "checkpoint", "records"],
+        ["recorder", "run"],
         ["medians"],
         ["panels", "verdict"],
         ["figure"],

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import woodbury
-from woodbury.experiments import readings
 from woodbury.logs import Log, TensorBoard, WandB
+from woodbury.runs import readings
 
 FIELDS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted", "length", "share", "bent")
 Written = list[tuple[int, dict[str, float]]]

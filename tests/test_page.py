@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 import woodbury
 from test_report import write_run
-from woodbury.experiments import report
+from woodbury.runs import report
 
 try:
     from selenium import webdriver

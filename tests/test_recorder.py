@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import processes
 import woodbury
 from run_folders import contents
-from woodbury.experiments import readings
-from woodbury.experiments import recorder as module
-from woodbury.experiments.config import RunConfig
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.records import is_complete
-from woodbury.experiments.runs import Run, compact, load
+from woodbury.runs import readings
+from woodbury.runs import recorder as module
+from woodbury.runs.config import RunConfig
+from woodbury.runs.records import is_complete
+from woodbury.runs.run import Run, compact, load
+from woodbury.runs.storage import RunFolderError
 
 EPOCHS, BATCHES = 3, 4
 RUN: dict[str, Any] = {"problem": "waves", "method": "mine"}
@@ -443,7 +443,7 @@ def test_to_import_woodbury_is_to_import_nothing_but_torch():
 @pytest.fixture
 def report() -> Any:
     pytest.importorskip("matplotlib")
-    from woodbury.experiments import report
+    from woodbury.runs import report
 
     return report
 
@@ -459,7 +459,7 @@ def printed_report(*arguments: Path | str) -> str:
 
 
 def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
-    from test_report import curves_by_quantity, page_data, write_run
+    from test_report import curves_by_quantity, ends_by_label, page_data, write_run
 
     told = {}
     for seed in range(2):
@@ -470,11 +470,12 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
     assert {"report.html", "records.json", "waves.png", "waves.svg"} <= {path.name for path in tmp_path.iterdir()}
     assert all(word in table for word in ("newton", "sgd", "25.00 %")) and "test loss" not in table
     runs = report.load([tmp_path])
-    summaries = {summary.optimizer: summary for summary in report.summarise(runs)}
-    assert list(summaries) == ["sgd", "adam", "newton"]
+    rows = ends_by_label(runs)
+    assert list(rows) == ["sgd", "adam", "newton"]
     for method in ("newton", "adam"):
-        assert summaries[method].train_loss == median(told[method, seed][-1]["train_loss"] for seed in range(2))
-        assert (summaries[method].seeds, summaries[method].epochs) == (2, EPOCHS)
+        ends = [told[method, seed][-1]["train_loss"] for seed in range(2)]
+        assert float(rows[method]["train loss"]) == pytest.approx(median(ends), rel=5e-3)  # three digits
+        assert (rows[method]["seeds"], rows[method]["epochs"]) == ("2", str(EPOCHS))
     (section,) = page_data(runs)
     legend = section["drawing"]["legend"]
     assert sorted(entry["label"].split()[0] for entry in legend) == ["adam", "newton", "sgd"]
@@ -489,6 +490,8 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
 
 
 def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
+    from test_report import ends_by_label
+
     ratio = "Reduction ratio ρ, running median"
     tested = {"c": {"test_loss": 2.0}, "d": {"test_loss": 2.0, "test_error": 0.5}}
     panels = {
@@ -504,9 +507,9 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
         figure = report.draw(read(tmp_path / name))
         assert [panel.get_title(loc="left") for panel in figure.axes] == ["Train loss"] * 2 + titles
     assert figure.get_suptitle() == "waves"  # neither network nor batch size is known
-    summaries = {summary.label: summary for summary in report.summarise(read(tmp_path))}
-    assert math.isnan(summaries["a"].test_loss) and math.isnan(summaries["c"].test_error)
-    assert (summaries["c"].test_loss, summaries["d"].test_error) == (2.0, 0.5)
+    rows = ends_by_label(read(tmp_path))
+    assert rows["a"]["test loss"] == rows["c"]["test error"] == "–"
+    assert (rows["c"]["test loss"], rows["d"]["test error"]) == ("2.00", "50.00 %")
     for folder, shown in ((tmp_path / "a", False), (tmp_path, True)):
         table = printed_report(folder, "--out", tmp_path / "out").split("wrote")[0]
         assert ("test" in table) == ("50.00 %" in table) == shown
@@ -514,7 +517,7 @@ def test_the_figure_has_panels_for_what_was_measured(tmp_path, report):
 
 def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path):
     pytest.importorskip("numpy")
-    from woodbury.experiments.medians import curves_of, groups_of, summary_of
+    from woodbury.runs.medians import curves_of, ends_of, groups_of
 
     for seed, steps in enumerate((2, 5, 0)):
         with start(tmp_path / str(seed), seed=seed) as record:
@@ -529,10 +532,11 @@ def test_seeds_meet_at_epochs_however_many_steps_they_took_or_recorded(tmp_path)
     assert train is not None and test is not None and curves["test_error"] is None
     assert (train.epochs, train.seeds, train.middle) == ([1, 2, 3, 4], [3] * 4, [1.0, 1.125, 1.25, 1.375])
     assert (test.epochs, test.middle) == ([2, 4], [11.0, 13.0])
-    summary = summary_of(group)
-    assert (summary.seeds, summary.epochs, summary.train_loss, summary.test_loss) == (3, 4, 1.375, 13.0)
-    assert summary.damping == 1.5 and summary.seconds_per_step > 0
+    ends = ends_of(group)
+    assert (len(group.ended), {run.epochs[-1]["epoch"] for run in group.ended}) == (3, {4})
+    assert (median(ends["train_loss"]), median(ends["test_loss"]), median(ends["damping"])) == (1.375, 13.0, 1.5)
+    assert len(ends["seconds_per_step"]) == 2 and min(ends["seconds_per_step"]) > 0
     (tmp_path / "alone").mkdir()
     with start(tmp_path / "alone" / "run") as record:
         record.epoch(train_loss=1.0)
-    assert math.isnan(summary_of(groups_of(read(tmp_path / "alone"))[0]).seconds_per_step)
+    assert ends_of(groups_of(read(tmp_path / "alone"))[0])["seconds_per_step"] == []

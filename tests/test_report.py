@@ -14,14 +14,13 @@ pytest.importorskip("matplotlib")
 
 import numpy as np
 
-from woodbury.experiments import report
-from woodbury.experiments.config import RunConfig
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.looks import looks_of
-from woodbury.experiments.medians import groups_of
-from woodbury.experiments.panels import Panel, describe
-from woodbury.experiments.storage import with_checksum
 from woodbury.policies.plain import from_plain, to_plain
+from woodbury.runs import report
+from woodbury.runs.config import RunConfig
+from woodbury.runs.looks import looks_of
+from woodbury.runs.medians import groups_of
+from woodbury.runs.panels import Panel, describe
+from woodbury.runs.storage import RunFolderError, with_checksum
 
 LM = {"initial": 1.0, "boost": 1.01, "drop": 0.99, "threshold": 0.25, "floor": 1e-3}
 
@@ -87,6 +86,12 @@ def curves_of(path: Path, label: str = "smw-gn") -> dict[str, Any]:
     return curves_by_quantity(section, label)
 
 
+def ends_by_label(runs: Sequence[report.Run]) -> dict[str, dict[str, str]]:
+    """The table of the page: of each method the texts by column."""
+    tables = [section["ends"] for section in page_data(runs)]
+    return {row[0]: dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]}
+
+
 def panels_of(path: Path) -> dict[str, Panel]:
     """The description from which both the figure and the page are drawn."""
     return {panel.quantity: panel for panel in describe(groups_of(report.load([path]))).panels}
@@ -101,14 +106,16 @@ def test_summary_is_the_median_over_seeds_where_a_diverged_one_counts_as_the_wor
     write_run(tmp_path / "b", "sgd", losses=[1.0, 0.5, 0.7], errors=[0.9, 0.2, 0.3], seconds_per_epoch=3.0)
     for seed, loss in enumerate((0.1, None, None)):
         write_run(tmp_path / f"c{seed}", "adam", seed=seed, losses=[1.0, loss])
-    newton, sgd, adam = report.summarise(report.load([tmp_path]))
-    assert (newton.dataset, newton.optimizer, newton.label, newton.seeds) == ("digits", "smw-gn", "smw-gn", 3)
-    assert (newton.train_loss, newton.seconds, newton.epochs) == (0.2, 0.5, 1)
-    assert newton.test_error == pytest.approx(0.02)
-    assert (newton.damping, newton.seconds_per_step) == (0.9**4, 0.5 / 4)
-    assert (sgd.label, sgd.train_loss, sgd.test_error, sgd.best_test_error) == ("sgd", 0.7, 0.3, 0.2)
-    assert math.isnan(sgd.damping)
-    assert (adam.train_loss, adam.seeds) == (math.inf, 3)
+    assert [section["title"] for section in page_data(report.load([tmp_path]))] == ["digits"]
+    ends = ends_by_label(report.load([tmp_path]))
+    newton, sgd, adam = ends.values()
+    assert list(ends) == ["smw-gn", "sgd", "adam"]
+    assert (newton["train loss"], newton["seconds"], newton["epochs"]) == ("0.200", "0.500", "1")
+    assert (newton["test error"], newton["seeds"]) == ("2.00 %", "3")
+    assert (newton["damping"], newton["ms / step"]) == ("0.656", "125")  # 0.9^4, and 0.5 s for four steps
+    assert (sgd["train loss"], sgd["test error"], sgd["best test error"]) == ("0.700", "30.00 %", "20.00 %")
+    assert sgd["damping"] == "–"
+    assert (adam["train loss"], adam["seeds"]) == ("diverged", "3")
     curve = curves_of(tmp_path, "adam")["train_loss"]
     assert (curve["low"][-1], curve["middle"][-1], curve["high"][-1]) == (0.1, None, None)
 
@@ -170,8 +177,8 @@ def test_damping_and_ratio_are_drawn_over_epochs(tmp_path):
 def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path):
     write_run(tmp_path / "0", seed=0, losses=[2.0, 1.0, 0.5, 0.25])
     write_run(tmp_path / "1", seed=1, losses=[2.2, 1.2], planned=3, extra_steps=2)
-    (summary,) = report.summarise(report.load([tmp_path]))
-    assert (summary.seeds, summary.seeds_started, summary.epochs, summary.train_loss) == (1, 2, 3, 0.25)
+    (ends,) = ends_by_label(report.load([tmp_path])).values()
+    assert (ends["seeds"], ends["epochs"], ends["train loss"]) == ("1 of 2", "3", "0.250")
     curves = curves_of(tmp_path)
     assert curves["train_loss"]["seeds"] == [2, 2, 1, 1]
     assert curves["train_loss"]["middle"] == [2.1, 1.1, 0.5, 0.25]
@@ -180,7 +187,7 @@ def test_an_unfinished_run_is_drawn_up_to_its_last_record(tmp_path):
 
 def test_a_run_in_its_first_epoch_has_no_seconds_per_step_and_no_curve_over_steps(tmp_path):
     write_run(tmp_path / "1", "hf", losses=[2.0], planned=1, extra_steps=2)
-    assert math.isnan(report.summarise(report.load([tmp_path]))[0].seconds_per_step)
+    assert "ms / step" not in ends_by_label(report.load([tmp_path]))["hf"]
     assert set(curves_of(tmp_path, "hf")) == {"train_loss", "test_error"}
 
 
@@ -239,13 +246,13 @@ def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_
         write_run(tmp_path / f"f{seed}", "smw-ng", settings={"damping": rule, "seed": seed}, seed=seed)
     write_run(tmp_path / "e", "adam", batch_size=30)
     runs = report.load([tmp_path])
-    assert [(summary.label, summary.seeds) for summary in report.summarise(runs)] == [
-        ("smw-gn damping.boost=1.01", 2),
-        ("smw-gn damping.boost=2.0", 2),
-        ("smw-ng", 2),
-        ("sgd lr=0.01", 2),
-        ("sgd lr=0.1", 2),
-        ("adam", 1),
+    assert [(label, row["seeds"]) for label, row in ends_by_label(runs).items()] == [
+        ("smw-gn damping.boost=1.01", "2"),
+        ("smw-gn damping.boost=2.0", "2"),
+        ("smw-ng", "2"),
+        ("sgd lr=0.01", "2"),
+        ("sgd lr=0.1", "2"),
+        ("adam", "1"),
     ]
     settings = page_data(runs)[0]["settings"]
     rows = {name: values for name, *values in settings["differing"]}

@@ -21,8 +21,8 @@ from woodbury.linalg import minimize_nonnegative
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
-from woodbury.policies.path import Path
 from woodbury.policies.curved import Choice, Memory
+from woodbury.policies.path import Path
 from woodbury.policies.search import Length, find_length
 
 NOT_IN_THE_ROWS = ("counts-by-rate",)  # part of the gradient

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from woodbury.experiments.errors import RunFolderError, printable
-from woodbury.experiments.storage import (
+from woodbury.runs.storage import (
+    RunFolderError,
     checksum,
+    printable,
     round_numbers,
     sync_folder,
     with_checksum,

@@ -20,10 +20,10 @@ import processes
 from fuzz.files import DATA, stop_after
 from woodbury._group import LostProcessError
 from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig
 from woodbury.experiments.presets import PRESETS
-from woodbury.experiments.records import read_records
 from woodbury.experiments.train import InterruptedRunError, train
+from woodbury.runs.config import RunConfig
+from woodbury.runs.records import read_records
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or sys.platform == "win32", reason="needs torch.distributed and signals"

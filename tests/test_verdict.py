@@ -9,9 +9,9 @@ import pytest
 
 import woodbury
 from test_report import write_run
-from woodbury.experiments.medians import groups_of
-from woodbury.experiments.runs import load
-from woodbury.experiments.verdict import ENOUGH_SEEDS, race_of, standing, standings, takeaway
+from woodbury.runs.medians import groups_of
+from woodbury.runs.run import load
+from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standing, standings, takeaway
 
 LOW, HIGH = [1.0, 2.0, 3.0], [4.0, 5.0, 6.0]
 

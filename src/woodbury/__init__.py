@@ -1,7 +1,6 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury._version import __version__
-from woodbury.experiments.recorder import Recorder
 from woodbury.fit import Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
@@ -13,6 +12,7 @@ from woodbury.policies.search import CurvedSearch
 from woodbury.posterior import Posterior, posterior
 from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
+from woodbury.runs.recorder import Recorder
 
 __all__ = [
     "KFAC",

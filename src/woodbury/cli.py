@@ -7,7 +7,7 @@ import os
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,14 +23,13 @@ try:
     from rich.markup import escape
     from rich.table import Table
 
-    from woodbury.experiments import report
-    from woodbury.experiments.config import RunConfig
     from woodbury.experiments.data import DATASETS, load_dataset
-    from woodbury.experiments.errors import DataError, RunFolderError, one_line, printable
-    from woodbury.experiments.folders import folder_to_resume, new_folder, run_folder
-    from woodbury.experiments.models import network_name
-    from woodbury.experiments.presets import PAPER, PRESETS
+    from woodbury.experiments.files import DataError
+    from woodbury.experiments.presets import PAPER, PRESETS, try_settings
     from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, stop_on_signal, train
+    from woodbury.runs import report
+    from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
+    from woodbury.runs.storage import RunFolderError, one_line, printable
 except ModuleNotFoundError as error:
     if error.name is not None and error.name.split(".")[0] in ("woodbury", "torch"):
         raise
@@ -126,16 +125,10 @@ def list_names() -> None:
     for kind, entries in {"data set": DATASETS, "optimizer": OPTIMIZERS}.items():
         first_lines = [(entry.__doc__ or "").strip().split("\n")[0] for entry in entries.values()]
         _print_table([kind, "description"], zip(entries, first_lines, strict=True), words=2, box=None)
-    presets = [
-        (
-            name,
-            network_name(preset.widths),
-            str(preset.batch_size),
-            str(preset.curvature_samples),
-            str(preset.epochs),
-        )
-        for name, preset in PAPER.items()
-    ]
+    presets = []
+    for name, preset in PAPER.items():
+        numbers = (preset.batch_size, preset.curvature_samples, preset.epochs)
+        presets.append([name, "-".join(map(str, preset.widths)), *map(str, numbers)])
     _print_table(["preset", "network", "batch size", "curvature samples", "epochs"], presets, box=None)
 
 
@@ -170,7 +163,7 @@ def train_one(
         values["lr"] = lr
     try:
         config = options.config(dataset, optimizer, seed, batch_size=batch_size, settings=values)
-        _try_step(config)
+        try_settings(config)
     except Exception as error:  # any error here comes from a setting
         _fail(f"{optimizer}: {one_line(error)}")
     _train_and_report([config], options)
@@ -233,20 +226,19 @@ def report_runs(
 @contextmanager
 def _processes(device: str) -> Iterator[None]:
     """Join the processes that torchrun has started, if it has; ends with a message if the device is not there."""
-    on_gpu = device == "cuda"
+    on_gpu, launched = device == "cuda", os.environ.keys() >= _LAUNCHED
     if on_gpu and not torch.cuda.is_available():
         _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if not os.environ.keys() >= _LAUNCHED:
-        yield
-        return
-    if on_gpu:
+    if on_gpu and launched:
         local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local >= devices:
             _fail(f"--nproc-per-node is more than the {devices} CUDA devices here: start one process per device")
         torch.cuda.set_device(local)
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)
+    if launched:
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)
     yield
-    torch.distributed.destroy_process_group()  # after an error the end of the process does it: others may wait
+    if launched:  # after an error the end of the process does it: others may wait
+        torch.distributed.destroy_process_group()
 
 
 def _train_and_report(configs: Sequence[RunConfig], options: Options) -> None:
@@ -255,27 +247,18 @@ def _train_and_report(configs: Sequence[RunConfig], options: Options) -> None:
     Of several processes the first alone shows and writes anything.
     """
     group, dataset, finished = all_processes(), configs[0].dataset, True
-    folder = Path()
+    for is_first in (True, False):  # for the others the files are there by then
+        with group.together():
+            if (group.rank == 0) is is_first:
+                data = load_dataset(dataset, options.data_dir)  # may fail: before a folder is created
     with group.together():
-        if group.rank == 0:
-            data = load_dataset(dataset, options.data_dir)  # may fail: before a folder is created
-            folder = _folder(configs, options)
-    with group.together():
-        if group.rank > 0:  # by now the files are there
-            data = load_dataset(dataset, options.data_dir)
+        folder = _folder(configs, options) if group.rank == 0 else Path()
     folder = group.object_of_first(folder)
+    shared: dict[str, Any] = {"resume": options.resume, "checkpoint_seconds": options.checkpoint_seconds}
     try:
         with stop_on_signal() as stop, _progress_bars(configs, group.rank == 0) as show:
             for config in configs:
-                train(
-                    config,
-                    run_folder(folder, config),
-                    partial(show, config),
-                    data=data,
-                    resume=options.resume,
-                    stop=stop,
-                    checkpoint_seconds=options.checkpoint_seconds,
-                )
+                train(config, run_folder(folder, config), partial(show, config), data=data, stop=stop, **shared)
     except InterruptedRunError:
         finished = False
     with group.together():  # torchrun ends all processes when one of them has ended without success
@@ -289,12 +272,10 @@ def _train_and_report(configs: Sequence[RunConfig], options: Options) -> None:
 
 def _folder(configs: Sequence[RunConfig], options: Options) -> Path:
     """The folder for the runs: a new one, or with --resume one that has some of them."""
-    if options.resume:
-        folder = folder_to_resume(options.out, configs)
-        if folder is not None:
-            return folder
+    folder = folder_to_resume(options.out, configs) if options.resume else None
+    if options.resume and folder is None:
         _say(f"nothing to resume in {options.out}: starting in a new folder")
-    return new_folder(options.out, configs[0].dataset)
+    return folder or new_folder(options.out, configs[0].dataset)
 
 
 def _report(paths: Sequence[Path], folder: Path) -> None:
@@ -309,12 +290,12 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
 @contextmanager
 def _progress_bars(configs: Sequence[RunConfig], visible: bool) -> Iterator[Callable[[RunConfig, Progress], None]]:
     """Show one progress bar per optimizer, for its current run; yields a function of a run and its `Progress`."""
-    numbers = bars.TextColumn("loss {task.fields[loss]:>9}  damping {task.fields[damping]:>8}")
+    numbers = bars.TextColumn("{task.fields[numbers]}")
     columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn(), numbers)
     runs = Counter(config.optimizer for config in configs)
     current: dict[str, int] = {}  # optimizer -> seed of its current run
     with bars.Progress(*columns, console=console, disable=not visible) as shown:
-        tasks = {name: shown.add_task(name, start=False, total=None, loss="", damping="") for name in runs}
+        tasks = {name: shown.add_task(name, start=False, total=None, numbers="") for name in runs}
 
         def show(config: RunConfig, now: Progress) -> None:
             name, task = config.optimizer, tasks[config.optimizer]
@@ -323,7 +304,7 @@ def _progress_bars(configs: Sequence[RunConfig], visible: bool) -> Iterator[Call
                 label = f"{name} {config.seed + 1}/{runs[name]}" if runs[name] > 1 else name
                 shown.reset(task, total=now.steps, completed=now.step, description=label)
             damping = f"{now.damping:.3g}".replace("nan", "-")  # of an optimizer without damping
-            shown.update(task, completed=now.step, loss=f"{now.loss:.3g}", damping=damping)
+            shown.update(task, completed=now.step, numbers=f"loss {now.loss:9.3g}  damping {damping:>8}")
 
         yield show
 
@@ -335,8 +316,7 @@ def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: 
         table.add_column(heading, justify="left" if index < words else "right")
     for row in rows:
         table.add_row(*map(escape, row))
-    console.print(table)
-    console.print()
+    console.print(table, "")
 
 
 def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
@@ -352,23 +332,6 @@ def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             settings[name.strip()] = text
     return settings
-
-
-def _try_step(config: RunConfig) -> None:
-    """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
-    for name, value in config.settings.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise ValueError(f"{name} must be a finite number, got {value}") from None
-    settings = config.optimizer_settings()
-    if settings["process_group"] is not None and all_processes().size > 1:
-        raise ValueError("process_group is for one process: torchrun starts several that train one model")
-    settings["process_group"] = "self"  # each process tries for itself
-    with torch.random.fork_rng(devices=[]):
-        inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
-        model = torch.nn.Linear(2, 2)
-        OPTIMIZERS[config.optimizer](model, torch.nn.CrossEntropyLoss(), **settings).step(inputs, targets)
 
 
 @contextmanager
@@ -390,14 +353,12 @@ def _one_line_errors(out: Path) -> Iterator[None]:
         _fail(f"cannot write to {error.filename or out}: {one_line(error)}")
 
 
-def _check_name(what: str, name: str, known: Iterable[str]) -> None:
+def _check_name(what: str, name: str, known: Collection[str]) -> None:
     """Unless `name` is known, end with a message that suggests the nearest known name."""
-    known = list(known)
-    if name in known:
-        return
-    nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-    hint = f"did you mean '{nearest[0]}'?" if nearest else f"there are: {', '.join(known)}"
-    _fail(f"unknown {what} '{name}'; {hint}")
+    if name not in known:
+        nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+        hint = f"did you mean '{nearest[0]}'?" if nearest else f"there are: {', '.join(known)}"
+        _fail(f"unknown {what} '{name}'; {hint}")
 
 
 def _fail(message: str) -> NoReturn:

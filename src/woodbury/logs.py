@@ -7,15 +7,14 @@ with woodbury.logs.TensorBoard("runs/board") as log:
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import Self
 
-from woodbury.experiments.readings import READ_EVERY, Reading
 from woodbury.fit import Fit
 from woodbury.optim import StepInfo
+from woodbury.runs.readings import Reading, Waiting, read_numbers
 
 
 class Log(ABC):
@@ -35,7 +34,7 @@ class Log(ABC):
     def __init__(self) -> None:
         self.steps = 0  # the number of the last one
         self.epochs = 0
-        self._waiting: deque[Reading] = deque()
+        self._waiting = Waiting()
         self._seen = 0  # entries in the history of a fit
 
     @abstractmethod
@@ -44,17 +43,17 @@ class Log(ABC):
 
     def step(self, info: StepInfo | Mapping[str, Any] | None = None, **numbers: Any) -> None:
         """Log a step: what `optimizer.step` of woodbury returned, or numbers by name, or both."""
-        reading = Reading.of(info, numbers)
+        reading = Reading(info, numbers)
         self.steps += 1
         reading.counts["step"] = self.steps
         self._waiting.append(reading)
-        if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
+        if self._waiting.are_due():
             self._write_waiting()
 
     def epoch(self, **numbers: Any) -> None:
         """Log an evaluation at the last step, as that of the next epoch: train_loss=, test_loss=, ..."""
         self._write_waiting()
-        values = Reading.of(None, numbers).read()
+        values = read_numbers(**numbers)
         self.epochs += 1
         self._hand_on("epoch", self.steps, {"epoch": self.epochs, **values})
 
@@ -75,8 +74,7 @@ class Log(ABC):
         self.close()
 
     def _write_waiting(self) -> None:
-        while self._waiting:
-            numbers = self._waiting.popleft().read()
+        for numbers in self._waiting.read():
             self._hand_on("step", numbers.pop("step"), numbers)
 
     def _hand_on(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:

@@ -46,15 +46,15 @@ from typing import Any
 
 import torch
 
-from woodbury.experiments import report
 from woodbury.experiments import train as training
-from woodbury.experiments.config import RunConfig
 from woodbury.experiments.data import Dataset, read_cifar, read_covtype, read_idx, read_libsvm
-from woodbury.experiments.errors import DataError, RunFolderError
-from woodbury.experiments.files import DataFile, Files, Home, _read_member
+from woodbury.experiments.files import DataError, DataFile, Files, Home, _read_member
 from woodbury.experiments.presets import PRESETS
-from woodbury.experiments.records import Records
-from woodbury.experiments.runs import compact
+from woodbury.runs import report
+from woodbury.runs.config import RunConfig
+from woodbury.runs.records import Records
+from woodbury.runs.run import compact
+from woodbury.runs.storage import RunFolderError
 
 OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
 SECONDS, BYTES = 20, 1 << 30  # that a case may take: of the processor, of memory
@@ -253,7 +253,7 @@ def loaded(folder: Path) -> Any:
 def reported(folder: Path) -> Any:
     """The runs that a report reads; its tables and its page are made from them as well."""
     runs = report.load([folder])
-    report.summarise(runs)
+    report.ends_tables(runs)
     report.html(runs)
     return runs
 

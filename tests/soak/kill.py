@@ -33,7 +33,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and where 
 import torch
 
 from tests import processes
-from woodbury.experiments import checkpoint
+from woodbury.runs import checkpoint
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps

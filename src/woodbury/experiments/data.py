@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.errors import DataError
-from woodbury.experiments.files import DataFile, Files, Home
+from woodbury.experiments.files import DataError, DataFile, Files, Home
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,10 @@ def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
     return DATASETS[name](Files(name, data_dir))
 
 
-def dataset(name: str) -> Callable[[Callable[[Files], Dataset]], Callable[[Files], Dataset]]:
-    """Enter the decorated function into `DATASETS`; the first line of its docstring describes it."""
-
-    def enter(load: Callable[[Files], Dataset]) -> Callable[[Files], Dataset]:
-        DATASETS[name] = load
-        return load
-
-    return enter
+def dataset(load: Callable[[Files], Dataset]) -> Callable[[Files], Dataset]:
+    """Enter the decorated function into `DATASETS` by its name; the first line of its docstring describes it."""
+    DATASETS[load.__name__] = load
+    return load
 
 
 def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +171,7 @@ def _binary(positive: Tensor) -> Tensor:
     return positive.float().unsqueeze(1)
 
 
-@dataset("digits")
+@dataset
 def digits(files: Files) -> Dataset:
     """Handwritten digits, 8 x 8 pixels, 1,347 for training and 450 for testing (ships with scikit-learn)."""
     from sklearn.datasets import load_digits
@@ -193,7 +188,7 @@ def _mnist_file(name: str, sha256: str, home_sha256: str) -> DataFile:
     return DataFile(name, sha256, Home(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", home_sha256))
 
 
-_MNIST_IMAGES = [
+_MNIST = [  # images for training and for testing, and their labels
     _mnist_file(
         "train-images-idx3-ubyte",
         "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -204,8 +199,6 @@ _MNIST_IMAGES = [
         "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
         "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     ),
-]
-_MNIST_LABELS = [
     _mnist_file(
         "train-labels-idx1-ubyte",
         "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
@@ -219,12 +212,12 @@ _MNIST_LABELS = [
 ]
 
 
-@dataset("mnist")
+@dataset
 def mnist(files: Files) -> Dataset:
     """Handwritten digits, 28 x 28 pixels, 60,000 for training and 10,000 for testing."""
-    train_inputs, test_inputs = standardise(*(files.read(file, read_idx).flatten(1) for file in _MNIST_IMAGES))
-    train_labels, test_labels = (files.read(file, read_idx).long() for file in _MNIST_LABELS)
-    return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes=10)
+    train, test, train_labels, test_labels = (files.read(file, read_idx) for file in _MNIST)
+    train_inputs, test_inputs = standardise(train.flatten(1), test.flatten(1))
+    return Dataset(train_inputs, train_labels.long(), test_inputs, test_labels.long(), classes=10)
 
 
 # The sha256 of the archive is the one that other projects record; its members have the published md5.
@@ -248,7 +241,7 @@ _CIFAR_TRAIN = [
 _CIFAR_TEST = _cifar_file("test_batch.bin", "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b")
 
 
-@dataset("cifar10")
+@dataset
 def cifar10(files: Files) -> Dataset:
     """Colour images of 10 classes, 3 x 32 x 32 pixels, 50,000 for training and 10,000 for testing."""
     pixels, labels = zip(*(files.read(file, read_cifar) for file in _CIFAR_TRAIN), strict=True)
@@ -267,7 +260,7 @@ _COVTYPE = DataFile(
 )
 
 
-@dataset("covtype")
+@dataset
 def covtype(files: Files) -> Dataset:
     """Forest cover, class 2 against the rest, 54 features, 300,000 for training and 281,012 for testing.
 
@@ -290,7 +283,7 @@ _WEBSPAM = DataFile(
 )
 
 
-@dataset("webspam")
+@dataset
 def webspam(files: Files) -> Dataset:
     """Web pages, spam or not, 254 word counts, 300,000 for training and 50,000 for testing.
 
@@ -303,7 +296,7 @@ def webspam(files: Files) -> Dataset:
 _W8A = _libsvm_file("w8a", "6a9fa8fd5f524303240a5db07d4b3d4a51e8b7b4b20a914105d8e3e8c81640f2")
 
 
-@dataset("w8a")
+@dataset
 def w8a(files: Files) -> Dataset:
     """Web pages of one category (3 %) or not, 300 keywords, 40,000 for training and 9,749 for testing.
 
@@ -317,7 +310,7 @@ _A9A_TRAIN = _libsvm_file("a9a", "f5d5ffd8d865ff41328e7ee043e4b020816914ff6843ff
 _A9A_TEST = _libsvm_file("a9a.t", "1f448a153f0320399a7e40836eb207655b0bde0f21fc941cc472193daa9f5de9")
 
 
-@dataset("a9a")
+@dataset
 def a9a(files: Files) -> Dataset:
     """Census records, high income or not, 123 binary features, 32,561 for training and 16,281 for testing."""
     inputs, targets = files.read(_A9A_TRAIN, partial(read_libsvm, rows=32_561, features=123))

@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
-from woodbury.experiments.errors import DataError, one_line
-from woodbury.experiments.storage import write_whole
+from woodbury.runs.storage import OneLineError, one_line, write_whole
 
 ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
 
 _SUFFIXES = ("", ".gz", ".xz")  # in the order in which a folder is searched
 _DAMAGED_STREAM = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError)
 _CHUNK = 1 << 20  # bytes
+
+
+class DataError(OneLineError):
+    """A data file is absent or damaged, or cannot be downloaded."""
+
 
 Parsed = TypeVar("Parsed")
 
@@ -116,8 +120,10 @@ class Files:
                 pooch.retrieve(url, known_hash=file.home.sha256, fname=name, path=folder, progressbar=True)
             )
         except (OSError, ValueError) as error:  # of requests and the file system, or a wrong checksum
+            attempts = error.args[0] if error.args else None  # a connection error has its reason in there
+            reason = one_line(getattr(attempts, "reason", error))
             raise DataError(
-                f"cannot download {_source(file)}: {_reason(error)}; get it by hand as "
+                f"cannot download {_source(file)}: {reason}; get it by hand as "
                 f"<folder>/{self.dataset}/{file.name}, plain or with .gz or .xz, "
                 f"and name <folder> by --data-dir or {ENVIRONMENT_VARIABLE}"
             ) from error
@@ -182,9 +188,3 @@ def _read_member(archive: Path, file: DataFile) -> bytearray:
 def _source(file: DataFile) -> str:
     """The place of a file in words, for someone who downloads it by hand."""
     return file.home.url if file.member is None else f"{file.home.url} ({file.member} in it)"
-
-
-def _reason(error: Exception) -> str:
-    """Why a download failed; a connection error has its reason inside a list of all attempts."""
-    attempts = error.args[0] if error.args else None
-    return one_line(getattr(attempts, "reason", error))

@@ -3,12 +3,21 @@
 Those of the paper (Ren & Goldfarb, section 7) are in `PAPER`; every data set has an entry in `PRESETS`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from woodbury.experiments.config import RunConfig, default_settings, full_settings
-from woodbury.optimizers import OPTIMIZERS
+import torch
+from torch import nn
+
+from woodbury._group import all_processes
+from woodbury.optimizers import OPTIMIZERS, default_arguments
+from woodbury.policies.plain import change, from_plain, to_plain
+from woodbury.runs.config import RunConfig
+
+# Arguments of an optimizer that are objects, not settings.
+_NOT_SETTINGS = ("model", "loss", "params", "forward")
 
 
 @dataclass(frozen=True)
@@ -23,18 +32,9 @@ class Preset:
     evaluations: int = 1  # per epoch
 
     def config(
-        self,
-        dataset: str,
-        optimizer: str,
-        seed: int,
-        *,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        settings: Mapping[str, Any] | None = None,  # that differ from the preset's
-        device: str = "cpu",
-        dtype: str = "float32",
+        self, dataset: str, optimizer: str, seed: int, settings: Mapping[str, Any] | None = None, **others: Any
     ) -> RunConfig:
-        """The configuration of one run; None stands for the preset's value.
+        """The configuration of one run; settings and other fields that differ from the preset's, None for its own.
 
         Raises TypeError that names a setting the optimizer does not have.
         """
@@ -42,18 +42,53 @@ class Preset:
         known = default_settings(optimizer)
         preset = {name: value for name, value in shared.items() if name in known}
         preset |= self.settings.get(optimizer, {})
-        return RunConfig(
-            dataset=dataset,
-            optimizer=optimizer,
-            settings=full_settings(optimizer, {**preset, **(settings or {})}),
-            widths=self.widths,
-            batch_size=self.batch_size if batch_size is None else batch_size,
-            epochs=self.epochs if epochs is None else epochs,
-            seed=seed,
-            evaluations=self.evaluations,
-            device=device,
-            dtype=dtype,
-        )
+        full = full_settings(optimizer, {**preset, **(settings or {})})
+        own = ("widths", "batch_size", "epochs", "evaluations")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in own}
+        fields |= {name: value for name, value in others.items() if value is not None}
+        return RunConfig(dataset, optimizer, full, seed=seed, **fields)
+
+
+def default_settings(optimizer: str) -> dict[str, Any]:
+    """Every setting of an optimizer with its default."""
+    arguments = default_arguments(optimizer)
+    return {name: default for name, default in arguments.items() if name not in _NOT_SETTINGS}
+
+
+def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings`, and the default of every other setting of the optimizer, as plain values for JSON.
+
+    A name `setting.field` changes one field of a policy, whichever else `settings` gives or the default. Raises
+    TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
+    """
+    defaults = default_settings(optimizer)
+    fields: dict[str, dict[str, Any]] = {}  # by setting, then by field
+    for entry, value in settings.items():
+        name, dot, field = entry.partition(".")
+        if name not in defaults:
+            raise TypeError(f"there is no setting {name!r}, only {', '.join(sorted(defaults))}")
+        if dot:
+            fields.setdefault(name, {})[field] = value
+    chosen = {name: settings.get(name, default) for name, default in defaults.items()}
+    changed = {name: change(name, chosen[name], given) for name, given in fields.items()}
+    return {name: to_plain(from_plain(value)) for name, value in {**chosen, **changed}.items()}
+
+
+def try_settings(config: RunConfig) -> None:
+    """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
+    for name, value in config.settings.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise ValueError(f"{name} must be a finite number, got {value}") from None
+    settings = config.optimizer_settings()
+    if settings["process_group"] is not None and all_processes().size > 1:
+        raise ValueError("process_group is for one process: torchrun starts several that train one model")
+    settings["process_group"] = "self"  # each process tries for itself
+    with torch.random.fork_rng(devices=[]):
+        inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
+        model = nn.Linear(2, 2)
+        OPTIMIZERS[config.optimizer](model, nn.CrossEntropyLoss(), **settings).step(inputs, targets)
 
 
 def _one_rate(rate: float, **more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,9 +20,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,13 +32,12 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._group import ALONE, Group, all_processes
-from woodbury.experiments.checkpoint import as_bytes, read_checkpoint, write_checkpoint
-from woodbury.experiments.config import CONFIG_FILE, RunConfig
 from woodbury.experiments.data import Dataset, load_dataset
-from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.folders import check_same_run
-from woodbury.experiments.models import mlp
-from woodbury.experiments.records import (
+from woodbury.optim import NonFiniteLossError
+from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.checkpoint import as_bytes, read_checkpoint, write_checkpoint
+from woodbury.runs.config import CONFIG_FILE, RunConfig, check_same_run
+from woodbury.runs.records import (
     COMPLETE_FILE,
     RECORDS_FILE,
     Records,
@@ -45,9 +45,7 @@ from woodbury.experiments.records import (
     mark_complete,
     read_complete,
 )
-from woodbury.experiments.storage import remove_unfinished, write_whole
-from woodbury.optim import NonFiniteLossError
-from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.storage import RunFolderError, one_line, remove_unfinished, write_whole
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
@@ -259,27 +257,21 @@ class _Run:
         and leaves all files as they are, if it is damaged or of another run.
         """
         with self.group.together():
-            values = None if records is None else self._restore(path, records)
+            values = read_checkpoint(path) if records is not None and path.exists() else None
         values = self.group.object_of_first(values)
-        if records is None and values is not None:
-            self._go_to(values)
-
-    def _restore(self, path: Path, records: Records) -> dict[str, Any] | None:
-        """`restore` of the first process: the values in the checkpoint, None if there is none."""
-        if not path.exists():
-            records.go_back(0)
-            return None
-        values = read_checkpoint(path)
-        try:
-            self._go_to(values)
-            records.go_back(values["records"], values["records_sha256"])
-        except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
-            raise
-        except Exception as error:  # other records, or what torch says of a state that it cannot take
-            raise RunFolderError(
-                f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
-            ) from None
-        return values
+        with self.group.together():
+            try:
+                if values is not None:
+                    self._go_to(values)
+                if records is not None:
+                    kept = (0, None) if values is None else (values["records"], values["records_sha256"])
+                    records.go_back(*kept)
+            except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
+                raise
+            except Exception as error:  # other records, or what torch says of a state that it cannot take
+                raise RunFolderError(
+                    f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
+                ) from None
 
     def _go_to(self, values: dict[str, Any]) -> None:
         """Take over the values of a checkpoint."""
@@ -288,6 +280,16 @@ class _Run:
         self.optimizer.load_state_dict(values["optimizer"])
         self.order.set_state(values["order_of_epoch"])
         self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
+
+
+def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:
+    """Linear layers of these widths with sigmoids between them; the weights depend on `seed` alone."""
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for inputs, outputs in pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.Sigmoid()]
+    return nn.Sequential(*layers[:-1])  # the last layer gives logits
 
 
 @torch.no_grad()

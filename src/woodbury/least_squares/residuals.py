@@ -99,12 +99,9 @@ class Residuals:
                 each = [compute(point, *self._arguments(row)) for point, row in zip(x, numbers, strict=True)]
                 values = torch.stack(each)
             else:
-                tensors = [isinstance(value, Tensor) for value in self._args]
-                args = [
-                    value[rows] if is_tensor and rows is not None else value
-                    for value, is_tensor in zip(self._args, tensors, strict=True)
-                ]
-                axes = [0 if is_tensor else None for is_tensor in tensors]
+                chosen: Any = slice(None) if rows is None else rows
+                args = [value[chosen] if isinstance(value, Tensor) else value for value in self._args]
+                axes = [0 if isinstance(value, Tensor) else None for value in args]
                 values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
         return values.detach().to(x)
 
@@ -164,11 +161,8 @@ def _soft_l1(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _huber(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inner, root = z <= 1, z.clamp(min=1).sqrt()
-    return (
-        torch.where(inner, z, 2 * root - 1),
-        1 / root,
-        torch.where(inner, 0.0, -0.5 / root**3),
-    )
+    curvature = torch.where(inner, 0.0, -0.5 / root**3)
+    return torch.where(inner, z, 2 * root - 1), 1 / root, curvature
 
 
 def _cauchy(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

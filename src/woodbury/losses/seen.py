@@ -300,7 +300,7 @@ def _place(
             return None
         placed = torch.empty(outputs.numel(), dtype=targets.dtype, device=targets.device)
         placed[flat] = targets.reshape(-1)
-        return placed.reshape(samples, *_rest(outputs, samples)), False
+        return placed.reshape(outputs.shape if outputs.shape[:1] == (samples,) else (samples, -1)), False
     classes = outputs.shape[-1]
     start = found[:, 0]
     if classes != found.shape[1] or bool((found != start.unsqueeze(1) + torch.arange(classes).to(start)).any()):
@@ -310,11 +310,6 @@ def _place(
     placed[start // classes] = targets
     positions = len(placed) // samples
     return (placed, False) if positions == 1 else (placed.reshape(samples, positions), True)
-
-
-def _rest(outputs: Tensor, samples: int) -> tuple[int, ...]:
-    """The shape of the outputs of one sample."""
-    return tuple(outputs.shape[1:]) if outputs.dim() and len(outputs) == samples else (outputs.numel() // samples,)
 
 
 def _without_factors(root: Node) -> tuple[float, Node]:

@@ -72,7 +72,7 @@ class Softmax(StructuredRule):
             raise ValueError(
                 f"{name} needs outputs (n, C) with C >= 2 classes, got C = 1; for one logit use BCEWithLogitsLoss"
             )
-        weight = _class_weight(loss)
+        weight = _weight(loss, outputs.dtype)
         if weight is not None and weight.shape != outputs.shape[1:2]:
             raise ValueError(
                 f"{name}(weight=...) of shape {tuple(weight.shape)} does not fit {outputs.shape[1]} classes: it "
@@ -91,23 +91,21 @@ class Softmax(StructuredRule):
         targets = targets.to(outputs.dtype)
         if not targets.is_cuda and targets.min().item() < 0:
             raise ValueError("CrossEntropyLoss: probability targets must not be negative")
-        smoothing, weight = _smoothing(loss), _class_weight(loss)
+        smoothing, weight = _smoothing(loss), _weight(loss, targets.dtype)
         if smoothing:
             targets = (1 - smoothing) * targets + smoothing / outputs.shape[1]
         if weight is not None:
-            targets = targets * weight.to(targets.dtype).view(-1, *[1] * (targets.dim() - 2))
+            targets = targets * weight.view(-1, *[1] * (targets.dim() - 2))
         return targets if targets.dim() == 2 else targets.flatten(2)
 
-    def _prepare_indices(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _prepare_indices(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         n, classes = outputs.shape[:2]
         if targets.shape != (n, *outputs.shape[2:]):
             raise ValueError(
                 f"{type(loss).__name__}: class indices must have shape {(n, *outputs.shape[2:])}, "
                 f"got {tuple(targets.shape)}"
             )
-        ignored: int = getattr(loss, "ignore_index")  # noqa: B009  (typed as any module attribute)
-        if targets.dtype != torch.int64:
-            targets = targets.long()
+        ignored, targets = loss.ignore_index, targets.long()
         if targets.dim() > 1:
             targets = targets.flatten(1)
         if targets.is_cuda:
@@ -130,17 +128,17 @@ class Softmax(StructuredRule):
     def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
         if targets.is_floating_point():
             return len(targets) * _positions(targets)
-        weight = _class_weight(loss)
+        weight = _weight(loss, torch.float64)
         if weight is not None:
             labels, ignored = _labels(targets)
-            own = weight.double()[labels]
+            own = weight[labels]
             return scalar((own if ignored is None else own.masked_fill(ignored, 0.0)).sum())
         if targets.dim() == 1:
             return len(targets)
         return scalar((targets >= 0).sum(dtype=torch.float64))
 
-    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
-        is_plain = targets.dim() == 1 and _class_weight(loss) is None
+    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
+        is_plain = targets.dim() == 1 and loss.weight is None
         return samples if is_plain else self.count(loss, targets[:samples])
 
     def column_count(self, shape: Sequence[int]) -> int:
@@ -155,10 +153,9 @@ class Softmax(StructuredRule):
             values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
         else:
             labels, ignored = _labels(targets)
-            weight = _class_weight(loss)
+            weight = _weight(loss, outputs.dtype)
             values = -logarithms.gather(1, labels)
             if weight is not None:
-                weight = weight.to(outputs.dtype)
                 values = values * weight[labels]
                 logarithms = logarithms * weight if smoothing else logarithms
             if smoothing:
@@ -175,8 +172,7 @@ class Softmax(StructuredRule):
 
     def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """torch's own values for class indices (n,), none of them ignored."""
-        weight = _class_weight(loss)
-        weight = weight if weight is None else weight.to(outputs.dtype)
+        weight = _weight(loss, outputs.dtype)
         return F.cross_entropy(outputs, targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
@@ -194,17 +190,14 @@ class Softmax(StructuredRule):
             targets = by_position(targets.flatten(1), _positions(targets))
             return probabilities * targets.sum(1, keepdim=True) - targets
         labels, ignored = _labels(targets)
-        smoothing, weight = _smoothing(loss), _class_weight(loss)
+        smoothing, weight = _smoothing(loss), _weight(loss, outputs.dtype)
         if weight is None:
             residual = probabilities.scatter_(1, labels, smoothing - 1.0, reduce="add")
-            if smoothing:
-                residual -= smoothing / outputs.shape[1]
         else:
-            weight = weight.to(outputs.dtype)
             own = weight[labels] * (1 - smoothing)
-            residual = (probabilities * _mass(loss, labels, outputs.dtype)).scatter_add_(1, labels, -own)
-            if smoothing:
-                residual -= weight * (smoothing / outputs.shape[1])
+            residual = (probabilities * _mass(weight, smoothing, labels)).scatter_add_(1, labels, -own)
+        if smoothing:
+            residual -= (1.0 if weight is None else weight) * (smoothing / outputs.shape[1])
         return residual if ignored is None else residual.masked_fill(ignored, 0.0)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
@@ -221,12 +214,13 @@ class Softmax(StructuredRule):
         common = (p * t_minus_1).scatter_add_(1, top, top_root * t_minus_1)  # -(1 - t) p - t e_j
         shift = residual.gather(1, top) * t_minus_1 / top_root
         e = torch.addcmul(residual.gather(1, others) / root, root, shift)
-        labels, ignored = (None, None) if targets.is_floating_point() else _labels(targets)
-        mass = None  # H = mass (diag(p) - p p^T)
-        if labels is None:
+        mass = ignored = None  # H = mass (diag(p) - p p^T)
+        if targets.is_floating_point():
             mass = by_position(targets.flatten(1), positions).sum(1, keepdim=True)
-        elif _class_weight(loss) is not None:
-            mass = _mass(loss, labels, outputs.dtype)
+        else:
+            labels, ignored = _labels(targets)
+            weight = _weight(loss, outputs.dtype)
+            mass = None if weight is None else _mass(weight, _smoothing(loss), labels)
         if mass is not None:
             mass = mass.sqrt()
             root = root * mass
@@ -272,10 +266,8 @@ class LogLikelihood(Softmax):
         return prepared
 
     def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        weight = _class_weight(loss)
-        weight = weight if weight is None else weight.to(outputs.dtype)
-        logarithms = self._logarithms(outputs)
-        return F.nll_loss(logarithms, targets, weight, reduction=reduction, ignore_index=_UNUSED)
+        weight = _weight(loss, outputs.dtype)
+        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         if not outputs.is_cuda:
@@ -283,14 +275,9 @@ class LogLikelihood(Softmax):
         off = outputs.logsumexp(1, keepdim=True).abs() > 0.1  # beyond the rounding of any type
         return outputs.masked_fill(off, math.nan)
 
-    def curved_loss(self, loss: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-        options: Any = loss
-        return partial(
-            F.cross_entropy,
-            weight=options.weight,
-            ignore_index=options.ignore_index,
-            reduction=options.reduction,
-        )
+    def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
+        options = {"ignore_index": loss.ignore_index, "reduction": loss.reduction}
+        return partial(F.cross_entropy, weight=loss.weight, **options)
 
 
 _UNUSED = -100  # the default ignore_index of CrossEntropyLoss
@@ -301,16 +288,13 @@ def _smoothing(loss: nn.Module) -> float:
     return smoothing
 
 
-def _class_weight(loss: nn.Module) -> Tensor | None:
-    weight: Tensor | None = getattr(loss, "weight")  # noqa: B009  (typed as any module attribute)
-    return weight
+def _weight(loss: Any, dtype: torch.dtype) -> Tensor | None:
+    """w (C,), None for ones."""
+    return None if loss.weight is None else loss.weight.to(dtype)
 
 
-def _mass(loss: nn.Module, labels: Tensor, dtype: torch.dtype) -> Tensor:
+def _mass(weight: Tensor, smoothing: float, labels: Tensor) -> Tensor:
     """Sum over the classes of w t, (n T, 1), for class indices (n T, 1): smoothing gives all classes a part."""
-    weight, smoothing = _class_weight(loss), _smoothing(loss)
-    assert weight is not None
-    weight = weight.to(dtype)
     own = weight[labels]
     return (1 - smoothing) * own + smoothing * weight.mean() if smoothing else own
 

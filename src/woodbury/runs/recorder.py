@@ -7,19 +7,17 @@ import dataclasses
 import json
 import math
 import operator
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, NAMES_IN_LOOPS, RunConfig
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.readings import READ_EVERY, Clock, Reading, wait_for_device
-from woodbury.experiments.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
-from woodbury.experiments.storage import remove_unfinished
 from woodbury.optim import StepInfo
 from woodbury.policies.plain import from_plain, to_plain
+from woodbury.runs.config import CONFIG_FILE, NAMES_IN_LOOPS, RunConfig
+from woodbury.runs.readings import READ_EVERY, Clock, Reading, Waiting, read_numbers, wait_for_device
+from woodbury.runs.records import COMPLETE_FILE, RECORDS_FILE, Records, mark_complete, read_records
+from woodbury.runs.storage import RunFolderError, remove_unfinished
 
 
 class Recorder:
@@ -71,16 +69,14 @@ class Recorder:
         asked = _asked(problem, method, settings, seed)
         self.steps = 0
         self.epochs: float = 0
-        self._waiting: deque[Reading] = deque()  # with numbers that are still on a device
-        self._clock = Clock()
+        self._waiting, self._clock = Waiting(), Clock()
         self._config(asked, resume, overwrite)  # before anything is touched
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._records: Records | None = Records(self.folder)
+        self._records = Records(self.folder)
         try:
-            config = self._config(asked, resume, overwrite)  # another process may just have been here
-            self._begin(self._records, config, resume)
+            self._begin(self._config(asked, resume, overwrite), resume)  # another process may just have been here
         except BaseException:
-            self._end()
+            self._records.__exit__()
             raise
         self._clock.restart()
 
@@ -104,7 +100,7 @@ class Recorder:
                 raise ValueError(f"a new run in {folder} needs its {name}: Recorder(folder, {name}=...)")
         return RunConfig.of_loop(**{"settings": {}, "seed": 0, **asked})
 
-    def _begin(self, records: Records, config: RunConfig, resume: bool) -> None:
+    def _begin(self, config: RunConfig, resume: bool) -> None:
         """Get the files ready for the first new record, in steps that each leave a folder that can be read."""
         for name in (CONFIG_FILE, COMPLETE_FILE):
             remove_unfinished(self.folder / name)
@@ -118,7 +114,7 @@ class Recorder:
                 self.epochs = kinds["epoch"][-1]["epoch"]
             length = (self.folder / RECORDS_FILE).read_bytes().rfind(b"\n") + 1  # of whole lines
         (self.folder / COMPLETE_FILE).unlink(missing_ok=True)
-        records.go_back(length)
+        self._records.go_back(length)
         config.save(self.folder)
 
     @property
@@ -137,8 +133,8 @@ class Recorder:
         if len(self._waiting) + 1 >= READ_EVERY:
             wait_for_device()
         with self._clock.stopped():
-            self._open_records()
-            reading = Reading.of(info, numbers)
+            self._check_open()
+            reading = Reading(info, numbers)
             if "kind" in reading.values:
                 raise ValueError("'kind' cannot be the name of a number: give it another one")
             step, seconds = reading.take("step"), reading.take("seconds")
@@ -149,7 +145,7 @@ class Recorder:
                 kind="step", epoch=math.floor(self.epochs) + 1, **self._place(seconds), damping=None
             )
             self._waiting.append(reading)
-            if len(self._waiting) >= READ_EVERY or not self._waiting[0].is_on_device():
+            if self._waiting.are_due():
                 self._write_waiting()
 
     def epoch(
@@ -173,10 +169,9 @@ class Recorder:
         """
         wait_for_device()  # for the steps, whose time counts; what follows does not
         with self._clock.stopped():
-            records = self._open_records()
-            counts = Reading.of(None, {"epoch": epoch, "seconds": seconds}).read()
-            losses = {"train_loss": train_loss, "test_loss": test_loss, "test_error": test_error}
-            values = Reading.of(None, losses).read()
+            self._check_open()
+            counts = read_numbers(epoch=epoch, seconds=seconds)
+            values = read_numbers(train_loss=train_loss, test_loss=test_loss, test_error=test_error)
             if values["train_loss"] is None:
                 raise TypeError("train_loss is None: every epoch needs the train loss")
             number = math.floor(self.epochs) + 1 if epoch is None else counts["epoch"]
@@ -185,7 +180,7 @@ class Recorder:
             self._write_waiting()
             self.epochs = number
             measured = {name: value for name, value in values.items() if value is not None}
-            records.write({"kind": "epoch", "epoch": number, **self._place(counts["seconds"]), **measured})
+            self._records.write({"kind": "epoch", "epoch": number, **self._place(counts["seconds"]), **measured})
 
     def _place(self, seconds: float | None) -> dict[str, Any]:
         """The step and the seconds of a record; the clock goes on from those that were given."""
@@ -202,17 +197,15 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left and mark the run as complete."""
-        if self._records is None:
+        if self._records.closed:
             return
-        try:
+        with self._records:
             self._write_waiting()
             self._records.sync()
             mark_complete(self.folder, {RECORDS_FILE: self._records.sha256})
-        finally:
-            self._end()
 
     def __enter__(self) -> "Recorder":
-        self._open_records()
+        self._check_open()
         self._clock.restart()
         return self
 
@@ -220,27 +213,16 @@ class Recorder:
         if kind is None:
             self.close()
             return
-        try:
-            with suppress(Exception):  # the error on its way is the one to see; a broken device cannot be read
-                self._write_waiting()
-        finally:
-            self._end()
+        with self._records, suppress(Exception):  # the error on its way is the one to see
+            self._write_waiting()  # a broken device cannot be read
 
-    def _end(self) -> None:
-        if self._records is not None:
-            self._records.__exit__()
-            self._records = None
-
-    def _open_records(self) -> Records:
-        if self._records is None:
+    def _check_open(self) -> None:
+        if self._records.closed:
             raise RunFolderError(f"the recorder of {self.folder} is closed: Recorder(folder, resume=True) goes on")
-        return self._records
 
     def _write_waiting(self) -> None:
-        """Write the steps whose numbers have not been read yet."""
-        while self._waiting:
-            step = self._waiting.popleft()  # first: no line may be there twice, whenever Ctrl-C comes
-            self._open_records().write(step.read())
+        for numbers in self._waiting.read():
+            self._records.write(numbers)
 
 
 def _asked(problem: Any, method: Any, settings: Any, seed: Any) -> dict[str, Any]:
@@ -261,7 +243,7 @@ def _setting(name: str, value: Any) -> Any:
     """A setting as a saved run has it, for comparison."""
 
     def number(item: Any) -> Any:  # one that json does not know, such as numpy's
-        return Reading.of(None, {name: item}).take(name)
+        return read_numbers(**{name: item})[name]
 
     try:
         return json.loads(json.dumps(to_plain(from_plain(value)), allow_nan=False, default=number))

@@ -15,28 +15,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from woodbury.experiments.config import NOT_INSTALLED
-from woodbury.experiments.figure import draw, images
-from woodbury.experiments.medians import Group, Summary, by_dataset, groups_of, summarise, summary_of
-from woodbury.experiments.models import network_name
-from woodbury.experiments.panels import THRESHOLDS, describe
-from woodbury.experiments.runs import COMPACT, Run, compact, load
-from woodbury.experiments.storage import round_numbers, write_whole
-from woodbury.experiments.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
+from woodbury.runs.config import NOT_INSTALLED
+from woodbury.runs.figure import draw, images
+from woodbury.runs.medians import Group, by_dataset, ends_of, groups_of
+from woodbury.runs.panels import THRESHOLDS, describe
+from woodbury.runs.run import COMPACT, Run, compact, load
+from woodbury.runs.storage import round_numbers, write_whole
+from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
-__all__ = ["Run", "Summary", "draw", "ends_tables", "html", "load", "summarise", "write"]
+__all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
 
 PAGE = "report.html"
 _ABSENT = "–"  # what was not measured
-_BRIEF = (
-    "train_loss",
-    "test_loss",
-    "test_error",
-    "seconds",
-    "damping",
-    "seeds",
-    "epochs",
-)  # columns in a terminal
+_BRIEF = ("train_loss", "test_loss", "test_error", "seconds", "damping", "seeds", "epochs")  # in a terminal
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -79,7 +70,7 @@ def html(runs: Iterable[Run]) -> str:
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
     data = json.dumps(round_numbers(sections), allow_nan=False)
-    template = resources.files("woodbury.experiments").joinpath("page.html").read_text(encoding="utf-8")
+    template = resources.files("woodbury.runs").joinpath("page.html").read_text(encoding="utf-8")
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
     return template.replace("{{title}}", escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
 
@@ -128,20 +119,21 @@ def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = ()) -> dict[str
     race = race_of(groups)
     rows = []
     for group in groups:
-        end = summary_of(group)
+        end = {name: median(values) if values else math.nan for name, values in ends_of(group).items()}
         to_target = race.seconds.get(group.label) if race else None
+        ended = group.ended
         rows.append(
             {
-                "train_loss": _written(end.train_loss),
-                "test_loss": _written(end.test_loss),
-                "test_error": _percent(end.test_error),
-                "best_test_error": _percent(end.best_test_error),
-                "seconds": _written(end.seconds),
+                "train_loss": _written(end["train_loss"]),
+                "test_loss": _written(end["test_loss"]),
+                "test_error": _percent(end["test_error"]),
+                "best_test_error": _percent(end["best_test_error"]),
+                "seconds": _written(end["seconds"]),
                 "seconds_to_target": _written(median(to_target) if to_target else math.nan),
-                "seconds_per_step": _written(1000 * end.seconds_per_step),
-                "damping": _written(end.damping),
-                "seeds": _out_of(end.seeds, end.seeds_started),
-                "epochs": _out_of(end.epochs, group.runs[0].config.epochs),
+                "seconds_per_step": _written(1000 * end["seconds_per_step"]),
+                "damping": _written(end["damping"]),
+                "seeds": _out_of(len(ended), group.seeds),
+                "epochs": _out_of(ended[0].epochs[-1]["epoch"], group.runs[0].config.epochs),
             }
         )
     needs_test_loss = any(row["test_error"] == _ABSENT != row["test_loss"] for row in rows)
@@ -207,7 +199,7 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
         device = config.machine.get("gpu" if config.device.startswith("cuda") else "processor")
         counts = [f"{name} {config.machine[name]}" for name in ("threads", "processes") if name in config.machine]
         values = {
-            "network": network_name(config.widths),
+            "network": config.network,
             "batch": f"{config.batch_size} samples" if config.batch_size else "",
             "curvature samples": "the whole batch" if samples is None else str(samples),
             "date": run.day,

@@ -1,9 +1,9 @@
 """Numbers of a loop before they are read: on a device they wait, so that no step waits for them."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,30 +15,23 @@ from woodbury.optim import StepInfo
 READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait for it
 
 
-@dataclass(frozen=True)
 class Reading:
-    """The numbers of a step or an evaluation before they are read."""
+    """The numbers of a step before they are read: what `optimizer.step` returned, or numbers by name, and more."""
 
-    info: StepInfo | None
-    values: dict[str, Any]  # plain numbers, and tensors that are on a device
-    counts: dict[str, Any] = field(default_factory=dict)  # the first of the record
-
-    @classmethod
-    def of(cls, info: StepInfo | Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> "Reading":
-        """What `optimizer.step` returned, or numbers by name, and more of them."""
+    def __init__(self, info: StepInfo | Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> None:
         if info is not None and not isinstance(info, StepInfo | Mapping):
             raise TypeError(
                 f"step takes a StepInfo, a mapping, or numbers by name such as loss=0.5, not {type(info).__name__}"
             )
-        if isinstance(info, Mapping):
-            numbers = {**info, **numbers}
-            info = None
-        return cls(info, {name: _plain(name, value) for name, value in numbers.items()})
+        named = {**info, **numbers} if isinstance(info, Mapping) else numbers
+        self._info = info if isinstance(info, StepInfo) else None
+        self.values = {name: _plain(name, value) for name, value in named.items()}
+        self.counts: dict[str, Any] = {}  # the first of the record
 
     def is_on_device(self) -> bool:
         """Whether to read it is to wait."""
         tensors = any(isinstance(value, Tensor) for value in self.values.values())
-        return tensors or (self.info is not None and on_device(self.info.loss))
+        return tensors or (self._info is not None and on_device(self._info.loss))
 
     def take(self, name: str) -> Any:
         """Read one of the values and leave it out from then on; None if it was not given."""
@@ -46,8 +39,26 @@ class Reading:
 
     def read(self) -> dict[str, Any]:
         """All of it as plain numbers."""
-        told = {} if self.info is None else self.info.as_dict()
+        told = {} if self._info is None else self._info.as_dict()
         return {**self.counts, **told, **{name: _read(value) for name, value in self.values.items()}}
+
+
+class Waiting(deque[Reading]):
+    """Steps whose numbers are still on a device."""
+
+    def are_due(self) -> bool:
+        """Whether to read them: there are many, or nobody has to wait."""
+        return len(self) >= READ_EVERY or not self[0].is_on_device()
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The numbers of each, which is left out first: none may be there twice, whenever Ctrl-C comes."""
+        while self:
+            yield self.popleft().read()
+
+
+def read_numbers(**numbers: Any) -> dict[str, Any]:
+    """The numbers, read at once."""
+    return Reading(None, numbers).read()
 
 
 class Clock:
@@ -56,7 +67,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = 0.0  # until it was last stopped
         self._stops = 0
-        self._since = time.perf_counter()
+        self.restart()
 
     def restart(self) -> None:
         """Leave out the time since the clock was last stopped."""
@@ -73,7 +84,7 @@ class Clock:
             yield
         finally:
             self._stops -= 1
-            self._since = time.perf_counter()
+            self.restart()
 
 
 def on_device(tensor: Tensor) -> bool:

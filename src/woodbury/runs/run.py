@@ -11,12 +11,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.config import CONFIG_FILE, UNKNOWN, RunConfig
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.models import network_name
-from woodbury.experiments.records import RECORDS_FILE, read_records
-from woodbury.experiments.storage import read_checked, round_numbers, with_checksum
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.runs.config import CONFIG_FILE, UNKNOWN, RunConfig
+from woodbury.runs.records import RECORDS_FILE, read_records
+from woodbury.runs.storage import RunFolderError, read_checked, round_numbers, with_checksum
 
 COMPACT = "records.json"
 _ABSENT = ""  # in a row
@@ -37,7 +35,7 @@ class Run:
         values = asdict(self.config)
         del values["dataset"], values["optimizer"], values["seed"], values["versions"], values["machine"]
         settings = {key: value for key, value in values.pop("settings").items() if key != "seed"}
-        values["widths"] = network_name(self.config.widths)
+        values["widths"] = self.config.network
         if self.config.recorded:
             values = {name: value for name, value in values.items() if name not in (*UNKNOWN, "evaluations")}
         flat: dict[str, Any] = {}

@@ -2,9 +2,10 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,8 @@ from typing import Any
 import torch
 
 from woodbury._group import all_processes
-from woodbury.experiments.errors import RunFolderError, printable
-from woodbury.experiments.storage import read_checked, with_checksum, write_whole
-from woodbury.optimizers import default_arguments
-from woodbury.policies.plain import change, from_plain, to_plain
+from woodbury.policies.plain import from_plain
+from woodbury.runs.storage import RunFolderError, printable, read_checked, with_checksum, write_whole
 
 CONFIG_FILE = "config.json"  # in a run folder
 # What a `woodbury.Recorder` does not know of a run, with what stands for it.
@@ -24,8 +23,6 @@ UNKNOWN: dict[str, Any] = {"widths": (), "batch_size": 0, "epochs": 0, "dtype": 
 NAMES_IN_LOOPS = {"dataset": "problem", "optimizer": "method"}  # what a recorder calls them
 _LONGEST = 100  # characters of the name of a data set
 
-# Arguments of an optimizer that are objects, not settings.
-_NOT_SETTINGS = ("model", "loss", "params", "forward")
 NOT_INSTALLED = "not installed"  # in place of a version
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 
@@ -89,6 +86,11 @@ class RunConfig:
         return cls(**{**values, "dataset": name, "widths": tuple(values["widths"])})
 
     @property
+    def network(self) -> str:
+        """The name of the network in tables and titles, such as 784-500-10."""
+        return "-".join(map(str, self.widths))
+
+    @property
     def recorded(self) -> bool:
         """Whether a `woodbury.Recorder` wrote the run, not `woodbury train`."""
         return not self.widths
@@ -110,18 +112,18 @@ class RunConfig:
             raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
         return cls.from_plain(read_checked(folder / CONFIG_FILE))
 
-    def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
-        """{name: (own value, other's)} where the two differ, apart from versions and machine."""
-        own, others = self._flat(), other._flat()
-        pairs = {name: (own.get(name), others.get(name)) for name in own | others}
-        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
     def check_same(self, asked: "RunConfig", folder: Path, way_out: str) -> None:
-        """Raise RunFolderError, which names a difference, if this run of a folder is not the one asked for."""
-        for field, (there, here) in self.differences(asked).items():
-            name = NAMES_IN_LOOPS.get(field, field) if self.recorded else field
-            reason = f"it has {name} {there}, and {here} was asked for"
-            raise RunFolderError(f"cannot resume {folder}: {reason}; {way_out}")
+        """Raise RunFolderError, which names a difference, if this run of a folder is not the one asked for.
+
+        Versions and machine may differ.
+        """
+        own, others = self._flat(), asked._flat()
+        for field in own | others:
+            there, here = own.get(field), others.get(field)
+            if there != here:
+                name = NAMES_IN_LOOPS.get(field, field) if self.recorded else field
+                reason = f"it has {name} {there}, and {here} was asked for"
+                raise RunFolderError(f"cannot resume {folder}: {reason}; {way_out}")
 
     def _flat(self) -> dict[str, Any]:
         values = json.loads(json.dumps(dataclasses.asdict(self)))  # a tuple becomes a list, as in a saved one
@@ -133,26 +135,49 @@ class RunConfig:
         return {name: from_plain(value) for name, value in self.settings.items()}
 
 
-def default_settings(optimizer: str) -> dict[str, Any]:
-    """Every setting of an optimizer with its default."""
-    arguments = default_arguments(optimizer)
-    return {name: default for name, default in arguments.items() if name not in _NOT_SETTINGS}
+# -- where the runs of a command go: `out/<data set>-<number>/<optimizer>-seed<seed>`
 
 
-def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings`, and the default of every other setting of the optimizer, as plain values for JSON.
+def run_folder(folder: Path, config: RunConfig) -> Path:
+    """The folder of one run inside the folder of a command."""
+    return folder / f"{config.optimizer}-seed{config.seed}"
 
-    A name `setting.field` changes one field of a policy, whichever else `settings` gives or the default. Raises
-    TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
+
+def new_folder(out: Path, dataset: str) -> Path:
+    """Create and return the first of `out/dataset-1`, `out/dataset-2`, ... that does not exist."""
+    out.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            folder = out / f"{dataset}-{number}"
+            folder.mkdir()
+            break
+    return folder
+
+
+def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
+    """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun, if any.
+
+    Raises RunFolderError if runs of these names were begun, but all of them with other settings.
     """
-    defaults = default_settings(optimizer)
-    fields: dict[str, dict[str, Any]] = {}  # by setting, then by field
-    for entry, value in settings.items():
-        name, dot, field = entry.partition(".")
-        if name not in defaults:
-            raise TypeError(f"there is no setting {name!r}, only {', '.join(sorted(defaults))}")
-        if dot:
-            fields.setdefault(name, {})[field] = value
-    chosen = {name: settings.get(name, default) for name, default in defaults.items()}
-    changed = {name: change(name, chosen[name], given) for name, given in fields.items()}
-    return {name: to_plain(from_plain(value)) for name, value in {**chosen, **changed}.items()}
+    dataset = configs[0].dataset
+    numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
+    mismatch: RunFolderError | None = None  # in the newest folder with runs of these names
+    for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
+        folder = out / f"{dataset}-{number}"
+        try:
+            begun = [check_same_run(config, run_folder(folder, config)) for config in configs]
+            if any(begun):
+                return folder
+        except RunFolderError as error:  # another experiment with the same optimizer; try an older folder
+            mismatch = mismatch or error
+    if mismatch is not None:
+        raise mismatch
+    return None
+
+
+def check_same_run(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds a run; raises RunFolderError if that is another one than this."""
+    if not RunConfig.is_in(folder):
+        return False
+    RunConfig.load(folder).check_same(config, folder, "without --resume the run gets a new folder")
+    return True

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from woodbury.experiments.errors import printable
-from woodbury.experiments.looks import Look, looks_of
-from woodbury.experiments.runs import Run, even_indices
-from woodbury.experiments.storage import round_numbers
+from woodbury.runs.looks import Look, looks_of
+from woodbury.runs.run import Run, even_indices
+from woodbury.runs.storage import printable, round_numbers
 
 RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
 _HUGE = 1e300  # what is larger counts as infinite: no axis or mean overflows
@@ -74,25 +73,6 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Where the runs of one group ended: medians over the seeds that reached the last epoch."""
-
-    dataset: str
-    label: str  # of the group
-    optimizer: str
-    seeds: int  # that reached the last epoch
-    seeds_started: int
-    epochs: float  # number of the last one
-    train_loss: float
-    test_loss: float  # NaN where it was not measured, like all that follows; else the last one measured
-    test_error: float  # a fraction, like all errors here
-    best_test_error: float  # over all epochs
-    seconds: float
-    seconds_per_step: float  # NaN before the first evaluation after the start
-    damping: float  # NaN for an optimizer without damping
-
-
-@dataclass(frozen=True)
 class Curve:
     """Median, smallest and largest value over the seeds, infinite where a run diverged."""
 
@@ -109,11 +89,6 @@ class Curve:
         return dataclasses.replace(self, middle=middle, low=low, high=high)
 
 
-def summarise(runs: Iterable[Run]) -> list[Summary]:
-    """One summary per group, data set by data set."""
-    return [summary_of(group) for members in by_dataset(runs).values() for group in groups_of(members)]
-
-
 def ends_of(group: Group) -> dict[str, list[float]]:
     """Where each seed that reached the last epoch ended, by quantity: no values where it was not measured."""
     runs = group.ended
@@ -128,20 +103,6 @@ def ends_of(group: Group) -> dict[str, list[float]]:
         "seconds_per_step": [end["seconds"] / end["step"] for end in ends if end["step"] > 0],
         "damping": [_damping(run) for run in runs if _has_quantity(run, "damping")],
     }
-
-
-def summary_of(group: Group) -> Summary:
-    """Where the runs of a group ended."""
-    runs = group.ended
-    return Summary(
-        dataset=runs[0].config.dataset,
-        label=group.label,
-        optimizer=runs[0].config.optimizer,
-        seeds=len(runs),
-        seeds_started=group.seeds,
-        epochs=runs[0].epochs[-1]["epoch"],
-        **{name: median(values) if values else math.nan for name, values in ends_of(group).items()},
-    )
 
 
 def _measured(run: Run, key: str) -> list[float]:

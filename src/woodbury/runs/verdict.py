@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from woodbury.experiments.medians import Group, ends_of, number
-from woodbury.experiments.runs import Run
+from woodbury.runs.medians import Group, ends_of, number
+from woodbury.runs.run import Run
 
 ENOUGH_SEEDS = 3
 COMPARED = ("train_loss", "test_loss", "test_error", "best_test_error", "seconds_per_step")

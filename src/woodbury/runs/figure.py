@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from woodbury.experiments.looks import Look
-from woodbury.experiments.medians import groups_of
-from woodbury.experiments.panels import Axis, Drawing, Panel, describe
-from woodbury.experiments.runs import Run
+from woodbury.runs.looks import Look
+from woodbury.runs.medians import groups_of
+from woodbury.runs.panels import Axis, Drawing, Panel, describe
+from woodbury.runs.run import Run
 
 _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "font.family": "sans-serif",

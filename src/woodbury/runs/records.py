@@ -4,8 +4,8 @@
     complete        the SHA-256 of each file of a run that has ended, as `sha256sum` writes and checks them
 
 The records of a complete run are compared with their checksum whenever they are read, those before a checkpoint
-when a run goes on from it. Of an unfinished run each line must be JSON with the keys of its kind. A changed value
-is not noticed there, nor are lines missing at the end, where the run may have been killed.
+when a run goes on from it. Of an unfinished run each line must be JSON with the keys of its kind, and numbers. A
+number that has changed is not noticed there, nor are lines missing at the end, where the run may have been killed.
 """
 
 import hashlib
@@ -13,14 +13,16 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.errors import RunFolderError
-from woodbury.experiments.storage import read_file, sync_folder, write_whole
+from woodbury.runs.storage import RunFolderError, read_file, sync_folder, write_whole
 
 RECORDS_FILE, COMPLETE_FILE = "records.jsonl", "complete"
-_KEYS = {"step": {"step", "damping"}, "epoch": {"epoch", "step", "seconds", "train_loss"}}  # of a record, by kind
+# What a record must have, by kind: the place where it was made, and what was measured (null: it was not finite).
+_NEEDED = {"step": (["step"], "damping"), "epoch": (["epoch", "step", "seconds"], "train_loss")}
+_FAR = 1e15  # no step, epoch or second lies there
 
 
 class Records:
@@ -40,6 +42,10 @@ class Records:
 
     def __exit__(self, *raised: object) -> None:
         self._file.close()  # which ends the lock
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
 
     def go_back(self, length: int, sha256: str | None = None) -> None:
         """Keep the first `length` bytes, whose checksum is this (None: not known), and go on behind them.
@@ -82,16 +88,13 @@ class Records:
 
 def _lock(descriptor: int) -> bool:
     """Lock a file until it is closed or the process ends; False if another process has it."""
-    try:
+    with suppress(ImportError, OSError):  # not on this system, or not on this file system
         import fcntl
-    except ImportError:  # not on this system
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # not on this file system
-        return True
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 
@@ -132,15 +135,23 @@ def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     path = folder / RECORDS_FILE
     content = read_complete(folder, RECORDS_FILE) if is_complete(folder) else _read_if_there(path)
     *lines, _cut = content.split(b"\n")
-    records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KEYS}
+    records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _NEEDED}
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            kind = record["kind"]
-            whole = _KEYS[kind] <= record.keys()
-        except (ValueError, RecursionError, TypeError, KeyError):
-            whole = False
-        if not whole:
+        record = _record(line)
+        if record is None:
             raise RunFolderError(f"{path} is damaged: line {number} is not the record of a step or an epoch")
-        records[kind].append(record)
+        records[record["kind"]].append(record)
     return records
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None unless it has all that a report needs of its kind, and nothing but numbers."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+        place, result = _NEEDED[record["kind"]]
+        values = [record[result], *(value for name, value in record.items() if name != "kind")]
+        is_placed = all(abs(record[name]) < _FAR for name in place)
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return None
+    are_numbers = all(value is None or isinstance(value, int | float) for value in values)
+    return record if is_placed and are_numbers else None

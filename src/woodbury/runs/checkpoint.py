@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from woodbury.experiments.errors import RunFolderError, one_line
-from woodbury.experiments.storage import FORMAT, check_format, read_file, write_whole
+from woodbury.runs.storage import FORMAT, RunFolderError, check_format, one_line, read_file, write_whole
 
 _HEADER = re.compile(rb"woodbury checkpoint ([0-9]{1,9}) ([0-9a-f]{64})")
 _REMEDY = "delete it to train from the start"

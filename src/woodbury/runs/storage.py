@@ -1,4 +1,4 @@
-"""How results are stored: files that are there whole or not at all, and JSON with a checksum inside it."""
+"""Whole files, JSON with a checksum inside it, and errors of one line."""
 
 import hashlib
 import json
@@ -9,12 +9,47 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from woodbury.experiments.errors import RunFolderError, one_line
-
 FORMAT = 6  # of all files of a run; raised whenever another version would misread one of them
 DIGITS = 5  # significant digits of a number for tables and drawings
 _CHECKSUM = "sha256"  # its key in a JSON object
 _REMEDY = "put back a whole copy, or train again in a new folder"
+_LONGEST = 2000  # characters of a message; a file may hold a name of any length
+
+
+# -- errors that a user can resolve: a command ends with their message -----------------------------------------
+
+
+class OneLineError(Exception):
+    """An error whose message is one line whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, _LONGEST))
+
+
+class RunFolderError(OneLineError):
+    """A run folder cannot be read, or holds another run."""
+
+
+def printable(text: str, longest: int) -> str:
+    """The text on one line: control characters as their escapes, the middle of a long text left out."""
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in _shortened(text, longest))
+    return _shortened(shown, longest)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line (an OSError: without its path), or its type if it has none."""
+    message = getattr(error, "strerror", None) or str(error)
+    return printable(" ".join(message.split()), _LONGEST) or type(error).__name__
+
+
+def _shortened(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    half = (longest - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+# -- whole files -----------------------------------------------------------------------------------------------
 
 
 def write_whole(path: Path, content: bytes | bytearray) -> None:
@@ -34,6 +69,12 @@ def write_whole(path: Path, content: bytes | bytearray) -> None:
         raise
 
 
+def remove_unfinished(path: Path) -> None:
+    """Remove the temporary files that a killed `write_whole` of this path left behind."""
+    for unfinished in path.parent.glob(f".{path.name}.*"):
+        unfinished.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on disk, so that what follows cannot get there first.
 
@@ -47,18 +88,15 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove the temporary files that a killed `write_whole` of this path left behind."""
-    for unfinished in path.parent.glob(f".{path.name}.*"):
-        unfinished.unlink(missing_ok=True)
-
-
 def read_file(path: Path) -> bytes:
     """The content of a file of a run; raises RunFolderError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------
 
 
 def checksum(values: Mapping[str, Any]) -> str:
@@ -77,13 +115,13 @@ def read_checked(path: Path) -> dict[str, Any]:
     """The values that `with_checksum` was given, from a JSON file; raises RunFolderError if they have changed."""
     try:
         values = json.loads(read_file(path))
-        version = values["format"]
-    except (ValueError, RecursionError, TypeError, KeyError):  # a list or a number has no such key
+        version = values.pop("format")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):  # a list or a number has no such key
         raise RunFolderError(f"{path} is damaged, or no file of a run; {_REMEDY}") from None
     check_format(version, path)
-    if values.get(_CHECKSUM) != checksum(values):
+    if values.pop(_CHECKSUM, None) != checksum({"format": version, **values}):
         raise RunFolderError(f"{path} is damaged: it has changed since it was written; {_REMEDY}")
-    return {name: value for name, value in values.items() if name not in ("format", _CHECKSUM)}
+    return dict(values)
 
 
 def check_format(version: Any, path: Path) -> None:

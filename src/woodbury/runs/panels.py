@@ -12,10 +12,9 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import Affine2D
 
-from woodbury.experiments.looks import Look
-from woodbury.experiments.medians import RATIO_RANGE, Curve, Group, curves_of
-from woodbury.experiments.models import network_name
 from woodbury.policies.damping import LevenbergMarquardt
+from woodbury.runs.looks import Look
+from woodbury.runs.medians import RATIO_RANGE, Curve, Group, curves_of
 
 _LOW_RATIO = LevenbergMarquardt.threshold
 THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there
@@ -97,7 +96,7 @@ def _title(groups: Sequence[Group]) -> str:
     title = groups[0].runs[0].config.dataset
     known = (run.config for group in groups for run in group.runs if not run.config.recorded)
     if (config := next(known, None)) is not None:
-        title += f": network {network_name(config.widths)}, batches of {config.batch_size}"
+        title += f": network {config.network}, batches of {config.batch_size}"
     if (seeds := max(group.seeds for group in groups)) > 1:
         title += f"; median over {seeds} seeds, bands from smallest to largest"
     return title
