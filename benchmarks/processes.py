@@ -24,9 +24,9 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.common import Command, Network, Step, add_quick, say, table
-from woodbury._group import Group
 from woodbury.optim import optimizer
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.parallel.group import Group
 from woodbury.quadratic import sample_space
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.joint import JointRows

@@ -13,8 +13,8 @@ import bounds
 import processes
 import reference
 import woodbury
-from woodbury._group import ALONE
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.parallel.group import ALONE
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),

@@ -18,10 +18,10 @@ pytest.importorskip("typer")
 import bounds
 import processes
 from fuzz.files import DATA, stop_after
-from woodbury._group import LostProcessError
 from woodbury.experiments import train as training
 from woodbury.experiments.presets import PRESETS
 from woodbury.experiments.train import InterruptedRunError, train
+from woodbury.parallel.group import LostProcessError
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import read_records
 

@@ -35,9 +35,9 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit(f'The command line needs {error.name}: pip install "woodbury[experiments]"') from None
 
-from woodbury._group import LostProcessError, all_processes
 from woodbury._version import __version__
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.parallel.group import LostProcessError, all_processes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from woodbury._group import all_processes
 from woodbury.optimizers import OPTIMIZERS, default_arguments
+from woodbury.parallel.group import all_processes
 from woodbury.policies.plain import change, from_plain, to_plain
 from woodbury.runs.config import RunConfig
 

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._group import ALONE, Group, all_processes
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
+from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.runs.checkpoint import as_bytes, read_checkpoint, write_checkpoint
 from woodbury.runs.config import CONFIG_FILE, RunConfig, check_same_run
 from woodbury.runs.records import (

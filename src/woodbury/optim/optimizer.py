@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from woodbury import _random
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
-from woodbury._group import Group
 from woodbury._vector import Parts
 from woodbury.device.replay import Replay
 from woodbury.device.scalars import to_device
-from woodbury.losses.seen import NoLoss
+from woodbury.loop.seen import NoLoss
+from woodbury.loop.watch import SeenBatch, Watcher, run_closure
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
@@ -42,7 +42,7 @@ from woodbury.optim.settings import (
 from woodbury.optim.shards import find_group, start_alike
 from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction
-from woodbury.optim.watch import SeenBatch, Watcher, run_closure
+from woodbury.parallel.group import Group
 from woodbury.policies.damping import Constant, Damping, LevenbergMarquardt, as_damping
 from woodbury.quadratic.blocks import BLOCKS
 from woodbury.quadratic.passes import Batches

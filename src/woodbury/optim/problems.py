@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury._group import Group
 from woodbury._memory import available_bytes, in_words
 from woodbury._vector import Vector
 from woodbury.curvature import OwnScale
 from woodbury.device.scalars import as_number, is_known, to_device
+from woodbury.loop.watch import UNWATCHED
 from woodbury.losses.rules import LossRule, loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.chain import Chain
@@ -29,7 +29,7 @@ from woodbury.optim.price import affordable_rows
 from woodbury.optim.settings import Hyperparameters, Settings, check_groups, explain_inputs, read_settings
 from woodbury.optim.shards import borrow_sample, count_nothing
 from woodbury.optim.transaction import Transaction
-from woodbury.optim.watch import UNWATCHED
+from woodbury.parallel.group import Group
 from woodbury.policies.damping import check_damping
 from woodbury.quadratic.decay import Decay
 from woodbury.quadratic.linearize import Problem

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from woodbury import _batch
 from woodbury._choice import part_named
-from woodbury._group import ALONE, Group, all_processes
+from woodbury.loop.seen import NoSamples
 from woodbury.losses.rules import loss_rule
-from woodbury.losses.seen import NoSamples
+from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.quadratic.linearize import Problem
 
 PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one process's own

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from woodbury._group import Group, assemble, dismantle
 from woodbury._vector import Vector
 from woodbury.device.scalars import Scale
 from woodbury.layers.forms import RowForm, concatenate_forms
 from woodbury.linalg import Solution, full_precision
+from woodbury.parallel.group import Group, assemble, dismantle
 from woodbury.row_matrix import Rows, SmallSolver
 
 

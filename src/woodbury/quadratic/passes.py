@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import BadSamplesError, Batch
-from woodbury._group import ALONE, Group
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.losses.rules import LossRule, check_term_count, prepare
@@ -20,6 +19,7 @@ from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_part, check_samples_apart
 from woodbury.model.plan import Plan
+from woodbury.parallel.group import ALONE, Group
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
 

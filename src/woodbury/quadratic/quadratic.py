@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from woodbury._group import ALONE, Group
 from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
@@ -29,6 +28,7 @@ from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.linalg import sum_of_squares
 from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
+from woodbury.parallel.group import ALONE, Group
 from woodbury.products import FactorProducts
 from woodbury.quadratic.blocks import BLOCKS, Blocks
 from woodbury.quadratic.damped import Damped

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from woodbury._group import all_processes
+from woodbury.parallel.group import all_processes
 from woodbury.policies.plain import from_plain
 from woodbury.runs.storage import RunFolderError, printable, read_checked, with_checksum, write_whole
 

@@ -1,6 +1,6 @@
 """Steps from a loop of the user's own: `step(closure)`, and `loss.backward(); optimizer.step()` with watch=True.
 
-Hooks on the model note what it was called with and give its outputs a tape (`woodbury.losses.tape`), which notes
+Hooks on the model note what it was called with and give its outputs a tape (`woodbury.loop.tape`), which notes
 the operations up to `backward`. From the two follows what `step(inputs, targets)` would have been given.
 """
 
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
-from woodbury.losses.rules import loss_rule
-from woodbury.losses.seen import (
+from woodbury.loop.seen import (
     FUNCTIONS,
     Recognised,
     ScaledLoss,
@@ -30,7 +29,8 @@ from woodbury.losses.seen import (
     recognise,
     same_loss,
 )
-from woodbury.losses.tape import LossesInside, Node, Taped, tape
+from woodbury.loop.tape import LossesInside, Node, Taped, tape
+from woodbury.losses.rules import loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import WrittenCall
 from woodbury.model.fallback import Forward

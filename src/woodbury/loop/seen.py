@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.device.scalars import Scalar
+from woodbury.loop.tape import Base, Node
 from woodbury.losses.factors import DenseFactor, Factor
 from woodbury.losses.rules import LossRule, StructuredRule, loss_rule, register_loss
-from woodbury.losses.tape import Base, Node
 
 FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.cross_entropy: nn.CrossEntropyLoss,

@@ -1,0 +1,1 @@
+"""Groups of processes: the identity where there is one."""
