@@ -200,7 +200,7 @@ def test_verify_knows_the_metric(kind, metric):
     scaled, damping, residual = matrix.dense(), optimizer.current_damping, optimizer.verify(*batches[0])
     optimizer.step(*batches[0])  # leaves the metric that verify had
     units = METRICS[metric].units(optimizer.state["metric"]["moments"], matrix.plan)
-    s = reference.flat(units.entries.values())
+    s = reference.flat(units.vector.values())
     assert residual <= bounds.of_solve((scaled * s).T @ (scaled * s), damping) * s.max() / s.min()
 
 
@@ -323,7 +323,7 @@ def test_rows_in_other_units_are_the_rows_times_the_units(kind):
             moments[name] = square
     units = adam.units(moments, matrix.plan)
     scaled = type(matrix)(matrix.plan, units.of_rows(matrix.forms), matrix.row_count, matrix.scale)
-    expected = matrix.dense() * reference.flat(units.entries.values())
+    expected = matrix.dense() * reference.flat(units.vector.values())
     assert reference.relative_error(scaled.dense(), expected) <= bounds.rounding(1)
     assert reference.relative_error(scaled.gram(), expected @ expected.T) <= bounds.rounding(expected.shape[1])
     kept = {name: type(form) for name, form in matrix.forms.items()}

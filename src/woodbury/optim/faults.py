@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,11 @@ class Doubts:
         if kind not in self._given:
             self._given.add(kind)
             warnings.warn(f"{self.method}: {message}", RuntimeWarning, stacklevel=3)
+
+    def warn_of(self, messages: Mapping[str, str]) -> None:
+        """By kind."""
+        for kind, message in messages.items():
+            self.warn_once(kind, message)
 
     def is_time_to_look(self, damping: float) -> bool:
         """Where lambda has halved, and at steps 1, 2, 4, 8, ..., until someone was warned."""

@@ -26,6 +26,7 @@ from woodbury.quadratic.linearize import Problem, linearize
 from woodbury.quadratic.memory import Kept, with_memory
 from woodbury.quadratic.metric import InMetric, next_units
 from woodbury.quadratic.objective import Objective
+from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.solvers import SOLVERS
 
 _WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
@@ -55,8 +56,7 @@ class Step:
             proposal, policy, objective = self._propose()
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=True)
             policy.judge(proposal, objective, self.context.state)
-        for kind, message in proposal.warnings.items():
-            self.doubts.warn_once(kind, message)
+        self.doubts.warn_of(proposal.warnings)
         with torch.no_grad():
             return self._move(proposal, done)
 
@@ -64,6 +64,7 @@ class Step:
         """p by parameter name."""
         with self._derivatives():
             proposal, _, _ = self._propose()
+            self.doubts.warn_of(proposal.warnings)
             check_solved(self.problem, proposal.predicted, self.doubts, to_take=False)
             return dict(proposal.displacement.dense())
 
@@ -126,7 +127,9 @@ class Step:
             units, gains["metric"] = next_units(settings.metric, state.get("metric", {}), quadratic)
         if settings.memory:
             kept = Kept.read(state.get("kept", {}), plan)
-            quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, units is None)
+            by_rows = not is_smaller(plan, settings.blocks, kept.rows + quadratic.curvature_rows)
+            needs_gram = units is None and settings.blocks.name == "full" and by_rows
+            quadratic, gains["kept"] = with_memory(quadratic, kept, settings.memory, needs_gram)
         return Posed(quadratic if units is None else InMetric(quadratic, units), objective, gains)
 
     def _policy(self) -> Policy:

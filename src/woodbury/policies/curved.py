@@ -157,7 +157,8 @@ class SearchedStep(Policy):
         divisor = float(passes.divisor(self.curvature, term_count, len(outputs), len(outputs))) / factor.unit**2
         factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
         if quadratic.decay is not None:
-            slopes = slopes + torch.tensor([float(quadratic.decay.slope(own)) for own in vectors]).double()
+            decayed = [float(quadratic.decay.slope(own)) for own in vectors]
+            slopes = slopes + torch.tensor(decayed, dtype=torch.float64)
         products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
         return Judge(held_out, float(held_out.loss), slopes, products)
 
