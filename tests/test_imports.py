@@ -37,7 +37,6 @@ FLOORS = {
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["door"]],
     "losses": [["factors", "tape"], ["rules"], ["elementwise", "robust", "softmax", "seen"]],
     "layers": [
-        ["layout"],
         ["forms"],
         ["registry", "positions"],
         ["shared", "embeddings"],
