@@ -295,6 +295,21 @@ def test_rows_without_a_loss_are_those_of_the_jacobian(name):
     torch.testing.assert_close(woodbury.rows(problem.model, None, problem.inputs).dense(), J)
 
 
+@pytest.mark.parametrize("name", [*problems.PROBLEMS, *problems.SHARED])
+def test_the_head_of_a_form_is_its_first_rows(name):
+    problem = problems.make(name)
+    made = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets, fallback="autograd")
+    samples = len(problem.targets)
+    row_count = made.row_count // samples * (samples - 1)
+    for form in made.forms.values():
+        head, whole = form.head(row_count), form.dense()
+        assert len(head.new_rows(0)) == row_count
+        assert all(torch.equal(rows, whole[own][:row_count]) for own, rows in head.dense().items())
+        gram = form.gram(form, None, None)
+        bound = bounds.rounding(sum(rows[0].numel() for rows in whole.values())) * float(gram.abs().max())
+        assert (form.gram_head(row_count, None, False) - gram[:row_count]).abs().max() <= bound
+
+
 @pytest.mark.parametrize("fallback", [None, "autograd"])
 def test_a_step_leaves_no_pass_behind(fallback, monkeypatch):
     """A capture holds the graph of a pass: memory must not wait for the garbage collector."""

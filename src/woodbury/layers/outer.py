@@ -54,6 +54,15 @@ class Layout:
             pieces.append((n, k))
         return layout_of(tuple(pieces))
 
+    def head(self, row_count: int) -> Layout:
+        """The layout of the first rows, of whole samples."""
+        pieces: list[tuple[int, int]] = []
+        for n, k in self.pieces:
+            if row_count > 0:
+                pieces.append((min(n, row_count // k), k))
+            row_count -= n * k
+        return layout_of(tuple(pieces))
+
     def sample_of_row(self, device: torch.device) -> Tensor:
         """(r,) index of the sample each row belongs to."""
         return _sample_of_row(self.pieces, device)
@@ -170,14 +179,9 @@ class OuterRows(WeightRows):
     def scaled(self, first: Tensor, others: Tensor) -> OuterRows:
         return replace(self, inputs=self.inputs * others, grads=self.grads * first, affine=False)
 
-    def _sample_count(self, row_count: int) -> int:
-        """How many samples the first rows belong to."""
-        return row_count if self.layout.is_plain else self.layout.pieces[0][0]
-
     def head(self, row_count: int) -> OuterRows:
-        samples = self._sample_count(row_count)
-        layout = Layout(((samples, row_count // samples),))
-        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:row_count], layout=layout)
+        layout = self.layout.head(row_count)
+        return replace(self, inputs=self.inputs[: layout.samples], grads=self.grads[:row_count], layout=layout)
 
     def only_rows(self) -> OuterRows:
         return replace(self, layout=self.layout.merged(), affine=False)
@@ -202,7 +206,7 @@ class OuterRows(WeightRows):
     def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
         if not self.affine or self.weight is None:
             return None
-        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self._sample_count(row_count)
+        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self.layout.head(row_count).samples
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         return self._weighted_sum(coefficients).dense()
