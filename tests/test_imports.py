@@ -39,7 +39,6 @@ FLOORS = {
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
     "loop": [["tape"], ["seen"], ["watch"]],
     "layers": [
-        ["layout"],
         ["forms"],
         ["registry", "positions"],
         ["shared", "embeddings"],

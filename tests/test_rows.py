@@ -1,5 +1,8 @@
 """U against a loop over single samples: Gram, products, dense, and the capture's refusals."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ import reference
 import woodbury
 from test_layers import check_rows, dense_rows
 from woodbury._vector import flatten
+from woodbury.model.capture import GraphCapture
 
 
 def vector_like(model):
@@ -289,3 +293,40 @@ def test_rows_without_a_loss_are_those_of_the_jacobian(name):
     samples = reference.per_sample(problem.model, problem.loss, problem.inputs, problem.targets)
     J = torch.cat([own for own, _, _ in samples])
     torch.testing.assert_close(woodbury.rows(problem.model, None, problem.inputs).dense(), J)
+
+
+@pytest.mark.parametrize("name", [*problems.PROBLEMS, *problems.SHARED])
+def test_the_head_of_a_form_is_its_first_rows(name):
+    problem = problems.make(name)
+    made = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets, fallback="autograd")
+    samples = len(problem.targets)
+    row_count = made.row_count // samples * (samples - 1)
+    for form in made.forms.values():
+        head, whole = form.head(row_count), form.dense()
+        assert len(head.new_rows(0)) == row_count
+        assert all(torch.equal(rows, whole[own][:row_count]) for own, rows in head.dense().items())
+        gram = form.gram(form, None, None)
+        bound = bounds.rounding(sum(rows[0].numel() for rows in whole.values())) * float(gram.abs().max())
+        assert (form.gram_head(row_count, None, False) - gram[:row_count]).abs().max() <= bound
+
+
+@pytest.mark.parametrize("fallback", [None, "autograd"])
+def test_a_step_leaves_no_pass_behind(fallback, monkeypatch):
+    """A capture holds the graph of a pass: memory must not wait for the garbage collector."""
+    passes, plain = [], GraphCapture.rows
+
+    def rows(captured, segments):
+        passes.append(weakref.ref(captured))
+        return plain(captured, segments)
+
+    monkeypatch.setattr(GraphCapture, "rows", rows)
+    layer = nn.Conv1d(1, 2, 3) if fallback is None else Doubled(8, 6)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12 if fallback is None else 6, 2))
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), fallback=fallback)
+    gc.disable()
+    try:
+        for _ in range(3):
+            optimizer.step(torch.randn(6, 1, 8), torch.randn(6, 2))
+        assert passes and all(reference() is None for reference in passes)
+    finally:
+        gc.enable()

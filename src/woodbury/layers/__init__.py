@@ -7,8 +7,7 @@ from woodbury.layers import recurrent as _recurrent  # noqa: F401
 from woodbury.layers import rules as _rules  # noqa: F401
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.forms import ExplicitRows, RowForm
-from woodbury.layers.layout import Layout
-from woodbury.layers.outer import OuterRows
+from woodbury.layers.outer import Layout, OuterRows
 from woodbury.layers.registry import layer_rule, register_layer
 from woodbury.layers.shared import SharedRows
 from woodbury.layers.sums import SumRows

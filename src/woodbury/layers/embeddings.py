@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from woodbury.layers.forms import Dtype, Scales, add_onto, windows
+from woodbury.layers.forms import windows
 from woodbury.layers.positions import (
     ELEMENTWISE,
     Part,
@@ -21,7 +21,6 @@ from woodbury.layers.positions import (
     gram_by_pairs,
     row_count,
     row_window,
-    spans,
 )
 
 
@@ -51,11 +50,8 @@ class EmbeddingRows(PartRows):
             parts.append(replace(part, grads=part.grads * own * others))
         return replace(self, parts=tuple(parts))
 
-    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
-        dtype = self.parts[0].grads.dtype if dtype is None else dtype
-        by_pairs = indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
-        gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
-        return add_onto(gram if scales is None else gram.mul_(scales[self.weight]), onto)
+    def pairs_are_cheaper(self, other: Self) -> bool:
+        return indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
 
     def gram_by_pairs(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
         """K from pairs of positions."""
@@ -85,40 +81,31 @@ class EmbeddingRows(PartRows):
         sizes = (index_count, self.shape[1])
         return gram_by_gradients(own, others, sizes, gradients, dtype, self._byte_limit)
 
-    def _blocks(self, part: Part) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Windows of samples, their indices (n, s), and h (n, k, s, o), zero at the padding index."""
-        bytes_per_sample = 3 * part.grads.element_size() * max(1, part.grads[0].numel())
-        for window in windows(part.samples, self._byte_limit // bytes_per_sample):
-            indices, grads = part.inputs[window], part.grads[window, :, :, 0]
-            if self.padding is not None:
-                grads = grads * (indices != self.padding)[:, None, :, None]
-            yield window, indices, grads
+    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
+        bytes_per_sample = 3 * dtype.itemsize * max(1, part.grads[0].numel())
+        return windows(part.samples, self._byte_limit // bytes_per_sample)
 
-    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        weight = vector[self.weight]
-        products = [
-            torch.einsum("nkso,nso->nk", h, weight[x]).flatten()
-            for part in self.parts
-            for _, x, h in self._blocks(part)
-        ]
-        return torch.cat(products)
+    def _without_padding(self, indices: Tensor, values: Tensor) -> Tensor:
+        """Values (n, s, 1, o) with zeros at the padding index."""
+        return values if self.padding is None else values * (indices != self.padding)[:, :, None, None]
 
-    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
-        first = self.parts[0].grads
-        weight = first.new_zeros(self.shape)
-        for part, span in spans(self.parts):
-            c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
-            for window, x, h in self._blocks(part):
-                contracted = torch.einsum("nk,nkso->nso", c[window], h)
-                weight.index_add_(0, x.flatten(), contracted.flatten(0, 1))
-        return {self.weight: weight}
+    def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
+        indices = part.features(window)
+        return self._without_padding(indices, vector[self.weight][indices].unsqueeze(2))
+
+    def add_gradient(self, total: Mapping[str, Tensor], part: Part, window: slice, grads: Tensor) -> None:
+        indices = part.features(window)
+        values = self._without_padding(indices, grads)
+        total[self.weight].index_add_(0, indices.flatten(), values.flatten(0, 2))
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
-        rows = [
-            _sums_by_index(x, h.to(dtype), window).flatten(0, 1)
-            for part in self.parts
-            for _, x, h in self._blocks(part)
-        ]
+        rows = []
+        for part in self.parts:
+            for samples in self.sample_windows(part, dtype):
+                x, h = part.read(samples, dtype)
+                if self.padding is not None:
+                    x = torch.where(x == self.padding, -1, x)  # in no window
+                rows.append(_sums_by_index(x, h[:, :, :, 0], window).flatten(0, 1))
         return torch.cat(rows)
 
 

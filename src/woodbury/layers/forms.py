@@ -23,7 +23,6 @@ from typing_extensions import Self
 
 from woodbury.device.constants import ones
 from woodbury.device.scalars import Scale
-from woodbury.layers.layout import Layout
 
 Scales = Mapping[str, Scale] | None  # one number per parameter; None for ones
 Dtype = torch.dtype | None  # to accumulate in; None for the type of the rows
@@ -215,10 +214,10 @@ class OuterSum:
 
     inputs: Tensor  # V (n, i)
     contracted: Tensor  # Hbar (n, o): the sum over the columns of each sample of c h
-    layout: Layout
     weight: str | None
     bias: str | None
-    inner: Tensor | None  # V V^T + 1 (n, n), if it is known
+    inner: Tensor | None = None  # V V^T + 1 (n, n), if it is known
+    pieces: tuple[tuple[int, int], ...] = ()  # the samples of each piece of the batch, and columns per sample
 
     @property
     def parameters(self) -> tuple[str, ...]:

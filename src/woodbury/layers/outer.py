@@ -1,15 +1,20 @@
-"""The form of a layer z = W v + b on one vector per sample: rows are outer products."""
+"""The form of a layer z = W v + b on one vector per sample: rows are outer products.
+
+Which sample each of the rows belongs to is their `Layout`. The letters are those of `forms`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from woodbury.device.constants import LIMIT, constant_tensor
 from woodbury.layers.forms import (
     Dtype,
     ExplicitRows,
@@ -21,9 +26,94 @@ from woodbury.layers.forms import (
     product,
     shifted_product,
 )
-from woodbury.layers.layout import Layout, layout_of
 from woodbury.layers.positions import Part, unchanged
 from woodbury.layers.shared import SharedRows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which sample a row belongs to: consecutive pieces of n samples with k rows each."""
+
+    pieces: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def samples(self) -> int:
+        return sum(n for n, _ in self.pieces)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether every sample has exactly one row."""
+        return all(k == 1 for _, k in self.pieces)
+
+    def merged(self) -> Layout:
+        """The same rows with neighbours of as many rows per sample as one piece."""
+        pieces: list[tuple[int, int]] = []
+        for n, k in self.pieces:
+            if pieces and pieces[-1][1] == k:
+                n += pieces.pop()[0]
+            pieces.append((n, k))
+        return layout_of(tuple(pieces))
+
+    def head(self, row_count: int) -> Layout:
+        """The layout of the first rows, of whole samples."""
+        pieces: list[tuple[int, int]] = []
+        for n, k in self.pieces:
+            if row_count > 0:
+                pieces.append((min(n, row_count // k), k))
+            row_count -= n * k
+        return layout_of(tuple(pieces))
+
+    def sample_of_row(self, device: torch.device) -> Tensor:
+        """(r,) index of the sample each row belongs to."""
+        return _sample_of_row(self.pieces, device)
+
+    def of_rows(self, samples: Tensor) -> Tensor:
+        """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
+        return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
+
+    def multiply_(self, rows: Tensor, samples: Tensor) -> Tensor:
+        """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
+        row = sample = 0
+        for n, k in self.pieces:
+            own, multipliers = rows[row : row + n * k], samples[sample : sample + n]
+            if k == 1:
+                own.mul_(multipliers)
+            else:
+                own.view(n, k, -1).mul_(multipliers.unsqueeze(1))
+            row, sample = row + n * k, sample + n
+        return rows
+
+    def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
+        """sum over the rows of each sample of c h, (n, o), for c (r,) or (r, 1) and rows h (r, o)."""
+        if self.is_plain:
+            return (coefficients if coefficients.dim() == 2 else coefficients.unsqueeze(1)) * rows
+        parts, row = [], 0
+        for n, k in self.pieces:
+            c, h = coefficients[row : row + n * k], rows[row : row + n * k]
+            if k == 1:
+                parts.append(c.unsqueeze(1) * h)
+            else:
+                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
+            row += n * k
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def spread(self, samples: Tensor, other: Layout) -> Tensor:
+        """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
+        if not other.is_plain:  # columns first, while there are few rows
+            samples = samples.index_select(1, other.sample_of_row(samples.device))
+        return self.of_rows(samples)
+
+
+@lru_cache(LIMIT)
+def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
+    """The layout of these pieces, cached."""
+    return Layout(pieces)
+
+
+@constant_tensor  # a few kilobytes per batch size
+def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    columns = torch.tensor([k for n, k in pieces for _ in range(n)])
+    return torch.repeat_interleave(columns).to(device)
 
 
 @dataclass
@@ -89,14 +179,9 @@ class OuterRows(WeightRows):
     def scaled(self, first: Tensor, others: Tensor) -> OuterRows:
         return replace(self, inputs=self.inputs * others, grads=self.grads * first, affine=False)
 
-    def _sample_count(self, row_count: int) -> int:
-        """How many samples the first rows belong to."""
-        return row_count if self.layout.is_plain else self.layout.pieces[0][0]
-
     def head(self, row_count: int) -> OuterRows:
-        samples = self._sample_count(row_count)
-        layout = Layout(((samples, row_count // samples),))
-        return replace(self, inputs=self.inputs[:samples], grads=self.grads[:row_count], layout=layout)
+        layout = self.layout.head(row_count)
+        return replace(self, inputs=self.inputs[: layout.samples], grads=self.grads[:row_count], layout=layout)
 
     def only_rows(self) -> OuterRows:
         return replace(self, layout=self.layout.merged(), affine=False)
@@ -113,7 +198,7 @@ class OuterRows(WeightRows):
         if coefficients.dtype != self.grads.dtype:
             coefficients = coefficients.to(self.grads.dtype)
         contracted = self.layout.contract(coefficients, self.grads)
-        return OuterSum(self.inputs, contracted, self.layout, self.weight, self.bias, self.inner)
+        return OuterSum(self.inputs, contracted, self.weight, self.bias, self.inner, self.layout.pieces)
 
     def factored_sum(self, coefficients: Tensor) -> OuterSum | None:
         return self._weighted_sum(coefficients) if self.affine else None
@@ -121,7 +206,7 @@ class OuterRows(WeightRows):
     def affine_sizes(self, row_count: int) -> tuple[int, int, int, int] | None:
         if not self.affine or self.weight is None:
             return None
-        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self._sample_count(row_count)
+        return self.inputs.shape[1], self.grads.shape[1], self.layout.samples, self.layout.head(row_count).samples
 
     def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
         return self._weighted_sum(coefficients).dense()

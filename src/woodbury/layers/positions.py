@@ -17,17 +17,22 @@ k column, r = n k row, s and t position, g group, i input feature, o output feat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import Self
 
 from woodbury.layers.forms import (
     Dtype,
     RowForm,
+    Scales,
     WeightRows,
+    add_onto,
     add_own_product,
     byte_limit,
     windows,
@@ -254,7 +259,7 @@ def summed_products(grads: Tensor, inputs: Tensor) -> Tensor:
 
 @dataclass
 class PartRows(WeightRows):
-    """Rows stored as parts: what `SharedRows` and `EmbeddingRows` have in common."""
+    """Rows of z_s = W v_s + b over positions s, stored as parts: what the forms with positions have in common."""
 
     parts: tuple[Part, ...]
     shape: tuple[int, ...]  # of W
@@ -263,6 +268,66 @@ class PartRows(WeightRows):
     @property
     def _byte_limit(self) -> int:
         return byte_limit(self.max_bytes, self.parts[0].grads.device)
+
+    @abstractmethod
+    def pairs_are_cheaper(self, other: Self) -> bool:
+        """Which of the two routes to K costs less."""
+
+    @abstractmethod
+    def gram_by_pairs(self, other: Self, dtype: torch.dtype) -> Tensor:
+        """The term of W in K, from pairs of positions."""
+
+    @abstractmethod
+    def gram_by_gradients(self, other: Self, dtype: torch.dtype) -> Tensor:
+        """The term of W in K, from per-sample gradients."""
+
+    @abstractmethod
+    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
+        """Windows of as many samples as `max_bytes` lets read at once."""
+
+    @abstractmethod
+    def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
+        """The change of z along a vector, (n, s, g, o), for a window of samples."""
+
+    @abstractmethod
+    def add_gradient(self, total: Mapping[str, Tensor], part: Part, window: slice, grads: Tensor) -> None:
+        """Add to `total` the gradient of W and b for gradients in z, (n, s, g, o), of a window of samples."""
+
+    def bias_rows(self, dtype: torch.dtype) -> Tensor:
+        """The rows of b, sum_s h_s, (r, g o)."""
+        return torch.cat([part.grads.sum(2, dtype=dtype).flatten(2).flatten(0, 1) for part in self.parts])
+
+    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
+        dtype = self.parts[0].grads.dtype if dtype is None else dtype
+        total: Tensor | None = None
+        if self.weight is not None:
+            by_pairs = self.pairs_are_cheaper(other)
+            total = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
+            total = total if scales is None else total.mul_(scales[self.weight])
+        if self.bias is not None:
+            left = self.bias_rows(dtype)
+            term = F.linear(left, left if other is self else other.bias_rows(dtype))
+            total = add_onto(term if scales is None else term.mul_(scales[self.bias]), total)
+        assert total is not None
+        return add_onto(total, onto)
+
+    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
+        products = []
+        for part in self.parts:
+            for window in self.sample_windows(part, part.grads.dtype):
+                change = self.change(part, window, vector)
+                products.append(torch.einsum("nksgo,nsgo->nk", part.grads[window], change).flatten())
+        return torch.cat(products)
+
+    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
+        first = self.parts[0].grads
+        total = {name: first.new_zeros(shape) for name, shape in self.shapes.items()}
+        for part, span in spans(self.parts):
+            c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
+            for window in self.sample_windows(part, first.dtype):
+                contracted = torch.einsum("nk,nksgo->nsgo", c[window], part.grads[window])
+                self.add_gradient(total, part, window, contracted)
+        return total
 
     def within(self, max_bytes: int | None) -> RowForm:
         return self if max_bytes is None else replace(self, max_bytes=max_bytes)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.layers.embeddings import EmbeddingRows
-from woodbury.layers.layout import Layout
-from woodbury.layers.outer import OuterRows
+from woodbury.layers.outer import Layout, OuterRows
 from woodbury.layers.positions import Part, summed_products, unchanged
 from woodbury.layers.registry import register_layer
 from woodbury.layers.shared import SharedRows

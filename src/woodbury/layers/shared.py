@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import Self
 
-from woodbury.layers.forms import Dtype, Scales, add_onto, windows
+from woodbury.layers.forms import windows
 from woodbury.layers.positions import (
     ELEMENTWISE,
     Part,
@@ -20,7 +19,6 @@ from woodbury.layers.positions import (
     gram_by_pairs,
     row_count,
     row_window,
-    spans,
     write_rows,
 )
 
@@ -58,26 +56,8 @@ class SharedRows(PartRows):
         parts = tuple(part.scaled(first.view(self.sizes[:2]), others) for part in self.parts)
         return replace(self, parts=parts)
 
-    def gram(self, other: Self, scales: Scales, dtype: Dtype, onto: Tensor | None = None) -> Tensor:
-        dtype = self.parts[0].grads.dtype if dtype is None else dtype
-        gram = None
-        if self.weight is not None:
-            by_pairs = pairs_are_cheaper(self.parts, other.parts, self.sizes)
-            gram = (self.gram_by_pairs if by_pairs else self.gram_by_gradients)(other, dtype)
-            if scales is not None:
-                gram = gram.mul_(scales[self.weight])
-        if self.bias is not None:
-            left = self._bias_rows(dtype)
-            term = F.linear(left, left if other is self else other._bias_rows(dtype))
-            if scales is not None:
-                term = term.mul_(scales[self.bias])
-            gram = term if gram is None else gram.add_(term)
-        assert gram is not None
-        return add_onto(gram, onto)
-
-    def _bias_rows(self, dtype: torch.dtype) -> Tensor:
-        """The rows of b, sum_s h_s, (r, g o)."""
-        return torch.cat([part.grads.sum(2, dtype=dtype).flatten(2).flatten(0, 1) for part in self.parts])
+    def pairs_are_cheaper(self, other: Self) -> bool:
+        return pairs_are_cheaper(self.parts, other.parts, self.sizes)
 
     def gram_by_pairs(self, other: SharedRows, dtype: torch.dtype) -> Tensor:
         """The term of W, from pairs of positions."""
@@ -95,12 +75,12 @@ class SharedRows(PartRows):
     def _gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
         """Write G = sum_s h_s v_s^T for a chunk of groups, outputs and inputs into out (r, g, o, i)."""
         groups, outputs, inputs = chunk
-        for window in self._sample_windows(part, out.dtype):
+        for window in self.sample_windows(part, out.dtype):
             v, h = part.read(window, out.dtype)
             product = torch.einsum("nksgo,nsgi->nkgoi", h[..., groups, outputs], v[..., groups, inputs])
             out[row_window(part, window)] = product.flatten(0, 1)
 
-    def _sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
+    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
         groups, width, features = self.sizes
         columns = part.columns
         # v twice (padded, unfolded), h and its copy, a change of z, a block of G
@@ -108,46 +88,23 @@ class SharedRows(PartRows):
         numbers += columns * min(groups * width * features, self._byte_limit // dtype.itemsize // 8)
         return windows(part.samples, self._byte_limit // dtype.itemsize // 2 // max(1, numbers))
 
-    def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        weight = None if self.weight is None else self._from_stored(vector[self.weight])
-        bias = None if self.bias is None else vector[self.bias].reshape(self.sizes[:2])
-        products = []
-        for part in self.parts:
-            dtype = part.grads.dtype
-            for window in self._sample_windows(part, dtype):
-                if weight is None:
-                    h = part.grads[window]
-                    products.append(torch.einsum("nksgo,go->nk", h, bias).flatten())
-                    continue
-                v, h = part.read(window, dtype)
-                change = torch.einsum("nsgi,goi->nsgo", v, weight)
-                if bias is not None:
-                    change = change + bias
-                products.append(torch.einsum("nksgo,nsgo->nk", h, change).flatten())
-        return torch.cat(products)
+    def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
+        bias = 0.0 if self.bias is None else vector[self.bias].reshape(self.sizes[:2])
+        if self.weight is None:
+            return bias + part.grads.new_zeros(window.stop - window.start, part.positions, *self.sizes[:2])
+        features = part.features(window).to(part.grads.dtype)
+        return torch.einsum("nsgi,goi->nsgo", features, self._from_stored(vector[self.weight])) + bias
 
-    def rmatvec(self, coefficients: Tensor) -> dict[str, Tensor]:
-        first = self.parts[0].grads
-        weight, bias = first.new_zeros(self.sizes), first.new_zeros(self.sizes[:2])
-        for part, span in spans(self.parts):
-            c = coefficients[span].to(first.dtype).unflatten(0, (part.samples, part.columns))
-            for window in self._sample_windows(part, first.dtype):
-                contracted = torch.einsum("nk,nksgo->nsgo", c[window], part.grads[window])
-                if self.weight is not None:
-                    inputs = part.features(window).to(first.dtype)
-                    weight += torch.einsum("nsgo,nsgi->goi", contracted, inputs)
-                if self.bias is not None:
-                    bias += contracted.sum((0, 1))
-        vector = {}
+    def add_gradient(self, total: Mapping[str, Tensor], part: Part, window: slice, grads: Tensor) -> None:
         if self.weight is not None:
-            vector[self.weight] = self._as_stored(weight).reshape(self.shape)
+            gradient = torch.einsum("nsgo,nsgi->goi", grads, part.features(window).to(grads.dtype))
+            total[self.weight].add_(self._as_stored(gradient).reshape(self.shape))
         if self.bias is not None:
-            vector[self.bias] = bias.flatten()
-        return vector
+            total[self.bias].add_(grads.sum((0, 1)).flatten())
 
     def slab(self, name: str, window: slice, dtype: torch.dtype) -> Tensor:
         if name == self.bias:
-            return self._bias_rows(dtype)[:, window]
+            return self.bias_rows(dtype)[:, window]
         groups, width, features = self.sizes
         kernel, written = math.prod(self.shape[2:]), []
         for group, inside in _within_groups(window, self.shape[0] // groups):

@@ -82,7 +82,8 @@ class GraphCapture:
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        return GraphRows(self.plan, self._as_pass, self.calls, self.obstacles, self.autocast).of(segments)
+        sources = GraphRows(self.plan, self.outputs, self.calls, self.obstacles, self.autocast, self._as_pass)
+        return sources.of(segments)
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -115,7 +116,7 @@ class GraphCapture:
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
-                images = tangents.push_forward(self._as_pass, plan.parameters, vectors)
+                images = tangents.push_forward(self._as_pass(), plan.parameters, vectors)
             if images is not None:
                 return images
             plan.findings.lower_forward_order(0)
@@ -131,7 +132,7 @@ class GraphCapture:
 
         if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self._as_pass, plan.parameters, vector)
+                curve = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.note_curve(
                     tangents.agrees_with_differences(curve, run, outputs, self.moved, plan.parameters, vector)
@@ -141,8 +142,8 @@ class GraphCapture:
             plan.findings.lower_forward_order(1)
         return tangents.central_difference(run, outputs, plan.parameters, vector)
 
-    @cached_property
     def _as_pass(self) -> Pass:
+        """The pass as it is repeated. It refers to this capture and is not kept in it: nothing outlives a step."""
         return Pass(self.model, self.forward, self.inputs, self.outputs, self.moved, self.random)
 
     def moved(self, share: float) -> float:

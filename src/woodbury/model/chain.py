@@ -23,9 +23,8 @@ from torch.nn import functional as F
 from woodbury._process import has_global_hook, has_hook
 from woodbury._vector import Parts
 from woodbury.layers.forms import OuterSum, linear
-from woodbury.layers.layout import Layout, layout_of
-from woodbury.layers.outer import OuterRows
-from woodbury.layers.rules import WEIGHT_AND_BIAS, has_own_parameters, linear_rows
+from woodbury.layers.outer import Layout, OuterRows, layout_of
+from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan, is_plain
 
 aten = torch.ops.aten
@@ -112,7 +111,8 @@ def chain_rows(
     layout, grads = backpropagate(segments, weights, backs, layer_inputs[0].shape[0])
     forms: dict[str, OuterRows] = {}
     for layer, inputs, own in zip(layers, layer_inputs, grads, strict=True):
-        weight, bias = (name if name in layer.parameters else None for name in WEIGHT_AND_BIAS)
+        weight = "weight" if "weight" in layer.parameters else None
+        bias = "bias" if "bias" in layer.parameters else None
         inputs = inputs if inputs.shape[0] == layout.samples else inputs[: layout.samples]
         forms[layer.name] = OuterRows(inputs, own, layout, weight, bias, affine=True)
     return forms
@@ -221,7 +221,7 @@ class ChainCapture:
         gradient: dict[str, Tensor] = {}
         for layer, form in zip(self.chain.layers, self.rows([weights]).values(), strict=True):
             # one row per sample, to be summed
-            total = OuterSum(form.inputs, form.grads, form.layout, form.weight, form.bias, None)
+            total = OuterSum(form.inputs, form.grads, form.weight, form.bias)
             gradient |= {layer.parameters[local]: value for local, value in total.dense().items()}
         return {name: gradient[name] for name in self.plan.parameters}
 

@@ -132,12 +132,12 @@ class Plan:
         return {layer.name: layer for layer in self.layers}
 
     @cached_property
-    def _outside_layers(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """The modules that own parameters and are no layers, with these parameters."""
+    def _holders(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """The modules that hold parameters, as layers or not, with these parameters."""
+        held = {layer.name: layer.parameters for layer in self.layers}
         return [
-            (self.model.get_submodule(block), local, self.parameters[full])
-            for block, names in self.owned.items()
-            if block not in self.layer_named
+            (self.model.get_submodule(path), local, self.parameters[full])
+            for path, names in (self.owned | held).items()
             for local, full in names.items()
         ]
 
@@ -166,19 +166,13 @@ class Plan:
                 or module._compiled_call_impl is not compiled
             ):
                 return False
-        for layer in self.layers:
-            own = layer.module._parameters
-            for local, name in layer.parameters.items():
-                if own.get(local) is not self.parameters[name]:
-                    return False
-            if "forward" in vars(layer.module):
-                return False
-        for module, local, parameter in self._outside_layers:
+        for module, local, parameter in self._holders:
             own = module._parameters
             if local not in own or own[local] is not parameter:  # a scripted module has no `get`
                 return False
         return (
-            all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
+            not any("forward" in vars(layer.module) for layer in self.layers)
+            and all(is_plain(parameter, self.dtype) for parameter in self.parameters.values())
             and not any(parameter.requires_grad for parameter in self.frozen)
             and not any(_module_complaint(module, self.names) for module in self._watched)
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -33,14 +33,15 @@ class GraphRows:
     """Where the rows of a pass come from: layer rules, bare parameters, and the fallback for the others."""
 
     plan: Plan
-    forward_pass: Pass
+    outputs: Tensor  # (n, C), attached to the graph
     calls: Sequence[Call]
     obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
     autocast: torch.dtype | None  # the type of the pass, if not that of the parameters
+    as_pass: Callable[[], Pass]  # the pass itself, which the fallback repeats
 
-    @property
-    def outputs(self) -> Tensor:
-        return self.forward_pass.outputs
+    @cached_property
+    def _forward_pass(self) -> Pass:
+        return self.as_pass()  # once: it keeps the random numbers that it drew
 
     def of(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         """The rows of every module for columns (m, k, C) of consecutive samples; it frees the graph."""
@@ -127,11 +128,15 @@ class GraphRows:
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if not names:
             return {}
-        parameters, announce = (
+        rows = written_rows(
+            self._forward_pass,
             {name: plan.parameters[name] for name in names},
+            columns,
+            start,
+            plan.findings,
+            plan.max_bytes,
             partial(self._warn_of_passes, names),
         )
-        rows = written_rows(self.forward_pass, parameters, columns, start, plan.findings, plan.max_bytes, announce)
         return self._explicit(written, rows)
 
     def _by_rules(

@@ -185,7 +185,7 @@ def _moved_linear(
         if inner.dtype != contracted.dtype:
             inner = inner.to(contracted.dtype)
         if inner.shape[0] != input.shape[0]:
-            start = total.layout.offset(piece)
+            start = sum(n for n, _ in total.pieces[:piece])
             inner = inner[start : start + input.shape[0]]
         outputs = call.outputs
         # with gradients on the pass must look as it did at theta (torch's attention asks what needs a gradient)
