@@ -11,6 +11,7 @@ from torch import nn
 import bounds
 import reference
 import woodbury
+from woodbury._vector import Space
 from woodbury.layers import OuterRows
 from woodbury.quadratic.metric import FORGETTING, METRICS, POWER, SMALLEST
 from woodbury.row_matrix import rows
@@ -321,7 +322,7 @@ def test_rows_in_other_units_are_the_rows_times_the_units(kind):
             )
         else:
             moments[name] = square
-    units = adam.units(moments, matrix.plan)
+    units = adam.units(Space.of(moments).pack(moments), matrix.plan)
     scaled = type(matrix)(matrix.plan, units.of_rows(matrix.forms), matrix.row_count, matrix.scale)
     expected = matrix.dense() * reference.flat(units.vector.values())
     assert reference.relative_error(scaled.dense(), expected) <= bounds.rounding(1)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.utils import _pytree as pytree
 
 Parts = dict[str, Tensor]  # tensors by parameter name
@@ -34,6 +35,10 @@ class Space:
                 for name, shape in self.shapes.items()
             }
         return Vector(self, parts={name: parts[name] for name in self.shapes})
+
+    def vector(self, flat: Tensor) -> Vector:
+        """The vector of a flat tensor."""
+        return Vector(self, flat)
 
     def zeros(self, like: Tensor) -> Vector:
         """0 in the type and on the device of a tensor."""
@@ -149,7 +154,7 @@ def flatten(parts: Mapping[str, Tensor]) -> Tensor:
     """The entries of tensors by name, one after the other, as one long tensor."""
     if isinstance(parts, Vector):
         return parts.flat
-    return torch.cat([part.reshape(-1) for part in parts.values()])
+    return _flatten_dense_tensors(list(parts.values()))
 
 
 def norm(parts: Mapping[str, Tensor]) -> Tensor:

@@ -76,7 +76,8 @@ class GaussNewtonMatrix(Curvature):
         return factor
 
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
-        factor = self.factor(rule, loss, outputs[:m], targets[:m])
+        own = (outputs, targets) if m == len(outputs) else (outputs[:m], targets[:m])
+        factor = self.factor(rule, loss, *own)
         assert factor.e is not None
         columns = [factor.columns()]
         if m < len(outputs):

@@ -199,8 +199,8 @@ def solve_in_sample_space(
     m, gradient_rows = curvature_rows, gram.shape[-1] - curvature_rows
     # damping is computed by the same kernel, for the predicted decrease
     shift, length, _ = compute(damping * divisor, damping * term_count, damping)
-    head = gram.narrow(-2, 0, m)
-    matrix = plus_diagonal(head.narrow(-1, 0, m), shift)
+    head = gram if gram.shape[-2] == m else gram.narrow(-2, 0, m)
+    matrix = plus_diagonal(head.narrow(-1, 0, m) if gradient_rows else head, shift)
     constant = e is None and gradient_rows > 0
     e = ones(m, gram.dtype, gram.device) if e is None else e.to(gram.dtype)
     rhs = shift if constant else e * shift

@@ -175,9 +175,12 @@ def as_number(value: float | Tensor) -> Scalar:
     return Number(value) if isinstance(value, Tensor) else value
 
 
+_ON_A_DEVICE = (Number, Tensor)
+
+
 def is_known(value: Scalar | Truth | Tensor) -> bool:
     """Whether the value can be read without waiting for a device."""
-    return not isinstance(value, Number | Tensor)
+    return not isinstance(value, _ON_A_DEVICE)
 
 
 def to_device(value: float | Tensor | Number, device: torch.device) -> float | Tensor:

@@ -233,14 +233,14 @@ class OuterSum:
         return vector
 
     def outputs_after(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """z(v) - (v V^T + 1) Hbar, in place of outputs z(v): the outputs of the layer at theta - U^T c.
+        """z(v) + (v V^T + 1) Hbar, in place of outputs z(v): the outputs of the layer at theta + U^T c.
 
         Exact for a layer that computes W v + b and nothing else.
         """
         if self.weight is None:
-            return outputs - self.contracted.sum(0)
+            return outputs + self.contracted.sum(0)
         inner = shifted_product(inputs, self.inputs, self.bias is not None)
-        return outputs.addmm_(inner, self.contracted, alpha=-1)
+        return outputs.addmm_(inner, self.contracted)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from woodbury.layers.forms import (
     Scales,
     WeightRows,
     block_products,
+    linear,
     product,
     shifted_product,
 )
@@ -159,9 +160,8 @@ class OuterRows(WeightRows):
         """v V^T of the first layer is kept in full if that saves time in the trial pass."""
         head, samples = self.head(row_count), self.layout.samples
         i, o = self.inputs.shape[1], self.grads.shape[1]
-        if (
-            is_first and samples * (i + o) < i * o
-        ):  # v V^T of all and its product with Hbar cost less than the layer
+        # v V^T of all and its product with Hbar cost less than the layer
+        if is_first and samples * (i + o) < i * o:
             self.inner = self.input_gram(self.inputs, dtype=dtype)
             return head._times_inputs(self, self.inner[: head.layout.samples], dtype)
         return head._times_inputs(self, head.input_gram(self.inputs, dtype=dtype), dtype)
@@ -180,6 +180,8 @@ class OuterRows(WeightRows):
         return replace(self, inputs=self.inputs * others, grads=self.grads * first, affine=False)
 
     def head(self, row_count: int) -> OuterRows:
+        if row_count == len(self.grads):
+            return self
         layout = self.layout.head(row_count)
         return replace(self, inputs=self.inputs[: layout.samples], grads=self.grads[:row_count], layout=layout)
 
@@ -187,11 +189,13 @@ class OuterRows(WeightRows):
         return replace(self, layout=self.layout.merged(), affine=False)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
-        change = self.grads.new_zeros(self.layout.samples, self.grads.shape[1])  # of z, (n, o)
+        bias = None if self.bias is None else vector[self.bias]
         if self.weight is not None:
-            change = self.inputs @ vector[self.weight].T
-        if self.bias is not None:
-            change = change + vector[self.bias]
+            change = linear(self.inputs, vector[self.weight], bias)  # of z, (n, o)
+        elif bias is not None:
+            change = bias.expand(self.layout.samples, -1)
+        else:
+            return self.grads.new_zeros(len(self.grads))
         return (self.grads * self.layout.of_rows(change)).sum(1)
 
     def _weighted_sum(self, coefficients: Tensor) -> OuterSum:

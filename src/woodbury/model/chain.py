@@ -232,18 +232,19 @@ class ChainCapture:
 
     def run_again(self, changes: Mapping[str, Tensor], forwards: Mapping[str, MovedForward]) -> Tensor:
         """The outputs with `changes` added to the parameters; `forwards` compute the layers they name."""
-        chain, v = self.chain, self.layer_inputs[0]
+        chain, v, parameters = self.chain, self.layer_inputs[0], self.plan.parameters
+        moved: dict[str, Tensor] = {}
+        if changes:
+            before: list[Tensor] = [parameters[name] for name in changes]
+            moved = dict(zip(changes, torch._foreach_add(before, [*changes.values()]), strict=True))
         for index, layer in enumerate(chain.layers):
-            moved = forwards.get(layer.name)
-            if moved is not None:
-                z = moved(chain.maps[index], v)
+            forward = forwards.get(layer.name)
+            if forward is not None:
+                z = forward(chain.maps[index], v)
             else:
-                weight, bias = chain.weights[index], chain.biases[index]
-                z = linear(
-                    v,
-                    _moved_parameter(weight, layer, "weight", changes),
-                    _moved_parameter(bias, layer, "bias", changes),
-                )
+                names = layer.parameters
+                weight = moved.get(names["weight"], chain.weights[index])
+                z = linear(v, weight, moved.get(names.get("bias", ""), chain.biases[index]))
             if index < len(chain.activations):
                 v = chain.activate(index, z)
         return z
@@ -307,12 +308,6 @@ class ChainCapture:
             partial(ACTIVATIONS[type(module)].backward, module, z, v)
             for module, z, v in zip(self.chain.activations, self.sums, self.layer_inputs[1:], strict=False)
         ]
-
-
-def _moved_parameter(parameter: Any, layer: Layer, local: str, changes: Mapping[str, Tensor]) -> Any:
-    """A parameter of a layer (None where it has none), plus its change if there is one."""
-    change = changes.get(layer.parameters.get(local, ""))
-    return parameter if change is None else parameter + change
 
 
 def read_chain(plan: Plan, model: nn.Module) -> Chain | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -22,6 +21,9 @@ NO_STEP = (
     "the type of the parameters, or the model has no derivative there. Ways out: inputs, targets and weights of "
     "moderate size, or a model in float64"
 )
+
+
+BATCH_ERRORS = (NonFiniteLossError, torch.linalg.LinAlgError)  # that may come from some samples of a batch
 
 
 class Doubts:
@@ -79,16 +81,6 @@ def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
                 f"the loss or the gradient at the current parameters is not finite for sample {place[1]} of batch "
                 f"{place[0]} of full=: nothing was changed. Leave it out of the loader"
             ) from cause
-
-
-@contextmanager
-def naming_bad_samples(problem: Problem) -> Iterator[None]:
-    """On the CPU an error inside that comes from some samples becomes one that names them."""
-    try:
-        yield
-    except (NonFiniteLossError, torch.linalg.LinAlgError) as error:
-        name_bad_samples(problem, error)
-        raise
 
 
 def check_solved(problem: Problem, predicted: Scalar, doubts: Doubts, to_take: bool) -> None:

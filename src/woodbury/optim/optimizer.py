@@ -360,4 +360,5 @@ class SecondOrder(torch.optim.Optimizer):
 
 def _as_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The state with its own objects (`Vector`, `Kept`) as plain numbers and tensors."""
-    return {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}
+    plain = {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}
+    return {key: _as_plain(value) if type(value) is dict else value for key, value in plain.items()}

@@ -14,13 +14,12 @@ from woodbury import _random, products
 from woodbury._vector import Parts, Vector
 from woodbury.device.scalars import Truth, as_truth, compute, is_known
 from woodbury.layers.attention import plain_attention
-from woodbury.optim.faults import Doubts, check_solved, naming_bad_samples
+from woodbury.optim.faults import BATCH_ERRORS, Doubts, check_solved, name_bad_samples
 from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.problems import Context
 from woodbury.optim.settings import Hyperparameters
 from woodbury.policies.curved import SearchedStep
 from woodbury.policies.damped_step import DampedStep
-from woodbury.policies.guard import largest_rate
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.quadratic.linearize import Problem, linearize
 from woodbury.quadratic.memory import Kept, with_memory
@@ -73,9 +72,12 @@ class Step:
         problem, settings, model = self.problem, self.context.settings, self.context.model
         random = _random.snapshot(self.context.device)
         with _random.replayed(random), self._derivatives(twice=True):
-            with naming_bad_samples(problem):
+            try:
                 quadratic = self._pose().quadratic
                 damped, found = self._policy().solve(quadratic, self.context.state)
+            except BATCH_ERRORS as error:
+                name_bad_samples(problem, error)
+                raise
             check_solved(problem, found.predicted, self.doubts, to_take=False)
             drawn = _random.drawn_since(random)
         forward = problem.passes.forward
@@ -101,9 +103,12 @@ class Step:
 
     def _propose(self) -> tuple[Proposal, Policy, Objective]:
         policy = self._policy()
-        with naming_bad_samples(self.problem):
+        try:
             posed = self._pose()
             proposal = policy.propose(posed.quadratic, posed.objective, self.context.state)
+        except BATCH_ERRORS as error:
+            name_bad_samples(self.problem, error)
+            raise
         proposal.gains |= posed.gains
         return proposal, policy, posed.objective
 
@@ -135,7 +140,7 @@ class Step:
     def _policy(self) -> Policy:
         settings, problem = self.context.settings, self.problem
         precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
-        limits = Limits(settings.accept, settings.guard, precision, largest_rate(self.hyper.lr))
+        limits = Limits(settings.accept, settings.guard, precision, self.hyper.lr)
         if settings.search is not None:
             return SearchedStep(settings.search, problem.curvature, limits, problem.held_out)
         damping = self.context.state["damping"]
@@ -145,7 +150,17 @@ class Step:
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""
         problem, transaction, buffers = self.problem, self.context.transaction, self.context.transaction.buffers
-        numbers = Numbers(*(getattr(proposal, name) for name in Numbers._fields))
+        numbers = Numbers(
+            proposal.loss,
+            proposal.damping,
+            proposal.ratio,
+            proposal.predicted,
+            proposal.squared_norm,
+            proposal.accepted,
+            proposal.length,
+            proposal.share,
+            proposal.bent,
+        )
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
         damping, *computed = compute(proposal.gains["damping"], *numbers)
         numbers = Numbers(*computed)

@@ -13,12 +13,8 @@ f(theta + p) <= f(theta). The first ten steps are free: they show what losses th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import Tensor
-
-from woodbury.device.scalars import Scalar, Truth, as_number, magnitude, where
 
 SMOOTHING = 0.05  # share of the last loss in the level
 RUNAWAY = 4.0  # times the best level above it
@@ -33,44 +29,33 @@ ADVICE = (
 class Course(NamedTuple):
     """How the loss has gone so far."""
 
-    first: Scalar
-    level: Scalar  # smoothed
-    best: Scalar  # the lowest level
+    first: float
+    level: float  # smoothed
+    best: float  # the lowest level
     steps: int = 0
 
     @classmethod
-    def read(cls, state: Sequence[Any], loss: Scalar) -> Course:
+    def read(cls, state: Sequence[Any], loss: float) -> Course:
         """What a step left behind, or the start of a course."""
         return cls(*state) if state else cls(loss, loss, loss)
 
-    def runs_away(self) -> Truth:
+    def runs_away(self) -> bool:
         """Whether the level lies far above its best."""
         if self.steps < WARM_UP:
             return False
-        best, least = magnitude(self.best), LEAST * magnitude(self.first)
-        return self.level - self.best > RUNAWAY * where(best > least, best, least)
+        return self.level - self.best > RUNAWAY * max(abs(self.best), LEAST * abs(self.first))
 
-    def allows(self, decrease: Scalar, loss: Scalar, rate: Scalar, guard: float) -> Truth:
+    def allows(self, decrease: float, loss: float, rate: float, guard: float) -> bool:
         """Whether a step with f(theta) - f(theta + p) = decrease may be taken."""
         if self.steps < WARM_UP:
             return True
-        level, own = magnitude(self.level), magnitude(loss)
-        limit = where(self.runs_away(), 0.0, guard * where(level > own, level, own))
-        return where(rate < 1, rate, 1.0) * decrease >= -limit
+        limit = 0.0 if self.runs_away() else guard * max(abs(self.level), abs(loss))
+        return min(rate, 1.0) * decrease >= -limit
 
-    def after(self, loss: Scalar) -> Course:
+    def after(self, loss: float) -> Course:
         """With the loss of one more batch."""
         level = self.level + SMOOTHING * (loss - self.level)
-        return Course(self.first, level, where(level < self.best, level, self.best), self.steps + 1)
-
-
-def largest_rate(by_parameter: Mapping[str, float | Tensor]) -> Scalar:
-    """alpha, the largest of all parameters."""
-    rates = list({id(rate): rate for rate in by_parameter.values()}.values())
-    largest = as_number(rates[0])
-    for rate in map(as_number, rates[1:]):
-        largest = where(rate > largest, rate, largest)
-    return largest
+        return Course(self.first, level, min(level, self.best), self.steps + 1)
 
 
 def guard_warning(course: Course, guarded: bool) -> str:

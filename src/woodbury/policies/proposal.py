@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from woodbury.device.scalars import Scalar, Truth, is_known, magnitude, ratio_where
 from woodbury.policies.guard import Course, guard_warning
 from woodbury.quadratic.damped import Damped, Minimizer
@@ -47,9 +49,9 @@ class Limits:
     accept: float | None  # eta: only if rho >= eta
     guard: float | None  # see `woodbury.policies.guard`
     precision: float  # eps of the type of the passes
-    rate: Scalar  # alpha, the largest of all groups
+    rates: Mapping[str, float | Tensor]  # alpha by parameter
 
-    def judge(self, proposal: Proposal, course: Course) -> None:
+    def judge(self, proposal: Proposal, course: Course | None) -> None:
         """Fill in rho and whether theta may move."""
         assert proposal.decrease is not None
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
@@ -57,12 +59,13 @@ class Limits:
         # is 0, p^T B p is still known up to a small multiple of eps^2 only.
         noise = self.precision * magnitude(proposal.loss) + 16 * self.precision**2
         actual, predicted = proposal.decrease + noise, proposal.predicted + noise
-        finite = (magnitude(actual + predicted) < math.inf) & proposal.usable
+        finite = (abs(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
         proposal.ratio = ratio_where(finite & (predicted > 0), actual, predicted, -math.inf)
         proposal.accepted = finite if self.accept is None else finite & (proposal.ratio >= self.accept)
-        if self.guard is not None and is_known(proposal.loss):
-            allowed = course.allows(proposal.decrease, proposal.loss, self.rate, self.guard)
+        if self.guard is not None and course is not None:
+            rate = max(float(own) for own in set(self.rates.values()))
+            allowed = course.allows(float(proposal.decrease), float(proposal.loss), rate, self.guard)
             proposal.accepted = proposal.accepted & allowed
 
 
@@ -84,10 +87,11 @@ class Policy(ABC):
         if proposal.decrease is None:
             proposal.decrease = objective.decrease(proposal.displacement)
         _agree(proposal, objective)
-        course = Course.read(state.get("course", ()), proposal.loss)
+        # how the loss has gone is known on the CPU alone: elsewhere one would wait for it
+        course = Course.read(state.get("course", ()), float(proposal.loss)) if is_known(proposal.loss) else None
         self.limits.judge(proposal, course)
-        if is_known(proposal.loss):
-            course = course.after(proposal.loss)
+        if course is not None:
+            course = course.after(float(proposal.loss))
             proposal.gains["course"] = list(course)
             if course.runs_away() and proposal.accepted:
                 proposal.warnings["course"] = guard_warning(course, self.limits.guard is not None)

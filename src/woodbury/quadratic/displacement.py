@@ -2,8 +2,8 @@
 
     p = p0 - Z^T c
 
-For a layer whose rows are outer products, (Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
-pass at theta + p is z(v) - (v V^T + 1) Hbar, and the update is one in-place product. Where a layer gets the
+For a layer whose rows are outer products, -(Z^T c)_l = Hbar^T V with Hbar (n, o) and V (n, i): the forward
+pass at theta + p is z(v) + (v V^T + 1) Hbar, and the update is one in-place product. Where a layer gets the
 same input as before (the first layer), z and v V^T are known, and its weights are not read again.
 """
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from woodbury._vector import Parts, Vector
 from woodbury.device.constants import ones
-from woodbury.device.scalars import Scalar, Truth, compute, is_known, scalar, scaled_if
+from woodbury.device.scalars import Scalar, Truth, compute, is_known, scaled_if
 from woodbury.layers.forms import OuterSum
+from woodbury.linalg import sum_of_squares
 from woodbury.model.capture import Capture, moved_model
 from woodbury.model.chain import MovedForward
 from woodbury.model.plan import Layer, Plan
@@ -28,7 +29,7 @@ from woodbury.row_matrix import Rows
 
 
 class _Factored(NamedTuple):
-    """The part of p in one layer, which is minus a sum of its rows. The rows themselves are let go."""
+    """The part of p in one layer, which is a sum of its rows. The rows themselves are let go."""
 
     layer: Layer
     total: OuterSum
@@ -51,9 +52,9 @@ class Displacement:
         self.plan = plan
         self._factored: list[_Factored] = []
         self._vector: Vector | None = None  # p, where all of it is formed
-        self._formed: Mapping[str, Tensor] = {}  # parameters whose p is formed
+        self._formed: Parts = {}  # parameters whose p is formed
         formed: Parts = {}
-        by_layer = coefficients.dim() == 2
+        by_layer, coefficients = coefficients.dim() == 2, -coefficients
         for index, (name, own_rows) in enumerate(rows.forms.items()):
             own = coefficients[index] if by_layer else coefficients
             total = own_rows.factored_sum(own)
@@ -61,17 +62,17 @@ class Displacement:
                 self._factored.append(_Factored(rows.plan.layer_named[name], total))
             if form or total is None:
                 names, parts = rows.plan.owned[name], own_rows.rmatvec(own) if total is None else total.dense()
-                formed |= {names[local]: -value for local, value in parts.items()}
+                formed |= {names[local]: value for local, value in parts.items()}
         self._formed = formed
         if formed and not self._only_factored():
-            self._vector = self._formed = plan.space.pack(formed)
+            self._vector = plan.space.pack(formed)
 
     @classmethod
     def of(cls, plan: Plan, vector: Vector) -> Displacement:
         """p as it is given."""
         displacement = cls.__new__(cls)
         displacement.plan, displacement._factored = plan, []
-        displacement._vector = displacement._formed = vector
+        displacement._vector, displacement._formed = vector, vector.parts
         return displacement
 
     def dense(self) -> Vector:
@@ -79,15 +80,15 @@ class Displacement:
         if self._vector is None:
             parts = dict(self._formed)
             for layer, total in self._only_factored():
-                parts |= {layer.parameters[local]: -value for local, value in total.dense().items()}
+                parts |= {layer.parameters[local]: value for local, value in total.dense().items()}
             self._vector = self.plan.space.pack(parts)
         return self._vector
 
     def squared_norm(self) -> Scalar:
         """|p|^2, where all of p is formed."""
         assert self._vector is not None
-        norms = [torch.linalg.vector_norm(own) for own in self._formed.values()]
-        return scalar(torch.stack(norms).double().square().sum())
+        norms = torch.stack(torch._foreach_norm(list(self._formed.values())))
+        return sum_of_squares(norms.double())
 
     def outputs_on(self, capture: Capture, piece: int = 0) -> Tensor:
         """The outputs at theta + p for this piece of the batch; capture is its pass at theta."""
@@ -116,31 +117,26 @@ class Displacement:
             holds = compute(accepted)[0].bool()
         elif not accepted:
             return
-        for name, change in self._formed.items():
-            if name not in parameters:
-                continue
-            moved = rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
-            parameters[name].add_(moved)
-        for layer, total in self._only_factored():
-            contracted = total.contracted
-            inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
-            last_rate, change = None, contracted.t()
-            for local in total.parameters:
-                name = layer.parameters[local]
-                if name not in parameters:
-                    continue
-                rate = rates[name]
-                # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
-                if holds is not None or isinstance(rate, Tensor):
-                    if rate is not last_rate:
-                        scaled = rate * contracted if holds is None else scaled_if(holds, contracted, rate)
-                        last_rate, change = rate, scaled.t()
-                    rate = 1.0
-                if local == total.weight:
-                    parameters[name].addmm_(change, inputs, alpha=-rate)
-                else:
-                    all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
-                    parameters[name].addmv_(change, all_samples, alpha=-rate)
+        self._add_formed(parameters, rates, holds)
+        for own in self._only_factored():
+            _add_factored(own, parameters, rates, holds)
+
+    def _add_formed(
+        self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float | Tensor], holds: Tensor | None
+    ) -> None:
+        names = [name for name in self._formed if name in parameters]
+        if not names:
+            return
+        changes, rate = [self._formed[name] for name in names], rates[names[0]]
+        if holds is not None or any(rates[name] is not rate for name in names):
+            each = zip(names, changes, strict=True)
+            changes = [
+                rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
+                for name, change in each
+            ]
+        elif rate != 1.0:
+            changes = list(torch._foreach_mul(changes, rate))
+        torch._foreach_add_([parameters[name] for name in names], changes)
 
     def _only_factored(self) -> list[_Factored]:
         """The layers whose p is factored and not formed as well."""
@@ -159,6 +155,35 @@ class Displacement:
         return {own.layer.name: partial(_moved_linear, own, capture, piece) for own in self._factored}
 
 
+def _add_factored(
+    own: _Factored,
+    parameters: Mapping[str, nn.Parameter],
+    rates: Mapping[str, float | Tensor],
+    holds: Tensor | None,
+) -> None:
+    """theta <- theta + rate Hbar^T V where `holds`, None for true."""
+    layer, total = own
+    contracted = total.contracted
+    inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
+    last_rate, change = None, contracted.t()
+    for local in total.parameters:
+        name = layer.parameters[local]
+        if name not in parameters:
+            continue
+        rate = rates[name]
+        # alpha= takes plain numbers only; a rate that is a tensor must round in the same way
+        if holds is not None or isinstance(rate, Tensor):
+            if rate is not last_rate:
+                scaled = rate * contracted if holds is None else scaled_if(holds, contracted, rate)
+                last_rate, change = rate, scaled.t()
+            rate = 1.0
+        if local == total.weight:
+            parameters[name].addmm_(change, inputs, alpha=rate)
+        else:
+            all_samples = ones(contracted.shape[0], contracted.dtype, contracted.device)
+            parameters[name].addmv_(change, all_samples, alpha=rate)
+
+
 def _names(own: _Factored) -> set[str]:
     """The names in the model of the parameters of a factored layer."""
     return {own.layer.parameters[local] for local in own.total.parameters}
@@ -171,7 +196,7 @@ def _moved_linear(
     plain: Callable[[Tensor], Tensor],
     input: Tensor,
 ) -> Tensor:
-    """A Linear layer at theta + p: z(v) - (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
+    """A Linear layer at theta + p: z(v) + (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
     layer, total = own
     call = None if capture is None or total.inner is None else capture.call_of(layer.name)
     if (
@@ -191,7 +216,7 @@ def _moved_linear(
         # with gradients on the pass must look as it did at theta (torch's attention asks what needs a gradient)
         if outputs.requires_grad and not torch.is_grad_enabled():
             outputs = outputs.detach()
-        return torch.addmm(outputs, inner, contracted, alpha=-1)
+        return torch.addmm(outputs, inner, contracted)
     return total.outputs_after(input, plain(input))
 
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from woodbury._vector import Vector
+from woodbury._vector import Space, Vector, flatten
 from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
@@ -34,8 +34,6 @@ from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Quadratic
 from woodbury.row_matrix import Rows
-
-Moments = Mapping[str, Tensor]  # by parameter, with ".rows" and ".columns" behind the name of a factored one
 
 FORGETTING = 0.9  # of the moments, per step
 POWER = 0.35  # D = v^POWER
@@ -52,12 +50,8 @@ class Units:
     @cached_property
     def vector(self) -> Vector:
         """s."""
-        return self.plan.space.pack(
-            {
-                name: (torch.outer(*own) if len(own) == 2 else own[0]).view_as(self.plan.parameters[name])
-                for name, own in self.factors.items()
-            }
-        )
+        parts = {name: torch.outer(*own) if len(own) == 2 else own[0] for name, own in self.factors.items()}
+        return self.plan.space.vector(flatten({name: parts[name] for name in self.plan.parameters}))
 
     def metric(self) -> Vector:
         """D."""
@@ -141,51 +135,59 @@ class Metric(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def after(self, moments: Moments, quadratic: Quadratic, steps: int) -> dict[str, Tensor]:
-        """The moments with those of a step, after so many others."""
+    def seen(self, quadratic: Quadratic) -> Vector:
+        """What a step shows: the moments of its gradient or of its rows."""
 
     @abstractmethod
-    def units(self, moments: Moments, plan: Plan) -> Units:
+    def joined(self, before: Tensor, now: Tensor, steps: int) -> Tensor:
+        """The moments after so many steps with those of one more."""
+
+    @abstractmethod
+    def units(self, moments: Vector, plan: Plan) -> Units:
         """s of the moments."""
+
+    def after(self, moments: Mapping[str, Tensor], quadratic: Quadratic, steps: int) -> Vector:
+        """The moments with those of a step, after so many others."""
+        now = self.seen(quadratic)
+        if not moments:
+            return now
+        if not isinstance(moments, Vector) or moments.space is not now.space:
+            # from a state_dict, or of other parameters: those that are new begin with this step
+            known = {name: moments[name].to(own) if name in moments else own for name, own in now.items()}
+            moments = now.space.pack(known)
+        return now.of(self.joined(moments.to(now.flat).flat, now.flat, steps))
 
 
 class AdamMetric(Metric):
-    """See the module docstring."""
+    """See the module docstring. Moments are those of a vector, or of the rows and of the columns of a matrix."""
 
     name = "adam"
 
-    def after(self, moments: Moments, quadratic: Quadratic, steps: int) -> dict[str, Tensor]:
-        share = max(1 - FORGETTING, 1 / (steps + 1))  # a plain mean at first
-        result: dict[str, Tensor] = {}
-        for name, own in quadratic.all_of_gradient().items():
-            square = own.square()
+    def seen(self, quadratic: Quadratic) -> Vector:
+        gradient = quadratic.all_of_gradient()
+        moments: dict[str, Tensor] = {}
+        for name, square in gradient.of(gradient.flat.square()).items():
             if square.dim() > 1:
-                square = square.flatten(1)
-                result[f"{name}.rows"], result[f"{name}.columns"] = square.mean(1), square.mean(0)
+                square = square if square.dim() == 2 else square.flatten(1)
+                moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mean(1), square.mean(0)
             else:
-                result[name] = square
-        return {
-            key: torch.lerp(moments[key].to(value), value, share) if key in moments else value
-            for key, value in result.items()
-        }
+                moments[name] = square
+        return Space.of(moments).pack(moments)
 
-    def units(self, moments: Moments, plan: Plan) -> Units:
-        tiny, relative = torch.finfo(plan.dtype).tiny, []
-        means = {name: moments[name if name in moments else f"{name}.rows"].mean() for name in plan.parameters}
-        sizes = torch.tensor([float(own.numel()) for own in plan.parameters.values()], dtype=plan.dtype)
-        weights = (sizes / sizes.sum()).to(plan.device)
-        mean = torch.dot(torch.stack(list(means.values())), weights).clamp_min(tiny)
+    def joined(self, before: Tensor, now: Tensor, steps: int) -> Tensor:
+        return torch.lerp(before, now, max(1 - FORGETTING, 1 / (steps + 1)))  # a plain mean at first
+
+    def units(self, moments: Vector, plan: Plan) -> Units:
+        # all at once: they are many, and small
+        lengths, rows_of, is_columns, shares = _segments(moments.space, plan.space, plan.dtype, plan.device)
+        means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True).index_select(0, rows_of)
+        tiny = torch.finfo(plan.dtype).tiny
+        divisors = torch.where(is_columns, means, torch.dot(means, shares)).clamp_min(tiny)
+        relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
+        parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
+        factors: dict[str, tuple[Tensor, ...]] = {}
         for name in plan.parameters:
-            if name in moments:
-                relative.append(moments[name].flatten() / mean)
-            else:
-                relative.append(moments[f"{name}.rows"] / mean)
-                relative.append(moments[f"{name}.columns"] / means[name].clamp_min(tiny))
-        # s = D^{-1/2} of all of them at once: they are many, and small
-        units = torch.cat(relative).add_(SMALLEST).pow_(-0.5 * POWER).split([len(own) for own in relative])
-        parts, factors = iter(units), dict[str, tuple[Tensor, ...]]()
-        for name in plan.parameters:
-            factors[name] = (next(parts),) if name in moments else (next(parts), next(parts))
+            factors[name] = (next(parts),) if name in moments.space.shapes else (next(parts), next(parts))
         for names in plan.owned.values():
             weight, bias = names.get("weight"), names.get("bias")
             if weight is None or bias is None or len(factors[weight]) != 2:
@@ -195,28 +197,45 @@ class AdamMetric(Metric):
         return Units(plan, factors)
 
 
+@lru_cache(64)
+def _segments(
+    moments: Space, parameters: Space, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each part of the moments: its length, the place of the rows (or vector) of its parameter, whether it is
+    that of columns, and the share of its parameter in all of them, 0 for columns.
+    """
+    names = list(moments.shapes)
+    columns = [name.endswith(".columns") and name not in parameters.shapes for name in names]
+    rows_of = [index - column for index, column in enumerate(columns)]
+    sizes = parameters.shapes
+    shares = [
+        0.0 if column else sizes[name if name in sizes else name.removesuffix(".rows")].numel() / parameters.size
+        for name, column in zip(names, columns, strict=True)
+    ]
+    numbers = torch.tensor(moments.sizes), torch.tensor(rows_of), torch.tensor(columns)
+    return *(own.to(device) for own in numbers), torch.tensor(shares, dtype=dtype).to(device)  # type: ignore[return-value]
+
+
 class DiagonalMetric(Metric):
     """See the module docstring."""
 
     name = "diagonal"
 
-    def after(self, moments: Moments, quadratic: Quadratic, steps: int) -> dict[str, Tensor]:
+    def seen(self, quadratic: Quadratic) -> Vector:
         (divisor,) = compute(quadratic.divisor)
         squares = quadratic.all_rows.squared_columns(quadratic.curvature_rows)
-        diagonal = {name: own / divisor for name, own in squares.items()}
-        return {
-            name: torch.maximum(moments[name].to(own), own) if name in moments else own
-            for name, own in diagonal.items()
-        }
+        return quadratic.space.pack(squares) / divisor
 
-    def units(self, moments: Moments, plan: Plan) -> Units:
-        largest = torch.stack([own.max() for own in moments.values()]).max()
+    def joined(self, before: Tensor, now: Tensor, steps: int) -> Tensor:
+        return torch.maximum(before, now)
+
+    def units(self, moments: Vector, plan: Plan) -> Units:
+        largest = moments.flat.max()
         least = (4 * torch.finfo(largest.dtype).eps) ** 2 * largest
         # where nothing moves the outputs at all B and g are zero, and so is p, whatever D is
         instead = torch.where(largest > 0, largest, 1.0)
-        return Units(
-            plan, {name: (torch.where(own > least, own, instead).rsqrt(),) for name, own in moments.items()}
-        )
+        units = moments.of(torch.where(moments.flat > least, moments.flat, instead).rsqrt())
+        return Units(plan, {name: (own,) for name, own in units.items()})
 
 
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
@@ -224,8 +243,6 @@ METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), Diagona
 
 def next_units(metric: Metric, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
     """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
-    plan = quadratic.plan
-    placed = {name: own.to(device=plan.device, dtype=plan.dtype) for name, own in state.get("moments", {}).items()}
     steps = state.get("steps", 0)
-    moments = metric.after(placed, quadratic, steps)
-    return metric.units(moments, plan), {"steps": steps + 1, "moments": moments}
+    moments = metric.after(state.get("moments", {}), quadratic, steps)
+    return metric.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments}
