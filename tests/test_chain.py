@@ -188,7 +188,7 @@ def test_a_chain_may_flatten_its_inputs_first(shape, method):
     pair = pair_of(METHODS[method], model, nn.CrossEntropyLoss(), curvature_samples=3, damping=0.1)
     inputs, targets = batch(3, nn.CrossEntropyLoss())
     inputs = inputs.reshape(9, *shape)
-    assert pair[0]._structure.chain.takes(inputs)
+    assert pair[0]._problems.structure.chain.takes(inputs)
     assert_same_steps(pair, [(inputs, targets)] * 3)
     assert_verified(pair[0], inputs, targets)
 

@@ -494,7 +494,7 @@ def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dty
         inputs, targets = torch.randn(samples, 9, dtype=dtype, device="cuda"), torch.randint(4, (samples,)).cuda()
         a, b = own.step(inputs, targets), other.step(inputs, targets)
         assert a.as_dict() == pytest.approx(b.as_dict(), rel=tolerance)
-    assert own._structure.chain is not None and other._structure.chain is None
+    assert own._problems.structure.chain is not None and other._problems.structure.chain is None
     for p, q in zip(model.parameters(), wrapped.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
 

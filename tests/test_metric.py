@@ -19,6 +19,10 @@ from woodbury.row_matrix import rows
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 
 
+def packed(moments):
+    return Space.of(moments).pack(moments)
+
+
 class Sequences(nn.Module):
     """Embeddings, a Linear layer over places, a normalisation, and a gain of its own."""
 
@@ -200,7 +204,7 @@ def test_verify_knows_the_metric(kind, metric):
     matrix = rows(model, nn.CrossEntropyLoss(), *batches[0])
     scaled, damping, residual = matrix.dense(), optimizer.current_damping, optimizer.verify(*batches[0])
     optimizer.step(*batches[0])  # leaves the metric that verify had
-    units = METRICS[metric].units(optimizer.state["metric"]["moments"], matrix.plan)
+    units = METRICS[metric].units(packed(optimizer.state["metric"]["moments"]), matrix.plan)
     s = reference.flat(units.vector.values())
     assert residual <= bounds.of_solve((scaled * s).T @ (scaled * s), damping) * s.max() / s.min()
 
@@ -322,7 +326,7 @@ def test_rows_in_other_units_are_the_rows_times_the_units(kind):
             )
         else:
             moments[name] = square
-    units = adam.units(Space.of(moments).pack(moments), matrix.plan)
+    units = adam.units(packed(moments), matrix.plan)
     scaled = type(matrix)(matrix.plan, units.of_rows(matrix.forms), matrix.row_count, matrix.scale)
     expected = matrix.dense() * reference.flat(units.vector.values())
     assert reference.relative_error(scaled.dense(), expected) <= bounds.rounding(1)

@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
-from torch.utils import _pytree as pytree
 
 Parts = dict[str, Tensor]  # tensors by parameter name
 
@@ -34,7 +33,20 @@ class Space:
                 name: parts[name] if name in parts else like.new_zeros(shape)
                 for name, shape in self.shapes.items()
             }
-        return Vector(self, parts={name: parts[name] for name in self.shapes})
+        parts = {name: parts[name] for name in self.shapes}
+        return Vector(self, self._common_base(parts), parts)
+
+    def _common_base(self, parts: Parts) -> Tensor | None:
+        """The flat tensor that all parts are views of, one after the other, if there is one."""
+        base = next(iter(parts.values()))._base
+        if base is None or base.dim() != 1 or base.numel() != self.size:
+            return None
+        start = 0
+        for part in parts.values():
+            if part._base is not base or part.storage_offset() - base.storage_offset() != start:
+                return None
+            start += part.numel()
+        return base
 
     def vector(self, flat: Tensor) -> Vector:
         """The vector of a flat tensor."""
@@ -126,17 +138,9 @@ class Vector(Mapping[str, Tensor]):
         parts = {name: own if name in inside else torch.zeros_like(own) for name, own in self.items()}
         return Vector(self.space, parts=parts)
 
-    def to(self, like: Tensor) -> Vector:
-        """The same in the type and on the device of a tensor."""
-        flat = self.flat
-        return self if flat.dtype == like.dtype and flat.device == like.device else self.of(flat.to(like))
-
-    def as_state(self) -> dict[str, Tensor]:
-        """What a `state_dict` holds: a tensor by name."""
-        return dict(self.parts)
-
-
-pytree.register_pytree_node(Vector, lambda own: ([own.flat], own.space), lambda flat, space: Vector(space, *flat))
+    def named(self) -> Parts:
+        """The parts as views of one tensor, which `Space.pack` finds again: for the state of an optimizer."""
+        return self.space.split(self.flat)
 
 
 def weighted_sum(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
@@ -148,6 +152,12 @@ def weighted_sum(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
     for weight, vector in used[1:]:
         total = total.plus(vector, weight)
     return total
+
+
+def like(part: Tensor, other: Tensor) -> Tensor:
+    """A tensor in the type and on the device of another; itself where it is so already."""
+    same = part.dtype == other.dtype and part.device == other.device
+    return part if same else part.to(device=other.device, dtype=other.dtype)
 
 
 def flatten(parts: Mapping[str, Tensor]) -> Tensor:

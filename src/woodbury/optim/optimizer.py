@@ -67,7 +67,7 @@ class SecondOrder(torch.optim.Optimizer):
     state: dict[Any, Any]  # type: ignore[assignment]  # keyed by what it holds, not by parameter
     loss, forward, damping, curvature_samples = _Setting(), _Setting(), _Setting(), _Setting()
     accept, guard, max_bytes, autocast = _Setting(), _Setting(), _Setting(), _Setting()
-    search, memory, gram_dtype = _Setting(), _Setting(), _Setting()
+    search, memory, gram_dtype, curvature = _Setting(), _Setting(), _Setting(), _Setting()
 
     def __init__(
         self,
@@ -359,6 +359,5 @@ class SecondOrder(torch.optim.Optimizer):
 
 
 def _as_plain(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state with its own objects (`Vector`, `Kept`) as plain numbers and tensors."""
-    plain = {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}
-    return {key: _as_plain(value) if type(value) is dict else value for key, value in plain.items()}
+    """The state with what is an object (`woodbury.quadratic.memory.Kept`) as plain numbers and tensors."""
+    return {key: value.as_state() if hasattr(value, "as_state") else value for key, value in state.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from woodbury import _batch, _random
 from woodbury._batch import Batch
 from woodbury._memory import available_bytes, in_words
-from woodbury._vector import Vector
+from woodbury._vector import Vector, like
 from woodbury.curvature import OwnScale
 from woodbury.device.scalars import as_number, is_known, to_device
 from woodbury.loop.watch import UNWATCHED
@@ -300,12 +300,11 @@ def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) ->
     """q = mu p_prev, or None while it is zero."""
     if not stored or not hyper.any_momentum:
         return None
-    like = next(iter(plan.parameters.values()))
-    if isinstance(stored, Vector) and stored.space is plan.space:
-        before = stored.to(like)
-    else:  # from a state_dict, or of other parameters
-        known = {name: stored[name].to(like) for name in plan.parameters if name in stored}
-        before = plan.space.pack(known) if known else plan.space.zeros(like)
+    # others were not trained before
+    known = {name: like(stored[name], own) for name, own in plan.parameters.items() if name in stored}
+    if not known:
+        return None
+    before = plan.space.pack(known)
     rates = set(hyper.momentum.values())
     if len(rates) == 1:
         return before * rates.pop()

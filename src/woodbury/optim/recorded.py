@@ -87,7 +87,7 @@ def moving_state(state: Mapping[str, Any], device: torch.device) -> dict[str, An
     if "scale" in state:
         moving["scale"] = to_device(state["scale"], device)
     if "momentum" in state:
-        moving["momentum"] = torch.utils._pytree.tree_map(lambda own: own.to(device), state["momentum"])
+        moving["momentum"] = {name: part.to(device) for name, part in state["momentum"].items()}
     return moving
 
 

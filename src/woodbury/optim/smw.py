@@ -24,7 +24,7 @@ from woodbury.quadratic.solvers import SOLVERS
 class _SampleSpace(SecondOrder):
     """The two methods of the paper."""
 
-    curvature: ClassVar[Curvature]
+    kind: ClassVar[Curvature]  # of B
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class _SampleSpace(SecondOrder):
         if solver_tolerance is not None:
             check_number("solver_tolerance", solver_tolerance)
         method = {
-            "curvature": self.curvature,
+            "curvature": self.kind,
             "solver": part_named("solver", solver, SOLVERS)(solver_tolerance),
             "most_momentum": BELOW_ONE if search is None else 0.0,
             "gram_dtype": gram_dtype,
@@ -159,7 +159,7 @@ class GaussNewton(_SampleSpace):
             number are those of all processes together. See docs/processes.md.
     """
 
-    curvature = CURVATURES["gauss-newton"]
+    kind = CURVATURES["gauss-newton"]
 
 
 class NaturalGradient(_SampleSpace):
@@ -169,4 +169,4 @@ class NaturalGradient(_SampleSpace):
     `GaussNewton`.
     """
 
-    curvature = CURVATURES["empirical"]
+    kind = CURVATURES["empirical"]

@@ -166,7 +166,7 @@ class Step:
         numbers = Numbers(*computed)
         state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if self.hyper.any_momentum:
-            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted)
+            state["momentum"] = _momentum(proposal.displacement.dense(), numbers.accepted).named()
         versions = {name: parameter._version for name, parameter in problem.plan.parameters.items()}
         if buffers is not None:
             with _random.replayed(transaction.random):

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from woodbury._vector import Space, Vector, flatten
+from woodbury._vector import Space, Vector, flatten, like
 from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
@@ -151,11 +151,9 @@ class Metric(ABC):
         now = self.seen(quadratic)
         if not moments:
             return now
-        if not isinstance(moments, Vector) or moments.space is not now.space:
-            # from a state_dict, or of other parameters: those that are new begin with this step
-            known = {name: moments[name].to(own) if name in moments else own for name, own in now.items()}
-            moments = now.space.pack(known)
-        return now.of(self.joined(moments.to(now.flat).flat, now.flat, steps))
+        # those of parameters that are new begin with this step
+        before = {name: like(moments.get(name, own), own) for name, own in now.items()}
+        return now.of(self.joined(now.space.pack(before).flat, now.flat, steps))
 
 
 class AdamMetric(Metric):
@@ -245,4 +243,4 @@ def next_units(metric: Metric, state: Mapping[str, Any], quadratic: Quadratic) -
     """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
     steps = state.get("steps", 0)
     moments = metric.after(state.get("moments", {}), quadratic, steps)
-    return metric.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments}
+    return metric.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
