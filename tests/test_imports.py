@@ -37,7 +37,8 @@ FLOORS = {
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
-    "loop": [["tape"], ["seen"], ["watch"]],
+    "loop": [["tape"], ["seen"], ["calls"], ["watch"]],
+    "posterior": [["systems", "evidence"], ["data"], ["laplace"]],
     "layers": [
         ["forms"],
         ["registry", "positions"],

@@ -334,14 +334,14 @@ def test_many_inputs_are_taken_in_pieces(monkeypatch):
     posterior, x, bound = make_posterior(problem), new_inputs(problem, 9), bound_of(Dense(problem, PRIOR))
     whole = posterior.variance(x), posterior.influence(x, torch.zeros(9, 2).double())
     drawn = posterior.sample(x, 2, torch.Generator().manual_seed(0))
-    monkeypatch.setattr(sys.modules["woodbury.posterior"], "_NUMBERS_AT_ONCE", 60)
+    monkeypatch.setattr(sys.modules["woodbury.posterior.laplace"], "_NUMBERS_AT_ONCE", 60)
     close(posterior.variance(x), whole[0], bound)
     close(posterior.influence(x, torch.zeros(9, 2).double()), whole[1], bound)
     close(posterior.sample(x, 2, torch.Generator().manual_seed(0)), drawn, bound)
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_formed(monkeypatch):
-    problem, module = make("squared"), sys.modules["woodbury.posterior"]
+    problem, module = make("squared"), sys.modules["woodbury.posterior.data"]
     monkeypatch.setattr(module, "_WORTH_ASKING", 0)
     monkeypatch.setattr(module, "available_bytes", lambda device: 4 * 8 * 14**2)  # 7 samples, 2 outputs
     make_posterior(problem)

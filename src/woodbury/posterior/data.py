@@ -1,0 +1,196 @@
+"""The rows of the training data, and what the likelihood needs beside them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch
+from woodbury._memory import available_bytes, in_words
+from woodbury.curvature import GaussNewtonMatrix
+from woodbury.linalg import plus_diagonal
+from woodbury.losses.rules import LossRule, loss_rule, prepare
+from woodbury.model.capture import GraphCapture
+from woodbury.model.fallback import Forward
+from woodbury.model.plan import Plan
+from woodbury.posterior.systems import InParameterSpace, InSampleSpace, System, root_of_scales
+from woodbury.row_matrix import Rows, capture_rows
+
+_WORTH_ASKING = 2**28  # bytes from which on memory is looked at
+_LEAST_FREEDOM = 1e-3  # of n C that n C - gamma is taken for at least: at first all may seem determined
+
+
+class Update(NamedTuple):
+    """The prior and the noise after one step of MacKay's iteration, and the evidence before it."""
+
+    precisions: dict[str, float]
+    noise: float | None
+    determined: float  # gamma, the number of well-determined parameters
+    log_evidence: float
+
+
+class TrainingData:
+    """The rows of the training data, U = S^T J of the loss as a sum, and what the likelihood needs beside them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        forward: Forward | None,
+        fallback: str | None,
+        max_bytes: int | None,
+        inputs: Any,
+        targets: Tensor | None,
+        check: bool = True,
+    ) -> None:
+        self._model, self._loss, self._rule = model, loss, loss_rule(loss)
+        self._options = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
+        summed = _as_sum(loss, self._rule)
+        self._is_squared = isinstance(loss, nn.MSELoss)
+
+        def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
+            outputs = captured.outputs.detach()
+            self.output_shape = captured.raw.shape[1:]
+            prepared = prepare(self._rule, summed, captured.raw, targets)
+            factor = GaussNewtonMatrix().factor(self._rule, summed, outputs, prepared)
+            assert factor.e is not None
+            self.total = float(self._rule.terms(summed, outputs, prepared).double().sum())
+            self.e, self._rest_columns = factor.e.flatten().double(), factor.rest
+            _check_memory(captured.plan, len(self.e))
+            return factor.columns(), 1.0
+
+        options: dict[str, Any] = self._options
+        self.rows = capture_rows(model, inputs, targets, columns_of, check=check, **options)
+        self.samples = _batch.sample_count(inputs)
+        self.number_count: float = self.samples * math.prod(self.output_shape)  # n C, or a sum of weights
+        self.rest = None  # rows of what of the gradients the factor rows do not hold
+        if self._rest_columns is not None:
+            columns = self._rest_columns.unsqueeze(1)
+            self.rest = self.rows_at(inputs, lambda _: (columns, 1.0))
+
+    def rows_at(self, inputs: Any, columns_of: Callable[[GraphCapture], tuple[Tensor, float]]) -> Rows:
+        return capture_rows(self._model, inputs, None, columns_of, check=False, **self._options)  # type: ignore
+
+    def gradient_rows(self, inputs: Any, targets: Tensor | None) -> Rows:
+        """dl_j / dtheta of each sample, for the loss as it was given."""
+
+        def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
+            prepared = prepare(self._rule, self._loss, captured.raw, targets)
+            return self._rule.residual(self._loss, captured.outputs.detach(), prepared).unsqueeze(1), 1.0
+
+        return self.rows_at(inputs, columns_of)
+
+    def outputs(self, inputs: Any) -> Tensor:
+        forward = self._options["forward"]
+        with torch.no_grad():
+            outputs: Tensor = self._model(inputs) if forward is None else forward(self._model, inputs)  # type: ignore
+        return outputs
+
+    def factor_of(self, noise: float | None) -> float:
+        """What the sum of the loss is multiplied by in the likelihood."""
+        return 1 / (2 * noise) if self._is_squared and noise is not None else 1.0
+
+    @property
+    def squared_parameters(self) -> dict[str, float]:
+        """|theta|^2 by parameter name."""
+        return {
+            name: float(own.detach().double().square().sum()) for name, own in self.rows.plan.parameters.items()
+        }
+
+    def precisions(self, prior: float | Mapping[str, float]) -> dict[str, float]:
+        """Delta by parameter name."""
+        names = list(self.rows.plan.parameters)
+        if not isinstance(prior, Mapping):
+            return dict.fromkeys(names, float(prior))
+        if set(prior) != set(names):
+            differing = sorted(set(prior) ^ set(names))
+            raise ValueError(
+                f"posterior: prior must have one precision for each trainable parameter; {differing[0]!r} is "
+                f"{'missing' if differing[0] in names else 'no such parameter'}"
+            )
+        return {name: float(prior[name]) for name in names}
+
+    @cached_property
+    def _curvature(self) -> Tensor:
+        """U^T U."""
+        (B,) = self.rows.curvature(self.rows.row_count, [list(self.rows.plan.parameters)], dtype=torch.float64)
+        return B
+
+    @property
+    def in_sample_space(self) -> bool:
+        return self.rows.row_count <= self.rows.plan.size
+
+    def matrix(self, precisions: Mapping[str, float]) -> Tensor:
+        """U D U^T, or D^1/2 U^T U D^1/2, which has the same eigenvalues up to zeros: the smaller one.
+
+        For the sum of the loss, which is the likelihood of squared error for noise 1/2.
+        """
+        if self.in_sample_space:
+            return self.rows.gram(scales={name: 1 / own for name, own in precisions.items()}, dtype=torch.float64)
+        root = root_of_scales(self.rows, precisions)
+        return root.unsqueeze(1) * self._curvature * root
+
+    def system(self, precisions: Mapping[str, float], noise: float | None, matrix: Tensor | None = None) -> System:
+        """P^-1; matrix is that of these precisions, if it is known."""
+        rows, factor = self.rows, self.factor_of(noise)
+        matrix = self.matrix(precisions) if matrix is None else matrix
+        lower, info = torch.linalg.cholesky_ex(plus_diagonal(matrix * factor, 1.0))
+        if int(info) != 0:
+            raise ValueError(
+                "posterior: the matrix of the posterior is not positive definite: rows that are not finite, or a "
+                "prior too small for float64; pass a larger prior="
+            )
+        scaled = Rows(rows.plan, rows.forms, rows.row_count, rows.scale * math.sqrt(factor))
+        return (InSampleSpace if self.in_sample_space else InParameterSpace)(scaled, dict(precisions), lower)
+
+    def log_evidence(self, system: System, noise: float | None) -> float:
+        """-L(theta) - theta^T Delta theta / 2 - log det(A) / 2."""
+        squares = self.squared_parameters
+        value = -self.factor_of(noise) * self.total - float(system.lower.diagonal().log().sum())
+        value -= 0.5 * sum(own * squares[name] for name, own in system.precisions.items())
+        return value if noise is None else value - 0.5 * self.number_count * math.log(2 * math.pi * noise)
+
+    def update(self, precisions: Mapping[str, float], noise: float | None) -> Update:
+        """One step of MacKay's iteration for a precision per parameter tensor and, with squared error, the noise.
+
+        delta_t <- gamma_t / |theta_t|^2 and s <- |y - t|^2 / (n C - gamma); gamma_t = p_t - delta_t tr(P^-1)_t
+        is the number of well-determined parameters of a tensor of p_t, and gamma their sum.
+        """
+        system = self.system(precisions, noise)
+        determined, squares = system.determined(), self.squared_parameters
+        total = sum(determined.values())
+        smallest = torch.finfo(torch.float64).tiny
+        after = {name: own / max(squares[name], smallest) for name, own in determined.items()}
+        error = None
+        if noise is not None:
+            error = self.total / max(self.number_count - total, _LEAST_FREEDOM * self.number_count)
+        return Update(after, error, total, self.log_evidence(system, noise))
+
+
+def _as_sum(loss: nn.Module, rule: LossRule) -> nn.Module:
+    """The loss as a sum over samples and outputs, where the values of its rule depend on the reduction."""
+    if not rule.takes_sum:
+        return loss
+    summed = copy.copy(loss)
+    summed.reduction = "sum"  # type: ignore[assignment]
+    return summed
+
+
+def _check_memory(plan: Plan, row_count: int) -> None:
+    """Raise before the matrix is formed if it cannot fit: with its copies and its factor, four of them."""
+    needed = 4 * 8 * min(row_count, plan.size) ** 2
+    if needed < _WORTH_ASKING:
+        return
+    available = available_bytes(plan.device)
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"posterior: {row_count} rows of the data and {plan.size} parameters need about {in_words(needed)}, "
+            f"and {in_words(available)} are available. Ways out: fewer samples, or requires_grad_(False) on "
+            "layers whose parameters may count as known"
+        )

@@ -1,0 +1,213 @@
+"""`woodbury.posterior`: error bars, evidence and influence of a trained model, from the Gram matrix of its rows.
+
+The loss, summed over samples, is taken for the negative log likelihood of the data, and the parameters have a
+Gaussian prior of mean 0 and precision Delta, a diagonal matrix with one number per parameter tensor. Around the
+parameters theta of the model the linearized Laplace approximation of the posterior is
+
+    N(theta, P^-1),   P = sum_i J_i^T H_i J_i + Delta = U^T U + Delta
+
+with the rows U = S_i^T J_i of the training data: exact for this Gauss-Newton matrix, with no structure assumed. By
+Woodbury's identity everything about it follows from the small matrix A = I + U D U^T, D = Delta^-1:
+
+    covariance of outputs    J P^-1 J^T = J D J^T - (J D U^T) A^-1 (U D J^T)
+    with training rows       J P^-1 U^T = J D U^T A^-1
+    evidence                 log p(data) = -L(theta) - theta^T Delta theta / 2 - log det(A) / 2
+    a draw of the parameters theta + z - D U^T A^-1 (U z + e),   z ~ N(0, D), e ~ N(0, I)
+
+With fewer parameters than rows, P itself is factorised instead. In sample space a variance is a difference: its
+error is about 1e-16 times the variance of the prior there.
+
+For squared error the likelihood is that of Gaussian noise of variance s, the same for all outputs:
+L = |y - t|^2 / (2 s) + n C log(2 pi s) / 2, H = I / s.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch
+from woodbury.model.compiled import written_model
+from woodbury.model.fallback import Forward
+from woodbury.posterior.data import TrainingData
+from woodbury.posterior.evidence import both_by_evidence, noise_by_evidence, prior_by_evidence
+from woodbury.posterior.systems import System
+from woodbury.row_matrix import Rows, unit_columns
+
+EVIDENCE = "evidence"
+_NUMBERS_AT_ONCE = 2**24  # entries of a matrix between new samples and the training data
+
+
+class Posterior:
+    """The Laplace approximation of `woodbury.posterior`. It holds a copy of the model and the rows of its data.
+
+    Attributes:
+        prior: the precision of the parameters, a number or a dictionary from parameter name to number.
+        noise: the variance of the noise, None for losses other than squared error.
+        log_evidence: log p(data) of the Laplace approximation, see `woodbury.posterior`.
+    """
+
+    def __init__(
+        self,
+        data: TrainingData,
+        system: System,
+        prior: float | dict[str, float],
+        noise: float | None,
+    ) -> None:
+        self.prior, self.noise = prior, noise
+        self.log_evidence = data.log_evidence(system, noise)
+        self._data, self._system = data, system
+
+    def covariance(self, inputs: Any) -> Tensor:
+        """J P^-1 J^T at each sample, (n, C, C): of all C numbers that the model returns for it, without noise."""
+        return torch.cat([self._system.blocks(own, width) for own, width in self._output_rows(inputs)])
+
+    def variance(self, inputs: Any) -> Tensor:
+        """The diagonal of `covariance`, in the shape of the outputs: the variance of each, without noise."""
+        own = self.covariance(inputs).diagonal(dim1=1, dim2=2).clamp_min(0)
+        return own.reshape(len(own), *self._data.output_shape)
+
+    def sample(self, inputs: Any, count: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """count draws of the outputs at the inputs, (count, n, ...), without noise.
+
+        y(x) + J(x) (theta' - theta) with theta' from the posterior: each draw is one function, and its values at
+        different inputs go together.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"sample: count must be a whole number from 1 on, got {count!r}")
+        draws = self._system.draw(count, generator)
+        moves = []
+        for own, width in self._output_rows(inputs):
+            moves.append(torch.stack([own.matvec(draw) for draw in draws]).reshape(count, -1, width))
+        outputs = self._data.outputs(inputs)
+        return outputs + torch.cat(moves, dim=1).reshape(count, *outputs.shape).to(outputs.dtype)
+
+    def influence(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
+        """How the loss at each of m samples depends on the weight of each of the n training samples, (m, n).
+
+        With weights w_i in -log p(theta | data) = sum_i w_i L_i + theta^T Delta theta / 2, at w = 1 and to first
+        order, for parameters that minimise it,
+
+            d l(x_j, y_j) / d w_i = -(dl_j / dtheta)^T P^-1 (dL_i / dtheta)
+
+        l is the term of one sample in the loss as it was given, L_i that of the likelihood (divided by twice the
+        noise for squared error). Negative: more of sample i lowers the loss at sample j. Leaving sample i out
+        changes l_j by about minus this number.
+        """
+        data = self._data
+        factor = data.factor_of(self.noise)
+        parts = []
+        for window in _windows(inputs, len(self._system)):
+            own = data.gradient_rows(_at(inputs, window), None if targets is None else targets[window])
+            product = self._system.with_training(own) * (math.sqrt(factor) * data.e)
+            part = product.reshape(own.row_count, data.samples, -1).sum(2)
+            if data.rest is not None:
+                part = part + self._system.between(own, data.rest) * factor
+            parts.append(-part)
+        return torch.cat(parts)
+
+    def _output_rows(self, inputs: Any) -> Iterator[tuple[Rows, int]]:
+        """The rows of all outputs (S = I), for as many samples at a time as fit, and the number of outputs."""
+        width = math.prod(self._data.output_shape)
+        for window in _windows(inputs, len(self._system) * width):
+            yield self._data.rows_at(_at(inputs, window), lambda captured: (unit_columns(captured), 1.0)), width
+
+    def __repr__(self) -> str:
+        noise = "" if self.noise is None else f", noise={self.noise:.4g}"
+        prior = f"{self.prior:.4g}" if isinstance(self.prior, float) else f"{len(self.prior)} numbers"
+        return f"Posterior(prior={prior}{noise}, log_evidence={self.log_evidence:.6g})"
+
+
+def posterior(
+    model: nn.Module,
+    loss: nn.Module,
+    inputs: Any,
+    targets: Tensor | None = None,
+    prior: str | float | Mapping[str, float] = EVIDENCE,
+    noise: str | float = EVIDENCE,
+    *,
+    forward: Forward | None = None,
+    fallback: str | None = "autograd",
+    max_bytes: int | None = None,
+) -> Posterior:
+    """The linearized Laplace posterior of a trained model, exact for the Gauss-Newton matrix of the data.
+
+    >>> posterior = woodbury.posterior(model, torch.nn.MSELoss(), inputs, targets)
+    >>> posterior.variance(new_inputs)      # of the outputs; add posterior.noise for that of new targets
+    >>> posterior.sample(new_inputs, 20)    # functions from the posterior
+    >>> posterior.influence(new_inputs, new_targets)    # of each training sample on the loss there
+    >>> posterior.log_evidence
+
+    The model should be trained: the approximation is around its parameters as they are, and those of a minimum
+    with weight decay fit it best (`weight_decay` = 2 noise prior / (n C) with `MSELoss`, prior / n with
+    `CrossEntropyLoss`). It is copied and set to evaluation mode, and may change afterwards. Numbers are float64
+    whatever the model is. It takes a matrix with as many rows as U has, or as there are parameters, whichever is
+    less.
+
+    Args:
+        model: any module; parameters without requires_grad count as known.
+        loss: one that `GaussNewton` takes. The sum over samples is the negative log likelihood, whatever its
+            reduction (up to a constant for losses that leave one out); for `MSELoss`, that of Gaussian noise.
+        inputs, targets: the training data.
+        prior: the precision of the parameters: a number, a dictionary from parameter name to number, or
+            "evidence" for the one number that maximises `log_evidence`.
+        noise: for squared error: the variance of the noise, or "evidence" likewise (with the prior, if both are).
+        forward, fallback, max_bytes: as in `woodbury.rows`.
+
+    At the maximum of the evidence, with mu the eigenvalues of U D U^T and gamma = sum mu / (mu + 1) the number of
+    well-determined parameters (MacKay 1992),
+
+        prior |theta|^2 = gamma,    noise (n C - gamma) = |y - t|^2
+    """
+    model, loss = written_model(model), written_model(loss)
+    is_squared = isinstance(loss, nn.MSELoss)
+    _check_argument("prior", prior, what="a precision")
+    _check_argument("noise", noise, what="a variance")
+    if not is_squared and not isinstance(noise, str):
+        raise ValueError(
+            f"posterior: noise= is a variance for MSELoss, and {type(loss).__name__} has none: leave it out"
+        )
+    data = TrainingData(copy.deepcopy(model).eval(), loss, forward, fallback, max_bytes, inputs, targets)
+    matrix = data.matrix(data.precisions(1.0 if isinstance(prior, str) else prior))
+    by_evidence = isinstance(prior, str) or (is_squared and isinstance(noise, str))
+    eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0) if by_evidence else matrix.new_zeros(0)
+    size, square = data.number_count, sum(data.squared_parameters.values())
+    variance = None if not is_squared or isinstance(noise, str) else float(noise)
+    if isinstance(prior, str):
+        if is_squared and variance is None:
+            precision, variance = both_by_evidence(eigenvalues, size, data.total, square)
+        else:
+            precision = prior_by_evidence(eigenvalues * data.factor_of(variance), square)
+        chosen: float | dict[str, float] = precision
+        matrix = matrix / precision
+    else:
+        chosen = dict(prior) if isinstance(prior, Mapping) else float(prior)
+        if is_squared and variance is None:
+            variance = noise_by_evidence(eigenvalues, size, data.total)
+    return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
+
+
+def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:
+    """Samples in pieces for which the matrix with the training data fits."""
+    count = _batch.sample_count(inputs)
+    length = max(1, min(count, _NUMBERS_AT_ONCE // max(1, numbers_per_sample)))
+    return (slice(start, min(start + length, count)) for start in range(0, count, length))
+
+
+def _at(inputs: Any, window: slice) -> Any:
+    return _batch.part(inputs, window, _batch.sample_count(inputs))
+
+
+def _check_argument(name: str, value: Any, what: str) -> None:
+    """Raise unless it is "evidence" or positive numbers."""
+    if isinstance(value, str) and value == EVIDENCE:
+        return
+    numbers = list(value.values()) if name == "prior" and isinstance(value, Mapping) else [value]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise ValueError(f"posterior: {name} must be {EVIDENCE!r} or {what}, a positive number; got {value!r}")
