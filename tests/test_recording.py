@@ -82,7 +82,7 @@ def test_replayed_steps_are_the_ordinary_ones(method, settings, curvature_sample
 
 
 def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
-    def fail(*args):
+    def fail(*args, **options):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(recording, "record", fail)

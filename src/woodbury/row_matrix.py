@@ -328,7 +328,15 @@ def rows(
             return columns, float(kind.divisor_of_sum(n, n))
         return columns, float(kind.divisor(check_term_count(rule.count(loss, prepared)), n))
 
-    return capture_rows(model, inputs, targets, columns_of, forward, fallback, max_bytes)
+    return capture_rows(
+        model,
+        inputs,
+        targets=targets,
+        columns_of=columns_of,
+        forward=forward,
+        fallback=fallback,
+        max_bytes=max_bytes,
+    )
 
 
 def unit_columns(captured: GraphCapture) -> Tensor:

@@ -187,7 +187,16 @@ def record(
         raise
     known_rates: list[float | None] = [None] * len(rate_buffers)
     constants += all_constants()  # and those that were made meanwhile
-    return Recording(graph, inputs, targets, rate_buffers, state, numbers, known_rates, constants)
+    return Recording(
+        graph,
+        inputs,
+        targets=targets,
+        rates=rate_buffers,
+        state=state,
+        numbers=numbers,
+        known_rates=known_rates,
+        constants=constants,
+    )
 
 
 def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

@@ -94,7 +94,13 @@ class Replay:
         succeeded = False
         try:
             made = recording.record(
-                step.inputs, step.targets, step.rates, step.moving, step.device, step.dtype, step.run
+                step.inputs,
+                step.targets,
+                rates=step.rates,
+                state=step.moving,
+                device=step.device,
+                dtype=step.dtype,
+                run=step.run,
             )
             succeeded = True
             return made

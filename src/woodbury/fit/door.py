@@ -123,12 +123,25 @@ def fit(
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
         _check_batches(batches_per_step)
         optimizer = training_optimizer(
-            *(model, loss, is_by_time(limits, model), memory, metric),
+            model,
+            loss,
+            is_by_time(limits, model),
+            memory,
+            metric,
             curvature_samples=curvature_samples,
             **settings,
         )
         batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
-        run = TrainingRun(optimizer, batches, limits, validation, patience, callback, record, batches_per_step)
+        run = TrainingRun(
+            optimizer,
+            batches,
+            limits=limits,
+            validation=validation,
+            patience=patience,
+            callback=callback,
+            record=record,
+            batches_per_step=batches_per_step,
+        )
     else:
         source = source_of(data)
         settings["metric"] = None if metric == "auto" else metric
@@ -141,7 +154,15 @@ def fit(
         limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
         wide = torch.float64 if parameters and parameters[0].dtype == torch.float32 else None
         optimizer = GaussNewton(model, loss, search=CurvedSearch(), gram_dtype=wide, **settings)
-        run = PreciseRun(optimizer, source, limits, validation, seed, callback, samples)  # type: ignore[arg-type]
+        run = PreciseRun(
+            optimizer,
+            source,
+            limits=limits,
+            validation=validation,  # type: ignore[arg-type]
+            seed=seed,
+            callback=callback,
+            samples=samples,
+        )
     if resume is not None:
         run.load(resume)
     return run.go(Progress(limits) if progress else None)

@@ -149,7 +149,15 @@ def gram_by_pairs(
             if same and q < p:
                 gram[rows, columns] = gram[columns, rows].t()
             else:
-                _fill_by_pairs(gram[rows, columns], left, right, inner, features, dtype, budget)
+                _fill_by_pairs(
+                    gram[rows, columns],
+                    left,
+                    right=right,
+                    inner=inner,
+                    features=features,
+                    dtype=dtype,
+                    budget=budget,
+                )
     return gram
 
 

@@ -105,7 +105,7 @@ def recurrent_forward(
         return None if tensor is None or name is None else whole_parameter(name, tensor.shape)
 
     def run(weights: Weights, xs: Tensor, state: State, backward: bool = False) -> tuple[list[Tensor], State]:
-        return _run(layer, weights, xs, state, backward, place, report)
+        return _run(layer, weights, xs=xs, state=state, backward=backward, place=place, report=report)
 
     width = layer.hidden_size
     assert isinstance(width, int)

@@ -283,7 +283,18 @@ def _capture(
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
     raw = outputs.detach()
-    return GraphCapture(plan, model, forward, inputs, raw, flat, notes.calls, autocast, random, notes.obstacles)
+    return GraphCapture(
+        plan,
+        model,
+        forward=forward,
+        inputs=inputs,
+        raw=raw,
+        outputs=flat,
+        calls=notes.calls,
+        autocast=autocast,
+        random=random,
+        obstacles=notes.obstacles,
+    )
 
 
 def _check_outputs(outputs: Any, samples: int) -> None:

@@ -337,12 +337,12 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     chain = Chain(
         plan,
         tuple((m._modules, tuple(m._modules.values())) for m in modules if type(m) is nn.Sequential),
-        tuple(modules),
-        tuple(layers[id(module)] for module in own),
-        tuple(cast(nn.Parameter, module.weight) for module in own),
-        tuple(cast("nn.Parameter | None", module.bias) for module in own),
-        tuple(between),
-        cast("nn.Flatten | None", flatten),
+        modules=tuple(modules),
+        layers=tuple(layers[id(module)] for module in own),
+        weights=tuple(cast(nn.Parameter, module.weight) for module in own),
+        biases=tuple(cast("nn.Parameter | None", module.bias) for module in own),
+        activations=tuple(between),
+        flatten=cast("nn.Flatten | None", flatten),
     )
     return chain if chain.is_current(model) else None
 

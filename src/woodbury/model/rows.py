@@ -131,11 +131,11 @@ class GraphRows:
         rows = written_rows(
             self._forward_pass,
             {name: plan.parameters[name] for name in names},
-            columns,
-            start,
-            plan.findings,
-            plan.max_bytes,
-            partial(self._warn_of_passes, names),
+            columns=columns,
+            start=start,
+            findings=plan.findings,
+            max_bytes=plan.max_bytes,
+            announce=partial(self._warn_of_passes, names),
         )
         return self._explicit(written, rows)
 

@@ -258,7 +258,8 @@ class SecondOrder(torch.optim.Optimizer):
         transaction = context.transaction
         try:
             replay = self._replay if context.device.type == "cuda" and self._problems.group.size == 1 else None
-            if replay is not None and request.subset is None and request.full is None:
+            plain = request.subset is None and request.full is None
+            if replay is not None and plain and context.settings.is_recordable:
                 info = self._replayed(replay, context, request)
                 if info is not None:
                     return info
@@ -280,12 +281,8 @@ class SecondOrder(torch.optim.Optimizer):
             posed = self._problems.problem(inner, plan, batch, request, rates)
             return Step(inner, *posed, self._doubts).take(lambda info: None)
 
-        step = RecordedStep(context, self._problems, request, take)
-        if not replay.take(step):
-            return None
-        assert step.numbers is not None
-        self.last = StepInfo.later(step.numbers)
-        return self.last
+        taken = replay.take(RecordedStep(context, self._problems, request, take, self._done))
+        return self.last if taken else None
 
     def _posed(self, context: Context, request: Request) -> Step:
         return Step(context, *self._problems.pose(context, request), self._doubts)
@@ -342,7 +339,7 @@ class SecondOrder(torch.optim.Optimizer):
         kept = {name: value for name, value in vars(self).items() if name not in names and "hooks" not in name}
         return kept | {
             "state": _as_plain(self.state),
-            "_problems": None,
+            "_problems": self._problems.fresh_copy(),
             "_replay": None,
             "_watcher": None,
             "_called": self.model,
@@ -350,7 +347,7 @@ class SecondOrder(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._problems = Problems(self.settings, self._new_group())
+        self._problems.group = self._new_group()
         self._replay = Replay() if self.settings.is_recordable else None
         self._watcher = self._new_watcher()
 

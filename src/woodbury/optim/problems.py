@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from woodbury.optim.price import affordable_rows
 from woodbury.optim.settings import Hyperparameters, Settings, check_groups, explain_inputs, read_settings
 from woodbury.optim.shards import borrow_sample, count_nothing
 from woodbury.optim.transaction import Transaction
-from woodbury.parallel.group import Group
+from woodbury.parallel.group import ALONE, Group
 from woodbury.policies.damping import check_damping
 from woodbury.quadratic.decay import Decay
 from woodbury.quadratic.linearize import Problem
@@ -39,7 +40,7 @@ FIRST_COLUMNS = 8  # to reckon with before the model has shown its outputs
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Request:
     """What a step was called with."""
 
@@ -50,7 +51,7 @@ class Request:
     held_out: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Context:
     """What a step is taken with: the optimizer's model, settings, state and groups as they are."""
 
@@ -78,6 +79,13 @@ class Problems:
         self._sample_axes: Mapping[str, bool] = {}  # places in the inputs, and whether they have a sample axis
         self._columns = FIRST_COLUMNS  # per sample; known from the first outputs on
         self._affordable: dict[int, int] = {}  # rows, by the samples of a batch
+
+    def fresh_copy(self) -> Problems:
+        """For a copy of the optimizer: nothing that belongs to this model or to these processes."""
+        other = copy.copy(self)
+        other.structure, other.orders, other.group = self.structure.fresh_copy(), _random.Orders(), ALONE
+        other._options = None
+        return other
 
     # -- a batch --------------------------------------------------------------------------------------------
 
@@ -132,7 +140,15 @@ class Problems:
                 forward = transaction.buffers.preserved(forward, batch.inputs)
             if settings.autocast is None:  # which casts between layers
                 is_chain = self.structure.shows_chain(plan, forward, batch.inputs, batch.samples)
-        passes = Passes(plan, chain, forward, settings.autocast, settings.loss, self.rule, self.group)
+        passes = Passes(
+            plan,
+            chain,
+            forward=forward,
+            autocast=settings.autocast,
+            loss=settings.loss,
+            rule=self.rule,
+            group=self.group,
+        )
         if chain is None:
             passes.check_parts(batch)
         problem = Problem(

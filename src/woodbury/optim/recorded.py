@@ -24,7 +24,14 @@ Take = Callable[[Context, Request, Batch, list[Any]], StepInfo]  # an ordinary s
 class RecordedStep(StepFunction):
     """The step of a batch; see `woodbury.device.replay`."""
 
-    def __init__(self, context: Context, problems: Problems, request: Request, take: Take) -> None:
+    def __init__(
+        self,
+        context: Context,
+        problems: Problems,
+        request: Request,
+        take: Take,
+        done: Callable[[StepInfo], None],
+    ) -> None:
         problems.check_surroundings(context)
         self._context, self._problems, self._request, self._take = context, problems, request, take
         self.inputs, self.targets, self.device = request.inputs, request.targets, context.device
@@ -34,7 +41,7 @@ class RecordedStep(StepFunction):
         self.moving = moving_state(context.state, self.device)
         self._samples = count_samples(self.inputs, self.targets)
         self._curvature_samples = problems.curvature_count(context, self._samples)
-        self.numbers: Tensor | None = None
+        self._done = done
 
     def key(self) -> Key | None:
         shape = recording.shape_of(self.inputs, self.targets, self.device)
@@ -76,7 +83,7 @@ class RecordedStep(StepFunction):
         self._context.state.update(state)
 
         def finish() -> None:
-            self.numbers = launch()
+            self._done(StepInfo.later(launch()))
 
         self._context.transaction.commit(finish)
 

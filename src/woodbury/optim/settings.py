@@ -140,7 +140,7 @@ class Settings:
         return self.search is None and not self.solver.keeps_state
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Hyperparameters:
     """Group settings of this very step, by parameter name."""
 

@@ -39,7 +39,7 @@ class Posed(NamedTuple):
     gains: dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """The step of one problem, with the settings of its groups."""
 
@@ -153,13 +153,13 @@ class Step:
         numbers = Numbers(
             proposal.loss,
             proposal.damping,
-            proposal.ratio,
-            proposal.predicted,
-            proposal.squared_norm,
-            proposal.accepted,
-            proposal.length,
-            proposal.share,
-            proposal.bent,
+            ratio=proposal.ratio,
+            predicted=proposal.predicted,
+            squared_norm=proposal.squared_norm,
+            accepted=proposal.accepted,
+            length=proposal.length,
+            share=proposal.share,
+            bent=proposal.bent,
         )
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
         damping, *computed = compute(proposal.gains["damping"], *numbers)

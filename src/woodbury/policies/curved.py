@@ -66,7 +66,7 @@ class Memory:
         return Memory(length or 1.0, 0 if gained else self.dull + 1, dropped, depth=depth)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SearchedStep(Policy):
     """The step that a search finds; it is judged on other samples where `held_out` is given."""
 

@@ -18,7 +18,7 @@ from woodbury.quadratic.objective import Objective
 _RAISES = (*[10.0] * 12, *[1000.0] * 6)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DampedStep(Policy):
     """p of one damping: that of a damping policy, raised within the step where the system cannot be solved."""
 

@@ -42,7 +42,7 @@ class Proposal:
     warnings: dict[str, str] = field(default_factory=dict)  # by kind: each is given once per optimizer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Limits:
     """When theta may move."""
 

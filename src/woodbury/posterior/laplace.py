@@ -172,7 +172,15 @@ def posterior(
         raise ValueError(
             f"posterior: noise= is a variance for MSELoss, and {type(loss).__name__} has none: leave it out"
         )
-    data = TrainingData(copy.deepcopy(model).eval(), loss, forward, fallback, max_bytes, inputs, targets)
+    data = TrainingData(
+        copy.deepcopy(model).eval(),
+        loss,
+        forward=forward,
+        fallback=fallback,
+        max_bytes=max_bytes,
+        inputs=inputs,
+        targets=targets,
+    )
     matrix = data.matrix(data.precisions(1.0 if isinstance(prior, str) else prior))
     by_evidence = isinstance(prior, str) or (is_squared and isinstance(noise, str))
     eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0) if by_evidence else matrix.new_zeros(0)

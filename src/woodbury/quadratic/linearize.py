@@ -15,6 +15,7 @@ from woodbury._vector import Vector
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar
 from woodbury.layers.forms import concatenate_forms
+from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
 from woodbury.products import FactorProducts
 from woodbury.quadratic.blocks import Blocks
@@ -26,7 +27,7 @@ from woodbury.quadratic.quadratic import Outputs, Quadratic, Solver
 from woodbury.row_matrix import Rows
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Problem:
     """The question of one step: a batch, how it goes through the model, and what the model of it is made of."""
 
@@ -51,20 +52,6 @@ class Problem:
         return self.passes.plan
 
 
-@dataclass
-class _Parts:
-    """What a pass over the batch gives the quadratic model."""
-
-    pieces: list[Piece]
-    rows: Rows | FactorProducts
-    width: int  # factor rows
-    divisor: Scalar
-    term_count: Scalar
-    e: Tensor | None
-    gradient: Vector | None
-    loss: Scalar
-
-
 def linearize(problem: Problem) -> tuple[Quadratic, Objective]:
     """The quadratic model of a problem, and f with its decrease."""
     passes, batch, full = problem.passes, problem.batch, None
@@ -75,39 +62,36 @@ def linearize(problem: Problem) -> tuple[Quadratic, Objective]:
     whole = batch.curvature == batch.samples or problem.is_chain
     at_once = whole or (problem.curvature.one_pass and not problem.apart)
     alone = problem.full is None and passes.group.size == 1
-    parts = _at_once(problem) if at_once and problem.solver.forms_rows and alone else _in_pieces(problem)
-    objective: Objective
+    quadratic = (_at_once if at_once and problem.solver.forms_rows and alone else _in_pieces)(problem)
     if full is None:
-        objective = OnPieces(passes, parts.loss, problem.decay, problem.random, parts.pieces, parts.term_count)
-    else:
-        objective, parts.gradient = full, full.gradient
-        if passes.is_sum:  # over the samples of the loader
-            parts.divisor = parts.divisor * batch.samples / full.samples
-    outputs = Outputs(passes, problem.curvature, parts.pieces[0], batch.curvature, problem.random)
-    quadratic = Quadratic(
+        pieces, random = quadratic.pieces, problem.random
+        return quadratic, OnPieces(passes, quadratic.loss, problem.decay, random, pieces, quadratic.term_count)
+    quadratic.gradient = full.gradient
+    if passes.is_sum:  # over the samples of the loader
+        quadratic.divisor = quadratic.divisor * batch.samples / full.samples
+    return quadratic, full
+
+
+def _quadratic(problem: Problem, pieces: list[Piece], **parts: Any) -> Quadratic:
+    """The quadratic model of pieces that have gone through the model; parts are what they gave."""
+    passes = problem.passes
+    return Quadratic(
         plan=problem.plan,
         blocks=problem.blocks,
         solver=problem.solver,
         gram_dtype=problem.gram_dtype,
-        rows=parts.rows,
-        curvature_rows=parts.width,
-        divisor=parts.divisor,
-        term_count=parts.term_count,
-        e=parts.e,
-        gradient=parts.gradient,
         decay=problem.decay,
         center=problem.center,
-        loss=parts.loss,
-        pieces=parts.pieces,
-        outputs=outputs,
+        pieces=pieces,
+        outputs=Outputs(passes, problem.curvature, pieces[0], problem.batch.curvature, problem.random),
         is_chain=problem.is_chain,
         group=passes.group,
         state=problem.state,
+        **parts,
     )
-    return quadratic, objective
 
 
-def _at_once(problem: Problem) -> _Parts:
+def _at_once(problem: Problem) -> Quadratic:
     """By one pass over the whole batch."""
     passes, batch, m = problem.passes, problem.batch, problem.batch.curvature
     piece, outputs = passes.evaluate(batch.inputs, batch.targets, batch.samples)
@@ -126,10 +110,20 @@ def _at_once(problem: Problem) -> _Parts:
         gradient = problem.plan.space.pack(piece.capture.gradient(weights / term_count))
     rows = Rows(problem.plan, piece.capture.rows(seeds.columns), sum(heights))
     divisor = passes.divisor(problem.curvature, curvature_terms, m, batch.samples) / seeds.unit**2
-    return _Parts([piece], rows, width, divisor, term_count, seeds.e, gradient, loss)
+    return _quadratic(
+        problem,
+        [piece],
+        rows=rows,
+        curvature_rows=width,
+        divisor=divisor,
+        term_count=term_count,
+        e=seeds.e,
+        gradient=gradient,
+        loss=loss,
+    )
 
 
-def _in_pieces(problem: Problem) -> _Parts:
+def _in_pieces(problem: Problem) -> Quadratic:
     """The same with S2 and the samples outside it run through the model one after the other.
 
     Where no rows are formed Z has the factor rows alone: products with them are taken block by block.
@@ -147,31 +141,50 @@ def _in_pieces(problem: Problem) -> _Parts:
     term_count, loss, divisor = passes.totals(pieces, problem.curvature, batch)
     assert factor.e is not None
     e = outputs.new_zeros(factor.e.numel()) if from_loader else factor.e.flatten()
-    parts = _Parts(pieces, None, len(e), divisor / factor.unit**2, term_count, e, None, loss)  # type: ignore[arg-type]
     in_rows = len(pieces) if forms_rows else 1  # pieces whose gradient Z holds
+    gradient = None
     if not from_loader:
-        parts.gradient = _outside_rows(problem, evaluated, factor.rest, in_rows, term_count)
+        gradient = _outside_rows(problem, evaluated, factor.rest, in_rows, term_count)
+    rows: Rows | FactorProducts
     if not forms_rows:
         names = problem.blocks.parameter_names(problem.plan)
-        parts.rows = FactorProducts(pieces[0].capture.outputs, problem.plan.parameters, factor, names)
-        return parts
+        rows = FactorProducts(pieces[0].capture.outputs, problem.plan.parameters, factor, names)
+    else:
+        rows, e, gradient = _rows_of(problem, evaluated, factor, e, gradient)
+    return _quadratic(
+        problem,
+        pieces,
+        rows=rows,
+        curvature_rows=len(e),
+        divisor=divisor / factor.unit**2,
+        term_count=term_count,
+        e=e,
+        gradient=gradient,
+        loss=loss,
+    )
+
+
+def _rows_of(
+    problem: Problem, evaluated: list[tuple[Piece, Tensor]], factor: Factor, e: Tensor, gradient: Vector | None
+) -> tuple[Rows, Tensor, Vector | None]:
+    """The rows of all pieces, those of S2 in front; rows, e and gradient of all processes if there are several."""
+    plan, passes, group = problem.plan, problem.passes, problem.passes.group
     columns = [factor.columns()]
     for piece, outputs in evaluated[1:]:
         columns.append(passes.residual(outputs, piece.targets).unsqueeze(1))
     with group.together():
-        forms = [piece.capture.rows([own]) for piece, own in zip(pieces, columns, strict=True)]
+        pairs = zip(evaluated, columns, strict=True)
+        forms = [piece.capture.rows([own]) for (piece, _), own in pairs]
         height = sum(own.shape[0] * own.shape[1] for own in columns)
-        own_rows = Rows(problem.plan, concatenate_forms(forms), height)
-        head = take_apart(problem.plan.model, forms[0]) if group.size > 1 else None
-    parts.rows = own_rows
-    if head is not None:
-        parts.rows = joint = JointRows(own_rows, head, parts.width, parts.gradient is not None, group)
-        parts.e = torch.cat(group.gather(e, joint.factor_rows))
-        parts.width = len(parts.e)
-        if joint.has_gradient:
-            nothing = problem.plan.space.zeros(outputs)
-            parts.gradient = group.sum_vector(parts.gradient or nothing)
-    return parts
+        rows = Rows(plan, concatenate_forms(forms), height)
+        if group.size == 1:
+            return rows, e, gradient
+        head = take_apart(plan.model, forms[0])
+    joint = JointRows(rows, head, len(e), gradient is not None, group)
+    e = torch.cat(group.gather(e, joint.factor_rows))
+    if joint.has_gradient:
+        gradient = group.sum_vector(plan.space.zeros(e) if gradient is None else gradient)
+    return joint, e, gradient
 
 
 def _outside_rows(

@@ -59,7 +59,7 @@ def check_loss(loss: Scalar) -> Scalar:
     return loss
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Passes:
     """How a batch goes through the model and the loss in this step."""
 

@@ -62,7 +62,7 @@ class Solver(ABC):
         return row_count + others
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Outputs:
     """The outputs y of the curvature samples around theta, in the units of the rows: S^T y, (m,)."""
 

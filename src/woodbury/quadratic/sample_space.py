@@ -71,12 +71,12 @@ class _InSampleSpace(Damped):
         return solve_in_sample_space(
             gram,
             quadratic.curvature_rows,
-            quadratic.divisor,
-            quadratic.term_count,
-            quadratic.e,
-            projected,
-            self.damping,
-            quadratic.all_rows.shared_out(solve),
+            divisor=quadratic.divisor,
+            term_count=quadratic.term_count,
+            e=quadratic.e,
+            projected_base=projected,
+            damping=self.damping,
+            solve=quadratic.all_rows.shared_out(solve),
         )
 
     def displacement(self, step: SampleSpaceStep, form: bool) -> Displacement:

@@ -86,7 +86,16 @@ def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     if present[0].seconds:
         x["seconds"] = _time_axis(present)
     if quantity == "ratio":
-        return Panel(quantity, title, "", curves, x, {"linear": _ratio_axis(present)}, THRESHOLDS, RATIO_RANGE)
+        return Panel(
+            quantity,
+            title,
+            unit="",
+            curves=curves,
+            x=x,
+            y={"linear": _ratio_axis(present)},
+            guides=THRESHOLDS,
+            range=RATIO_RANGE,
+        )
     unit = " %" if quantity == "test_error" else ""
     return Panel(quantity, title, unit, curves, x, _vertical_axes(present, whole=quantity == "damping"))
 
