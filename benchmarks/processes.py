@@ -24,7 +24,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.common import Command, Network, Step, add_quick, say, table
-from woodbury.optim import optimizer
+from woodbury.optim import step as one_step
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.parallel.group import Group
 from woodbury.quadratic import sample_space
@@ -39,7 +39,7 @@ METHODS = ("smw-ng", "smw-gn")
 COUNTS = (1, 2, 4)
 # phase: what of the code is timed as it; the innermost that is running counts
 PHASES: dict[str, list[tuple[Any, str]]] = {
-    "passes and rows": [(optimizer, "linearize")],
+    "passes and rows": [(one_step, "linearize")],
     "gather rows": [(JointRows, "__init__"), (JointRows, "_factor_forms")],
     "Gram": [(Quadratic, "gram")],
     "gather Gram": [(JointRows, "joined")],
