@@ -330,3 +330,19 @@ def test_a_step_leaves_no_pass_behind(fallback, monkeypatch):
         assert passes and all(reference() is None for reference in passes)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"search": woodbury.CurvedSearch()}], ids=str)
+def test_a_step_does_not_keep_its_optimizer_alive(settings):
+    """One that the garbage collector frees while another records a CUDA graph would end that recording."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings)
+    batch, alive = (torch.randn(6, 3).double(), torch.randn(6, 2).double()), weakref.ref(optimizer)
+    gc.disable()
+    try:
+        optimizer.step(*batch)
+        optimizer.direction(*batch)
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()

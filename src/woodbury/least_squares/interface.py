@@ -111,13 +111,16 @@ def least_squares(
     scale = arguments.diagonal(x_scale, x, shape, batched)
     residuals = Residuals(function, args, shape, batched, x)
     problem = Problem(
-        *(residuals, cost, limits, scale),
-        arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
-        arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
-        arguments.tolerance("gtol", gtol, 0.0),
-        arguments.largest_nfev(max_nfev, x.shape[1]),
-        verbose,
-        None if callback is None else lambda x: callback(x.reshape(start_shape)),
+        residuals,
+        cost,
+        limits,
+        scale,
+        ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
+        xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
+        gtol=arguments.tolerance("gtol", gtol, 0.0),
+        max_nfev=arguments.largest_nfev(max_nfev, x.shape[1]),
+        verbose=verbose,
+        callback=None if callback is None else lambda x: callback(x.reshape(start_shape)),
     )
     with torch.no_grad():
         return _result(problem, minimize(problem, x), shape, batched)

@@ -275,9 +275,8 @@ class SecondOrder(torch.optim.Optimizer):
     def _replayed(self, replay: Replay, context: Context, request: Request) -> StepInfo | None:
         """A step from a CUDA graph, recorded first if it is time; None if it is not."""
 
-        def take(context: Context, request: Request, batch: Batch, rates: list[Any]) -> StepInfo:
-            inner = replace(context, transaction=Transaction(self.state, ("generator", "largest_batch")))
-            plan = self._problems.plan(inner)
+        def take(plan: Plan, batch: Batch, rates: list[Any]) -> StepInfo:
+            inner = self._context(context.settings)
             posed = self._problems.problem(inner, plan, batch, request, rates)
             return Step(inner, *posed, self._doubts).take(lambda info: None)
 

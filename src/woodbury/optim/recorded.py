@@ -18,7 +18,7 @@ from woodbury.model.plan import Plan
 from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.problems import Context, Problems, Request, count_samples
 
-Take = Callable[[Context, Request, Batch, list[Any]], StepInfo]  # an ordinary step with these learning rates
+Take = Callable[[Plan, Batch, list[Any]], StepInfo]  # an ordinary step with these learning rates
 
 
 class RecordedStep(StepFunction):
@@ -33,7 +33,7 @@ class RecordedStep(StepFunction):
         done: Callable[[StepInfo], None],
     ) -> None:
         problems.check_surroundings(context)
-        self._context, self._problems, self._request, self._take = context, problems, request, take
+        self._context, self._problems, self._take = context, problems, take
         self.inputs, self.targets, self.device = request.inputs, request.targets, context.device
         self.plan = problems.plan(context)
         self.dtype = torch.promote_types(self.plan.dtype, torch.float32)
@@ -66,7 +66,7 @@ class RecordedStep(StepFunction):
         own = self._context.state
         own.update(state)
         batch = Batch(inputs, targets, self._samples, self._curvature_samples)
-        numbers = self._take(self._context, self._request, batch, rates)._numbers
+        numbers = self._take(self.plan, batch, rates)._numbers
         # the others have their defaults: nothing with a search is recorded
         shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
         return shown, {name: own[name] for name in state}

@@ -108,14 +108,9 @@ class Settings:
     def _check_damping(self) -> None:
         if not is_relative(self.damping) or self.solver.has_trace:
             return
-        if self.method in ("GaussNewton", "NaturalGradient"):
-            raise ValueError(
-                f"solver={self.solver.name!r} forms no Gram matrix that the damping could be relative to: use "
-                "solver='cholesky' or 'cg', or relative=False"
-            )
         raise ValueError(
-            f"{self.method} forms no Gram matrix that its damping could be relative to: use "
-            "GaussNewton or NaturalGradient, or relative=False"
+            f"{self.method} (solver {self.solver.name!r}) forms no Gram matrix that its damping could be relative "
+            "to: use GaussNewton or NaturalGradient with solver='cholesky' or 'cg', or relative=False"
         )
 
     def check_joint(self) -> None:

@@ -20,13 +20,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from woodbury._vector import Space, Vector, flatten, like
+from woodbury.device.constants import constant_tensor
 from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
@@ -177,10 +178,12 @@ class AdamMetric(Metric):
 
     def units(self, moments: Vector, plan: Plan) -> Units:
         # all at once: they are many, and small
-        lengths, rows_of, is_columns, shares = _segments(moments.space, plan.space, plan.dtype, plan.device)
-        means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True).index_select(0, rows_of)
+        lengths = _lengths(moments.space, plan.device)
+        means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
+        means = means.index_select(0, _places(moments.space, plan.space, plan.device))
+        shares = _shares(moments.space, plan.space, plan.dtype, plan.device)
         tiny = torch.finfo(plan.dtype).tiny
-        divisors = torch.where(is_columns, means, torch.dot(means, shares)).clamp_min(tiny)
+        divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
         relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
         parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
         factors: dict[str, tuple[Tensor, ...]] = {}
@@ -195,23 +198,29 @@ class AdamMetric(Metric):
         return Units(plan, factors)
 
 
-@lru_cache(64)
-def _segments(
-    moments: Space, parameters: Space, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each part of the moments: its length, the place of the rows (or vector) of its parameter, whether it is
-    that of columns, and the share of its parameter in all of them, 0 for columns.
-    """
-    names = list(moments.shapes)
-    columns = [name.endswith(".columns") and name not in parameters.shapes for name in names]
-    rows_of = [index - column for index, column in enumerate(columns)]
-    sizes = parameters.shapes
-    shares = [
-        0.0 if column else sizes[name if name in sizes else name.removesuffix(".rows")].numel() / parameters.size
-        for name, column in zip(names, columns, strict=True)
-    ]
-    numbers = torch.tensor(moments.sizes), torch.tensor(rows_of), torch.tensor(columns)
-    return *(own.to(device) for own in numbers), torch.tensor(shares, dtype=dtype).to(device)  # type: ignore[return-value]
+@constant_tensor
+def _lengths(moments: Space, device: torch.device) -> Tensor:
+    """Of each part of the moments."""
+    return torch.tensor(moments.sizes).to(device)
+
+
+@constant_tensor
+def _places(moments: Space, parameters: Space, device: torch.device) -> Tensor:
+    """For each part of the moments the place of the rows, or vector, of its parameter: columns follow rows."""
+    names = enumerate(moments.shapes)
+    return torch.tensor([place - _are_columns(name, parameters) for place, name in names]).to(device)
+
+
+@constant_tensor
+def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For each part of the moments the share of its parameter in all of them, 0 for columns."""
+    sizes = {name: shape.numel() / parameters.size for name, shape in parameters.shapes.items()}
+    sizes |= {f"{name}.rows": share for name, share in sizes.items() if name not in moments.shapes}
+    return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype).to(device)
+
+
+def _are_columns(name: str, parameters: Space) -> bool:
+    return name.endswith(".columns") and name not in parameters.shapes
 
 
 class DiagonalMetric(Metric):

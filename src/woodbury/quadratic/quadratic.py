@@ -179,12 +179,13 @@ class Quadratic:
             if isinstance(rows, Rows):
                 outside = inside.new_ones(rows.row_count - self.curvature_rows)
                 complete = rows.rmatvec(torch.cat([inside, outside]) / self.term_count)
-                self._complete = complete if self.gradient is None else complete + self.gradient
             else:
                 blocks = inside.expand(len(rows.blocks), -1)
                 complete = self.space.pack(rows.rmatvec(blocks / self.term_count))
-                complete = complete if self.gradient is None else complete + self.gradient
-                self._complete = self.group.sum_vector(complete)
+            if self.gradient is not None:
+                complete = complete + self.gradient
+            # rows are those of all processes; products are those of this one
+            self._complete = complete if isinstance(rows, Rows) else self.group.sum_vector(complete)
         return self._complete
 
     def force(self, damping: Scalar) -> Vector:
