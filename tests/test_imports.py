@@ -48,7 +48,7 @@ FLOORS = {
         ["attention", "convolutions", "norms", "recurrent"],
     ],
     "model": [
-        ["buffers", "noise", "compiled", "findings"],
+        ["buffers", "expanded", "compiled", "findings"],
         ["fallback"],
         ["plan", "tangents"],
         ["call", "chain"],

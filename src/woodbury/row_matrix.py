@@ -311,7 +311,7 @@ def rows(
             sample, U^T U = (1/n) sum of outer products of per-sample gradients), without 1/n for a loss that is a
             sum. Where the loss is a mean over tokens, see `woodbury.curvature`.
         forward: f(model, inputs) in place of model(inputs).
-        fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd.
+        fallback: "autograd" computes rows that no layer rule covers.
         max_bytes: memory for temporaries of the Gram matrix, beside the rows and the matrix itself.
     """
     kind = part_named("curvature", curvature, CURVATURES)

@@ -1,16 +1,18 @@
 """Rows that no layer rule gives: derivatives of each sample's outputs in some parameters, written out.
 
-Three exact methods, from fast to slow, for a model that was run on a batch of n samples:
+Four exact methods, from fast to slow, for a model that was run on a batch of n samples:
 
-    func     torch.func: one sample's pass, differentiated and mapped over the samples in chunks
-    chunks   ordinary autograd on a few samples at a time, with a backward pass batched over them
-    graph    ordinary autograd on the graph of the batch itself, sample after sample
+    expanded  the pass once more with a copy of the parameters for each sample (`woodbury.model.expanded`)
+    func      torch.func: one sample's pass, differentiated and mapped over the samples in chunks
+    chunks    ordinary autograd on a few samples at a time, with a backward pass batched over them
+    graph     ordinary autograd on the graph of the batch itself, sample after sample
 
-`func` needs a model that torch.func can transform. Both `func` and `chunks` need one whose outputs for some
-samples are those it gives for the whole batch. Where the pass over the batch drew random numbers (dropout), the
-passes over some samples get theirs (`woodbury.model.noise`). The outputs are compared at every batch, as a model
-may change (`model.train()`), and the rows at every new shape: torch.func has had wrong rules for some operations
-(the backward pass of `prelu`, mapped twice over as many samples as seeds).
+`expanded` needs functions of parameters that torch.func can map over samples, `func` a whole model that it can
+transform, be it one that calls torch.func itself. `func` and `chunks` need outputs for some samples that are
+those it gives for the whole batch, and so no random numbers. The outputs are compared at every batch, as a model
+may change (`model.train()`), and the rows at every new shape: an axis may look like that of samples, and
+torch.func has had wrong rules for some operations (the backward pass of `prelu`, mapped twice over as many samples
+as seeds).
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,8 +34,8 @@ from woodbury._process import ForAllThreads
 from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
+from woodbury.model.expanded import expand
 from woodbury.model.findings import Findings
-from woodbury.model.noise import Noise, recorded
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -65,21 +66,9 @@ class Pass:
         """Whether another pass gave these outputs for the same samples, or for a window of them."""
         return outputs_agree(outputs, self.outputs[window or slice(None)].detach(), self.moved)
 
-    @cached_property
-    def noise(self) -> Noise | None:
-        """The random numbers of the pass; None where it drew none, or cannot be repeated."""
-        if self.random is None or not _random.drawn_since(self.random):
-            return None
-        found: list[Noise] = []
-        with recorded(self.random, len(self.outputs), found), torch.enable_grad():
-            outputs = self.forward(self.model, self.inputs).detach()
-        same = self.gives(outputs.reshape(self.outputs.shape).to(self.outputs))
-        return found[0] if same else None
-
-    def part(self, start: int, count: int) -> tuple[Any, Noise | None]:
-        """The inputs of the samples from `start` on, and the random numbers that the pass drew for them."""
-        inputs = _batch.part(self.inputs, slice(start, start + count), len(self.outputs))
-        return inputs, None if self.noise is None else replace(self.noise, start=start)
+    def part(self, start: int, count: int) -> Any:
+        """The inputs of the samples from `start` on."""
+        return _batch.part(self.inputs, slice(start, start + count), len(self.outputs))
 
 
 class Bound(nn.Module):
@@ -111,6 +100,7 @@ def written_rows(
     method, checked = findings.fallback_method, findings.checked_rows
     outputs_of_all, window = forward_pass.outputs, slice(start, start + len(columns))
     methods: dict[str, Callable[[], tuple[Tensor, Parts]]] = {
+        "expanded": lambda: rows_by_expansion(forward_pass, parameters, columns, start),
         "func": lambda: rows_by_func(forward_pass, parameters, columns, start, max_bytes),
         "chunks": lambda: rows_by_chunks(forward_pass, parameters, columns, start),
     }
@@ -213,6 +203,27 @@ def _without_batching_warnings() -> Iterator[None]:
 no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 
+def rows_by_expansion(
+    forward_pass: Pass, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
+) -> tuple[Tensor, Parts]:
+    """Outputs (m, C) and rows (m, k, *shape) for columns (m, k, C) of the samples from `start` on."""
+    samples, window = len(forward_pass.outputs), slice(start, start + len(columns))
+    leaves, copies = expand(parameters, samples)
+    bound = Bound(forward_pass.model, forward_pass.forward)
+    with torch.enable_grad(), _random.replayed(forward_pass.random), no_batching_warnings, plain_attention:
+        named = {f"model.{name}": own for name, own in copies.items()}
+        outputs = torch.func.functional_call(bound, named, (forward_pass.inputs,)).reshape(samples, -1)
+    seeds = columns.new_zeros(columns.shape[1], samples, columns.shape[2])
+    seeds[:, window] = columns.transpose(0, 1)
+    grads = grads_of_many(outputs, leaves, seeds)
+    rows: Parts = {}
+    for (name, own), grad in zip(parameters.items(), grads, strict=True):
+        rows[name] = (
+            own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad[:, window].transpose(0, 1)
+        )
+    return outputs[window].detach(), rows
+
+
 def rows_by_func(
     forward_pass: Pass,
     parameters: Mapping[str, nn.Parameter],
@@ -223,7 +234,7 @@ def rows_by_func(
     """Outputs (n, C) and, for columns (n, k, C) of the samples from `start` on, rows (n, k, *shape)."""
     bound = Bound(forward_pass.model, forward_pass.forward)
     samples, per_sample, _ = columns.shape
-    inputs, noise = forward_pass.part(start, samples)
+    inputs = forward_pass.part(start, samples)
     point = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     leaves, structure = _batch.leaves_of(inputs, samples)
     mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
@@ -250,9 +261,7 @@ def rows_by_func(
     with no_batching_warnings, torch.no_grad(), plain_attention:
         for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
             own = [leaves[index][window] for index in mapped]
-            with noise.shared(window, True) if noise else nullcontext():
-                mapping = torch.func.vmap(rows_of_sample, randomness="different" if noise else "error")
-                results.append(mapping(own, columns[window]))
+            results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
     outputs, rows = zip(*results, strict=True)
     return _cat(outputs), {name: _cat([row[f"model.{name}"] for row in rows]) for name in parameters}
 
@@ -262,10 +271,10 @@ def rows_by_chunks(
 ) -> tuple[Tensor, Parts]:
     """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
     samples = len(columns)
-    inputs, noise = forward_pass.part(start, samples)
+    inputs = forward_pass.part(start, samples)
     outputs, pieces = [], []
     for window in windows(samples, _CHUNK):
-        with torch.enable_grad(), noise.shared(window, False) if noise else nullcontext():
+        with torch.enable_grad():
             raw = forward_pass.forward(forward_pass.model, _batch.part(inputs, window, samples))
             flat = raw.reshape(window.stop - window.start, -1)
         pieces.append(rows_on_graph(flat, parameters, columns[window], together=True))

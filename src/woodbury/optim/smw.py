@@ -124,8 +124,8 @@ class GaussNewton(_SampleSpace):
             difference: there only a model in float64 keeps its digits at small damping (in float32 p is off by 2 %
             at a damping of 1e-5 and by 20 % at 1e-6).
         forward: f(model, inputs) in place of model(inputs).
-        fallback: "autograd" computes rows that no layer rule covers with torch.func, or by plain autograd where
-            the model does not allow that. Exact too, and slower.
+        fallback: "autograd" computes rows that no layer rule covers with a copy of the weights for each sample, or
+            sample by sample where the model does not allow that. Exact too, and slower.
         max_bytes: memory for temporaries of the rows and of the Gram matrix (default 256 MiB, on a GPU a
             sixteenth of its memory, at least 1 GiB): less is slower, not fatal.
         capture: on a CUDA device a step whose shapes repeat is recorded into a CUDA graph after two ordinary

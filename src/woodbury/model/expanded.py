@@ -1,0 +1,134 @@
+"""Rows of any model by expanded weights: every sample has its own copy of the parameters, without memory for it.
+
+With copies theta_i of theta the outputs of sample i depend on copy i alone, so that one backward pass gives the
+rows of all samples:
+
+    row of sample i = d (sum_j c_j . y_j) / d theta_i
+
+The model runs once, on the batch as it is: derivatives that it takes itself (torch.autograd.grad), its random
+numbers and its branches are those of any other pass. What is computed from copies alone is again a copy for each
+sample. Where copies meet samples, a linear map is taken with the one weight that they all are, and only its
+derivative is taken sample by sample; other functions are mapped over the samples by torch.func.vmap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+_MATRIX_PRODUCTS = frozenset((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__))
+_SPREADING = frozenset((Tensor.expand, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to))
+
+
+class Copies(Tensor):
+    """A value (n, *shape) with a copy for each sample, which looks to a model as if it had this shape."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            mapped = _as_linear_map(func, args, kwargs or {})
+            return _map_over_samples(func, args, kwargs or {}) if mapped is None else mapped
+
+
+def expand(parameters: Mapping[str, Tensor], samples: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Leaves (n, *shape) of the graph that gradients of each sample arrive at, and what a model takes for them."""
+    leaves = [own.detach().expand(samples, *own.shape).requires_grad_() for own in parameters.values()]
+    return leaves, {name: leaf.as_subclass(Copies) for name, leaf in zip(parameters, leaves, strict=True)}
+
+
+class _LinearMap(torch.autograd.Function):
+    """z_i = W_i x_i for x (n, ..., i) and copies (n, o, i) of one W: dz/dW_i is the outer product of h_i, x_i."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return x @ weights[0].T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (h,), (x, weights) = grads, ctx.saved_tensors
+        to_x = to_weights = None
+        if ctx.needs_input_grad[0]:
+            again = torch.is_grad_enabled()  # the model differentiates this derivative once more
+            to_x = _LinearMap.apply(h, weights.transpose(1, 2)) if again else h @ weights[0]
+        if ctx.needs_input_grad[1]:
+            h, x = h.flatten(1, -2) if h.dim() > 2 else h, x.flatten(1, -2) if x.dim() > 2 else x
+            # (n, s, o) x (n, s, i) -> (n, o, i)
+            to_weights = h.unsqueeze(2) * x.unsqueeze(1) if h.dim() == 2 else h.transpose(1, 2) @ x
+        return to_x, to_weights
+
+
+def _as_linear_map(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """x W^T + b for samples x and copies of W, whether written F.linear or as a product; None if it is neither."""
+    if kwargs or not (func is F.linear or func in _MATRIX_PRODUCTS) or not isinstance(args[1], Copies):
+        return None
+    x, weights = args[0], args[1].as_subclass(Tensor)
+    n = len(weights)
+    if (
+        isinstance(x, Copies)
+        or weights.dim() != 3
+        or x.dim() < 2
+        or len(x) % n
+        or torch.is_autocast_enabled(x.device.type)
+    ):
+        return None
+    rows = x.unflatten(0, (n, -1)) if len(x) > n else x
+    z: Tensor = _LinearMap.apply(rows, weights if func is F.linear else weights.transpose(1, 2))
+    bias = args[2] if len(args) > 2 else None
+    if isinstance(bias, Copies):
+        bias = bias.as_subclass(Tensor)[(slice(None), *[None] * (z.dim() - 2))]
+    z = z if bias is None else z + bias
+    return z.flatten(0, 1) if len(x) > n else z
+
+
+def _map_over_samples(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """func(*args, **kwargs) for every sample; copies again if none of the arguments has samples."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    samples = next(len(leaf.as_subclass(Tensor)) for leaf in leaves if isinstance(leaf, Copies))
+    axis = None
+    sizes = [place for place, leaf in enumerate(leaves) if isinstance(leaf, int) and leaf == samples]
+    if func in _SPREADING and sizes:  # `token.expand(n, 1, d)`: one for each sample
+        leaves[sizes[0]], axis = 1, 0
+    tensors: dict[int, Tensor] = {}
+    axes: list[int] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Copies):
+            tensors[place] = leaf.as_subclass(Tensor)
+            axes.append(0)
+        elif isinstance(leaf, Tensor):
+            own = _sample_axis(leaf, samples)
+            if own is not None:
+                axis = own
+                tensors[place] = leaf.unflatten(own, (samples, -1))
+                axes.append(own)
+    others: list[Any] = []  # what is not a tensor: a shape, a type
+
+    def of_one(*values: Tensor) -> Any:
+        own = list(leaves)
+        for place, value in zip(tensors, values, strict=True):
+            own[place] = value
+        own_args, own_kwargs = pytree.tree_unflatten(own, structure)
+        result = func(*own_args, **own_kwargs)
+        if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            return result
+        others.append(result)
+        return values[0]
+
+    results = torch.func.vmap(of_one, tuple(axes), axis or 0)(*tensors.values())
+    if others:
+        return others[0]
+    if axis is None:
+        return pytree.tree_map(lambda result: result.as_subclass(Copies), results)
+    return pytree.tree_map(lambda result: result.flatten(axis, axis + 1), results)
+
+
+def _sample_axis(tensor: Tensor, samples: int) -> int | None:
+    """The axis with one entry per sample, or on which samples and their positions are one after the other."""
+    if samples in tensor.shape:
+        return tensor.shape.index(samples)
+    return 0 if tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % samples == 0 else None

@@ -1,0 +1,113 @@
+"""Rows by expanded weights, against a loop over single samples, for every kind of use that they take."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import bounds
+import reference
+from woodbury import _random
+from woodbury.model.fallback import Pass, rows_by_expansion
+
+N, T, WIDTH = 5, 3, 4
+
+
+class Written(nn.Module):
+    """A network of bare matrices, as many equations are written, with a position table and a class token."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shift = nn.Parameter(torch.randn(WIDTH, 6)), nn.Parameter(torch.randn(6))
+        self.second, self.places = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(9, WIDTH))
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), 1, -1), x + self.places[: x.shape[1]]], 1)
+        return torch.einsum("nti,io->nto", torch.tanh(x @ self.first + self.shift), self.second.exp())
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(7, WIDTH), nn.Embedding(T, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        x = torch.tanh(self.words(x) + self.places(torch.arange(T)))
+        return self.head(x.reshape(-1, WIDTH)).reshape(len(x), -1)  # samples and positions on one axis
+
+
+def second_derivatives(model, x):
+    x = x.detach().requires_grad_()
+    u = model(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+    return u * slope[:, :1] - 0.1 * bend[:, :1] + slope[:, 1:2].square()
+
+
+def run(model, x):
+    return model(x)
+
+
+def network():
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+SAMPLES, SEQUENCES, IMAGES = (N, WIDTH), (N, T, WIDTH), (N, WIDTH, 6, 6)
+CASES = {
+    "linear": (network, SAMPLES, run),
+    "second derivatives": (network, SAMPLES, second_derivatives),
+    "positions": (network, SEQUENCES, run),
+    "bare matrices": (Written, SEQUENCES, run),
+    "embeddings": (Tokens, None, run),
+    "convolution": (lambda: nn.Conv2d(WIDTH, 6, 3, groups=2, padding=1), IMAGES, run),
+    "transposed convolution": (lambda: nn.ConvTranspose1d(T, 2, 3, stride=2), SEQUENCES, run),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)), SEQUENCES, run),
+    "group norm": (lambda: nn.GroupNorm(2, WIDTH), IMAGES, run),
+    "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, 3), SAMPLES, lambda model, x: model(x, x.sin())),
+    "prelu": (lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.PReLU(3)), SAMPLES, run),
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 3)), SAMPLES, run),
+    "in place": (
+        lambda: nn.Linear(WIDTH, WIDTH),
+        SEQUENCES,
+        lambda model, x: F.linear(x, model.weight).add_(model.bias),
+    ),
+    "dropout": (lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, 2)), SAMPLES, run),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
+    torch.manual_seed(0)
+    make, shape, forward = CASES[name]
+    model = make().double()
+    x = torch.randint(7, (N, T)) if shape is None else torch.randn(*shape, dtype=torch.float64)
+    before = _random.snapshot(torch.device("cpu"))
+    outputs = forward(model, x).reshape(N, -1)
+    parameters = dict(model.named_parameters())
+    start, columns = 1, torch.randn(N - 2, 2, outputs.shape[1], dtype=torch.float64)
+    taken = Pass(model, forward, x, outputs, lambda share: 0.0, before)
+    again, rows = rows_by_expansion(taken, parameters, columns, start)
+    window = slice(start, start + len(columns))
+    # a few hundred terms at most, of size about 1
+    bound = bounds.rounding(1000)
+    assert reference.relative_error(again, outputs[window].detach()) <= bound
+    for sample in range(len(columns)):
+        for column in range(2):
+            value = columns[sample, column] @ outputs[start + sample]
+            grads = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, allow_unused=True)
+            for (own, parameter), grad in zip(parameters.items(), grads, strict=True):
+                expected = torch.zeros_like(parameter) if grad is None else grad
+                scale = max(1.0, float(expected.abs().max()))
+                assert float((rows[own][sample, column] - expected).abs().max()) <= bound * scale, (name, own)
+
+
+def test_uses_that_mix_samples_or_hide_them_give_other_outputs_or_an_error():
+    """What `written_rows` notices: it takes another method then."""
+    model = nn.LSTM(WIDTH, 3, proj_size=2, batch_first=True).double()
+    x = torch.randn(*SEQUENCES, dtype=torch.float64)
+    outputs = model(x)[0].reshape(N, -1)
+    taken = Pass(model, lambda model, x: model(x)[0], x, outputs, lambda share: 0.0)
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        rows_by_expansion(taken, dict(model.named_parameters()), torch.ones(N, 1, outputs.shape[1]).double(), 0)
