@@ -56,11 +56,12 @@ FLOORS = {
         ["bare"],
         ["rows"],
         ["capture"],
-        ["independence", "structure"],
+        ["independence", "structure", "terms"],
     ],
     "fit": [
         ["result"],
         ["limits", "sources"],
+        ["equations"],
         ["run", "measured"],
         ["price", "growth"],
         ["precise", "training"],

@@ -21,7 +21,7 @@ from woodbury.layers.forms import RowForm
 from woodbury.model import tangents
 from woodbury.model.bare import find_bare
 from woodbury.model.call import Call, Notes
-from woodbury.model.chain import Back, ChainCapture, MovedForward, chain_rows
+from woodbury.model.chain import Back, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
 from woodbury.model.plan import Layer, Plan
@@ -162,10 +162,6 @@ class GraphCapture:
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
         return transposed_jacobian_product(self.outputs, self.plan.parameters, weights)
-
-
-# What a pass over a batch leaves, whether autograd followed it or a chain was run by hand.
-Capture = GraphCapture | ChainCapture
 
 
 @contextmanager

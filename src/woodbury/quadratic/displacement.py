@@ -22,9 +22,10 @@ from woodbury.device.constants import ones
 from woodbury.device.scalars import Scalar, Truth, compute, is_known, scaled_if
 from woodbury.layers.forms import OuterSum
 from woodbury.linalg import sum_of_squares
-from woodbury.model.capture import Capture, moved_model
+from woodbury.model.capture import moved_model
 from woodbury.model.chain import MovedForward
 from woodbury.model.plan import Layer, Plan
+from woodbury.model.terms import Capture
 from woodbury.row_matrix import Rows
 
 

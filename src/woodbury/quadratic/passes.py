@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from woodbury._batch import BadSamplesError, Batch
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.losses.rules import LossRule, check_term_count, prepare
-from woodbury.model.capture import Capture, capture
+from woodbury.model.capture import GraphCapture, capture
 from woodbury.model.chain import Chain
 from woodbury.model.fallback import Forward
 from woodbury.model.independence import check_part, check_samples_apart
 from woodbury.model.plan import Plan
+from woodbury.model.terms import Capture, capture_terms, terms_of
 from woodbury.parallel.group import ALONE, Group
 
 Batches = Iterable[tuple[Any, "Tensor | None"]]
@@ -127,13 +129,20 @@ class Passes:
         """A pass over a batch, or part of it, at theta."""
         if self.chain is not None:
             return self.chain.run(inputs)
-        captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
+        terms, number = terms_of(inputs), self.plan.findings.passes + 1
+        if terms is None:
+            captured: Capture = self._capture(number, inputs, samples)
+        else:
+            captured = capture_terms(terms, partial(self._capture, number))
         if samples > 1:
-            findings = self.plan.findings
-            passes = findings.passes + 1
-            if self._is_due(passes, 2):
-                check_samples_apart(captured, passes, alone=self._is_due(passes, 4))
-            findings.passes = passes  # after an error the next step looks again
+            self.plan.findings.passes = number  # after an error the next step looks again
+        return captured
+
+    def _capture(self, number: int, inputs: Any, samples: int) -> GraphCapture:
+        """A pass over a batch or one of its terms, in the pass of this number through the model."""
+        captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
+        if samples > 1 and self._is_due(number, 2):
+            check_samples_apart(captured, number, alone=self._is_due(number, 4))
         return captured
 
     def _is_due(self, passes: int, factor: int) -> bool:

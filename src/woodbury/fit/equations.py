@@ -1,0 +1,263 @@
+"""Terms of a fit: the residuals of equations, conditions and data, each on points of its own.
+
+    f = sum_t w_t mean |r_t|^2,      r_t = function_t(model, inputs) - targets
+
+**Points by residual.** Where a term draws its points, a step takes n of 8 n candidates, with the probabilities
+
+    q = 1/2 uniform + 1/2 |r| / sum |r|
+
+and multiplies their residuals by 1 / sqrt(8 n q): the expected loss and its gradient stay what they are, and
+points are where the residual is.
+
+**Weights.** The first term has the weight 1. With tau_t, the mean square of a row of term t, the others have
+
+    w_t = 30 tau_1 / tau_t,   at least 10 and at most 100
+
+unless they are given. Conditions on the solution are rows without derivatives, and shorter ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from woodbury import _batch
+from woodbury.fit.sources import Data, Draw
+from woodbury.model.fallback import Forward
+from woodbury.model.terms import Term, Terms, terms_of
+from woodbury.row_matrix import rows
+
+CANDIDATES = 8  # points drawn for each that is taken
+AT_ONCE = 16384  # candidates that go through the model together
+FEWER = 2  # times fewer points than the first term has, for the others
+PROBE = 64  # points that tell how long the rows of a term are
+CONDITIONS = 30.0  # weight over that of the first term where rows are equally long,
+LIGHTEST, HEAVIEST = 10.0, 100.0  # within these bounds
+
+
+class Equations:
+    """What a model has to fulfil: named terms, each with its own points, for `woodbury.fit`.
+
+        fit = woodbury.fit(model, woodbury.Equations(
+            interior=(draw_inside, lambda model, x: woodbury.laplacian(model, x).laplacian + f(x)),
+            boundary=(draw_edge, lambda model, x: model(x) - g(x)),
+            data=((points, values), lambda model, x: model(x)),
+        ), seconds=60)
+
+    A term is (source, function), or (source, function, weight). The source is a function draw(count) that returns
+    as many inputs, or (inputs, targets); or inputs that stay the same; or (inputs, targets). function(model,
+    inputs) gives n values, or (n, k) of them, and the residual is the difference from the targets, or from zero.
+    The first term is the one that takes most points: of those drawn it has `samples` per step, and the others a
+    quarter of that. A weight is a number; weights that are not given balance themselves. Unknown coefficients are
+    parameters of the model.
+    """
+
+    def __init__(self, **terms: Any) -> None:
+        if not terms:
+            raise ValueError("Equations needs at least one term: Equations(name=(source, function))")
+        self.terms = {name: _Source.read(name, term) for name, term in terms.items()}
+
+
+@dataclass
+class _Source:
+    """Where the points of a term come from, and its function."""
+
+    name: str
+    draw_some: Draw | None  # None: `fixed`
+    fixed: Data | None
+    function: Forward
+    weight: float | None
+    mean_square: float = float("nan")  # of the residual, as last seen
+
+    @staticmethod
+    def read(name: str, term: Any) -> _Source:
+        """Raises an error that names the term where it is none."""
+        if not isinstance(term, tuple | list) or len(term) not in (2, 3) or not callable(term[1]):
+            raise TypeError(f"Equations: {name} must be (source, function) or (source, function, weight)")
+        source, function, weight = (*term, None)[:3]
+        if weight is not None:
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise TypeError(f"Equations: the weight of {name} must be a number, got {weight!r}")
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"Equations: the weight of {name} must be positive and finite, got {weight}")
+        if callable(source):
+            return _Source(name, source, None, function, weight)
+        fixed = _as_data(source)
+        try:
+            _batch.check_batch(*fixed)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Equations: {name}: {error}") from None
+        return _Source(name, None, fixed, function, weight)
+
+    def draw(self, count: int) -> tuple[Any, Tensor | None, int]:
+        """So many inputs with their targets, or all there are, and how many."""
+        if self.draw_some is None:
+            assert self.fixed is not None
+            return (*self.fixed, _batch.sample_count(self.fixed[0]))
+        inputs, targets = _as_data(self.draw_some(count))
+        try:
+            found = _batch.check_batch(inputs, targets)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"fit: term {self.name!r}: draw({count}): {error}") from None
+        if found != count:
+            raise ValueError(f"fit: term {self.name!r}: draw({count}) gave {found} points")
+        return inputs, targets, count
+
+    def residual(self, model: nn.Module, inputs: Any, targets: Tensor | None, scale: Tensor) -> Tensor:
+        """(n, k), times (n, 1)."""
+        values = self.function(model, inputs)
+        if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(scale):
+            shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"term {self.name!r} gave {shown} for {len(scale)} points: one row for each is needed"
+            )
+        values = values.reshape(len(values), -1)
+        if targets is not None:
+            if targets.numel() != values.numel():
+                raise ValueError(
+                    f"term {self.name!r} has targets of shape {tuple(targets.shape)} for values of shape "
+                    f"{tuple(values.shape)}"
+                )
+            values = values - targets.reshape(values.shape)
+        return values * scale
+
+    def evaluate(self, model: nn.Module, inputs: Any, targets: Tensor | None, count: int, like: Tensor) -> Tensor:
+        """The residuals (n, k), without a graph; raises an error that names the term if one is not finite."""
+        parts = []
+        for start in range(0, count, AT_ONCE):
+            window = slice(start, min(start + AT_ONCE, count))
+            part = _batch.part((inputs, targets), window, count)
+            parts.append(self._values(model, *part, like.new_ones(window.stop - window.start, 1)))
+        residual = torch.cat(parts)
+        if not bool(torch.isfinite(residual).all()):
+            raise ValueError(f"fit: term {self.name!r} gives residuals that are not finite: check its function")
+        self.mean_square = float(residual.square().mean())
+        return residual
+
+    def _values(self, model: nn.Module, inputs: Any, targets: Tensor | None, scale: Tensor) -> Tensor:
+        try:
+            with torch.no_grad():
+                return self.residual(model, inputs, targets, scale)
+        except RuntimeError:  # it differentiates the model by torch.autograd.grad
+            with torch.enable_grad():
+                return self.residual(model, inputs, targets, scale).detach()
+
+
+def _as_data(given: Any) -> Data:
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if is_pair and (given[1] is None or isinstance(given[1], Tensor)):
+        return given[0], given[1]
+    return given, None
+
+
+def _run(model: nn.Module, batch: Any) -> Tensor:
+    """The residuals of a batch: of one term, or of several, number by number."""
+    terms = terms_of(batch)
+    if terms is None:
+        source, inputs, targets, scale = batch
+        residual: Tensor = source(model, inputs, targets, scale)
+        return residual
+    numbers = torch.cat([_run(model, term.inputs).reshape(-1) for term in terms.terms])
+    return numbers[batch[0]].unsqueeze(1)
+
+
+@dataclass
+class TermSource:
+    """The batches of a step of terms; `forward` runs them."""
+
+    model: nn.Module
+    sources: Mapping[str, _Source]
+    by_residual: bool = True
+    weights: dict[str, float] = field(default_factory=dict)
+    forward: Callable[[nn.Module, Any], Tensor] = _run
+
+    @property
+    def is_fresh(self) -> bool:
+        return any(source.draw_some is not None for source in self.sources.values())
+
+    @property
+    def like(self) -> Tensor:
+        return next(own for own in self.model.parameters() if own.requires_grad).detach()
+
+    def batch(self, count: int) -> Data:
+        """Points for a step."""
+        return self._batch(count, self.by_residual)
+
+    def draw(self, count: int) -> Data:
+        """Points as they are drawn."""
+        return self._batch(count, by_residual=False)
+
+    def as_data(self, inputs: Any, targets: Tensor | None) -> Data:
+        """Other points of the only term."""
+        (source,) = self.sources.values()
+        scale = self.like.new_ones(_batch.sample_count(inputs), 1)
+        return (source.residual, inputs, targets, scale), None
+
+    def mean_squares(self) -> dict[str, float]:
+        """Of each term, as last seen."""
+        return {name: source.mean_square for name, source in self.sources.items()}
+
+    def loss(self) -> float:
+        """sum_t w_t mean |r_t|^2, as last seen."""
+        return sum(self.weights[name] * own for name, own in self.mean_squares().items())
+
+    def _batch(self, count: int, by_residual: bool) -> Data:
+        if not self.weights:
+            self.balance()
+        parts, widths, is_first = {}, {}, True
+        for name, source in self.sources.items():
+            own = count if is_first or source.draw_some is None else max(count // FEWER, min(count, PROBE))
+            is_first = is_first and source.draw_some is None
+            parts[name], widths[name] = self._points(source, own, by_residual)
+        if len(parts) == 1:
+            return parts[next(iter(parts))], None
+        numbers = {name: len(part[3]) * widths[name] for name, part in parts.items()}
+        terms = []
+        for name, (function, inputs, targets, scale) in parts.items():
+            # the mean over all numbers is the weighted sum of the means of the terms
+            share = (self.weights[name] * sum(numbers.values()) / numbers[name]) ** 0.5
+            terms.append(Term(name, (function, inputs, targets, share * scale), len(scale), widths[name]))
+        return Terms(tuple(terms)).as_inputs(self.like), None
+
+    def _points(self, source: _Source, count: int, by_residual: bool) -> tuple[tuple[Any, ...], int]:
+        """Points of a term with their scales, and the numbers of each."""
+        like, chosen = self.like, by_residual and source.draw_some is not None
+        inputs, targets, found = source.draw(CANDIDATES * count if chosen else count)
+        residual = source.evaluate(self.model, inputs, targets, found, like)
+        scale = like.new_ones(found, 1)
+        if chosen:
+            sizes = residual.norm(dim=1).double()
+            total = sizes.sum()
+            share = (1 / found + torch.where(total > 0, sizes / total, 1 / found)) / 2
+            index = torch.multinomial(share, count, replacement=True)
+            inputs, targets = _batch.take((inputs, targets), index, found)
+            scale = (found * share[index]).rsqrt().to(like).unsqueeze(1)
+        return (source.residual, inputs, targets, scale), residual.shape[1]
+
+    def balance(self) -> None:
+        """Choose the weights that are not given, by the rows now."""
+        lengths: dict[str, float] = {}
+        if any(source.weight is None for source in self.sources.values()) and len(self.sources) > 1:
+            lengths = {name: self._row_length(source) for name, source in self.sources.items()}
+        first = next(iter(self.sources))
+        for name, source in self.sources.items():
+            if source.weight is not None:
+                self.weights[name] = float(source.weight)
+            elif name == first or not lengths[name] > 0:
+                self.weights[name] = 1.0
+            else:
+                self.weights[name] = min(max(CONDITIONS * lengths[first] / lengths[name], LIGHTEST), HEAVIEST)
+
+    def _row_length(self, source: _Source) -> float:
+        """The mean square of a row of a term."""
+        part, _ = self._points(source, PROBE, by_residual=False)
+        part = _batch.part(part, slice(0, PROBE), len(part[3]))
+        try:
+            found = rows(self.model, None, part, forward=_run, fallback="autograd")
+        except ValueError as error:
+            raise ValueError(f"term {source.name!r}: {error}") from error
+        return float(found.gram().diagonal().mean())

@@ -1,0 +1,182 @@
+"""Batches of several terms with points of their own: steps against dense matrices, errors that name the term."""
+
+import pytest
+import torch
+from torch import nn
+
+import bounds
+import reference
+import woodbury
+from woodbury._vector import flatten
+from woodbury.fit.equations import Equations, TermSource
+
+N = 7
+
+
+class Net(nn.Module):
+    """A network, and an unknown coefficient that one term uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2))
+        self.rate = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def by_autograd(model, x):
+    x = x.detach().requires_grad_()
+    u = model(x)
+    (slope,) = torch.autograd.grad(u[:, 0].sum(), x, create_graph=True)
+    return slope[:, :1] - model.rate * slope[:, 1:] + u[:, 1:].square()
+
+
+def by_layers(model, x):
+    value, slope, bend = woodbury.laplacian(model.body, x)
+    return torch.cat([bend[:, :1] + value[:, :1] ** 2, slope[:, 1, :1]], 1)
+
+
+def data():
+    torch.manual_seed(0)
+    points = [torch.rand(count, 2, dtype=torch.float64) for count in (N, 4, 3)]
+    return points, torch.rand(3, 2, dtype=torch.float64)
+
+
+def source(model, weights=(1.0, 10.0, 3.0)):
+    (inside, edge, known), values = data()
+    return TermSource(
+        model,
+        Equations(
+            equation=(inside, by_layers, weights[0]),
+            flux=(edge, by_autograd, weights[1]),
+            data=((known, values), lambda model, x: model(x), weights[2]),
+        ).terms,
+    )
+
+
+def dense_parts(model, weights=(1.0, 10.0, 3.0)):
+    """B and g of f = sum_t w_t mean r_t^2, with H = 2, from a loop over single numbers."""
+    (inside, edge, known), values = data()
+    functions = (by_layers(model, inside), by_autograd(model, edge), model(known) - values)
+    names, B, g = list(model.parameters()), 0.0, 0.0
+    for weight, residual in zip(weights, functions, strict=True):
+        for number in residual.flatten():
+            grads = torch.autograd.grad(number, names, retain_graph=True, materialize_grads=True)
+            row = torch.cat([own.flatten() for own in grads])
+            share = 2 * weight / residual.numel()
+            B, g = B + share * torch.outer(row, row), g + share * number.detach() * row
+    return B, g
+
+
+def test_a_step_on_several_terms_is_that_of_the_sum_of_their_weighted_means():
+    torch.manual_seed(0)
+    model, damping = Net().double(), 0.1
+    terms = source(model)
+    settings = {"forward": terms.forward, "fallback": "autograd"}
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=damping, **settings)
+    B, g = dense_parts(model)
+    expected = torch.linalg.solve(B + damping * torch.eye(len(g), dtype=torch.float64), -g)
+    batch = terms.batch(N)
+    p = optimizer.direction(*batch)
+    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, damping)
+    assert optimizer.verify(*batch) <= bounds.of_solve(B, damping)
+    squares = terms.mean_squares()
+    loss = sum(weight * squares[name] for weight, name in zip((1, 10, 3), squares, strict=True))
+    info = optimizer.step(*batch)
+    assert abs(float(info.loss) - loss) <= bounds.rounding(100) * loss
+    assert terms.loss() == pytest.approx(loss, rel=bounds.rounding(100))
+
+
+def test_a_searched_step_on_terms_is_the_one_on_their_numbers_together():
+    """J p, second derivatives and losses along the path, against one function of all points."""
+    torch.manual_seed(0)
+    model, other = Net().double(), Net().double()
+    other.load_state_dict(model.state_dict())
+    terms, (inside, edge, known), values = source(model), *data()
+
+    def together(model, index):
+        parts = (by_layers(model, inside), by_autograd(model, edge), model(known) - values)
+        count = sum(part.numel() for part in parts)
+        scaled = [
+            (weight * count / part.numel()) ** 0.5 * part.flatten()
+            for weight, part in zip((1, 10, 3), parts, strict=True)
+        ]
+        return torch.cat(scaled)[index].unsqueeze(1)
+
+    settings = {"search": woodbury.CurvedSearch(), "fallback": "autograd"}
+    ours = woodbury.GaussNewton(model, nn.MSELoss(), forward=terms.forward, **settings)
+    theirs = woodbury.GaussNewton(other, nn.MSELoss(), forward=together, **settings)
+    batch = terms.batch(N)
+    held_out = terms.batch(N)
+    for _ in range(3):
+        a = ours.step(*batch, held_out=held_out)
+        b = theirs.step(batch[0][0], None, held_out=(batch[0][0], None))
+        assert a.length == b.length and a.accepted and b.accepted
+    # steps of the smallest rung, which is 1e-15 of the trace: half of the digits are left
+    bound = torch.finfo(torch.float64).eps ** 0.5
+    assert (
+        reference.relative_error(flatten(dict(model.named_parameters())), flatten(dict(other.named_parameters())))
+        <= bound
+    )
+
+
+def test_points_by_residual_keep_the_expected_loss():
+    """Over many draws the weighted mean square is that of points as they are drawn."""
+    torch.manual_seed(0)
+    model = Net().double()
+    terms = TermSource(
+        model, Equations(only=(lambda count: torch.rand(count, 2).double(), lambda m, x: m(x) ** 8)).terms
+    )
+    chosen, drawn = [], []
+    for _ in range(200):
+        inputs, _ = terms.batch(64)
+        chosen.append(float(terms.forward(model, inputs).detach().square().mean()))
+        drawn.append(terms.mean_squares()["only"])
+    chosen, drawn = torch.tensor(chosen), torch.tensor(drawn)
+    error = (chosen.var() / 200 + drawn.var() / 200).sqrt()  # of the difference of the means
+    assert abs(chosen.mean() - drawn.mean()) <= 5 * error
+    uniform = [float(terms.forward(model, terms.draw(64)[0]).detach().square().mean()) for _ in range(200)]
+    assert chosen.std() < torch.tensor(uniform).std()  # what it is for: less noise
+
+
+def points(count):
+    return torch.rand(count, 2, dtype=torch.float64)
+
+
+def run_model(model, x):
+    return model(x)
+
+
+WRONG = {
+    "too few points": ((lambda count: points(count // 2), run_model), r"'odd': draw\(\d+\) gave \d+"),
+    "not finite": ((points, lambda m, x: m(x) / 0), "'odd' gives residuals that are not finite"),
+    "other rows": ((points, lambda m, x: m(x).sum(0)), r"'odd' gave \(2,\) for"),
+    "no tensor": ((points, lambda m, x: 3.0), "'odd' gave float"),
+    "other targets": (
+        (lambda count: (points(count), torch.rand(count, 3)), run_model),
+        "'odd' has targets of shape",
+    ),
+    "nan points": ((lambda count: points(count) * float("nan"), run_model), "'odd'.*nan"),
+    "mixed samples": ((points, lambda m, x: m(x) - m(x).mean()), "'odd'.*mixes the samples"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_term(name):
+    term, message = WRONG[name]
+    torch.manual_seed(0)
+    model = Net().double()
+    before = flatten(dict(model.named_parameters())).clone()
+    equations = Equations(even=(points, lambda m, x: m(x) - 1, 1.0), odd=(*term, 1.0))
+    terms = TermSource(model, equations.terms)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), forward=terms.forward, fallback="autograd")
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(*terms.batch(16))
+    assert torch.equal(before, flatten(dict(model.named_parameters())))
+
+
+@pytest.mark.parametrize("term", [3, (points,), (points, 3), (points, run_model, -1.0), (points, run_model, "x")])
+def test_what_is_no_term_is_refused_by_name(term):
+    with pytest.raises((TypeError, ValueError), match="odd"):
+        Equations(odd=term)
