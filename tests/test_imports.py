@@ -62,7 +62,7 @@ FLOORS = {
         ["result"],
         ["limits", "sources"],
         ["run", "measured"],
-        ["price", "growth"],
+        ["price", "growth", "descent"],
         ["precise", "training"],
         ["door"],
     ],

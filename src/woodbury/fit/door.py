@@ -6,17 +6,28 @@ trained on (`woodbury.fit.training`). What is decided here is which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from woodbury.fit.descent import PLAIN
 from woodbury.fit.limits import Limits, Progress
-from woodbury.fit.precise import DEFAULT_STEPS, PreciseRun
+from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
-from woodbury.fit.run import Run
-from woodbury.fit.sources import Data, Draw, MiniBatches, is_batches, source_of
+from woodbury.fit.run import Run, Validation
+from woodbury.fit.sources import (
+    Data,
+    Draw,
+    MiniBatches,
+    as_pair,
+    check_validation,
+    is_batches,
+    source_of,
+    split_off,
+)
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
@@ -37,7 +48,7 @@ def fit(
     seconds: float | None = None,
     tolerance: float | None = None,
     samples: int | None = None,
-    validation: Data | Iterable[Any] | None = None,
+    validation: Data | Iterable[Any] | float | None = None,
     patience: int | None = None,
     curvature_samples: int | float | str | None = "auto",
     batches_per_step: int | str = "auto",
@@ -80,10 +91,12 @@ def fit(
         samples: how many to draw at first; by default 1.5 per parameter, at least 256 and at most 4096 (32768 on a
             GPU). There are four times as many, up to 8 per parameter, after three steps in a row that the samples
             limit: other samples promise less than half of what the batch promises, or lengths are 1/16 or less.
-        validation: (inputs, targets), with a loader also one of such batches; then the best parameters are those
-            with the lowest loss on them, in evaluation mode.
-        patience: with a loader and validation data: stop after so many epochs without a lower validation loss (by
-            default a quarter of all epochs, at least 5).
+        validation: other samples (inputs, targets), with a loader also one of such batches; then the best
+            parameters are those with the lowest loss on them, in evaluation mode. With a pair steps go only as
+            deep as that loss falls (`woodbury.fit.descent`), and a number, 0.2, sets this share of the samples
+            aside, by `seed` or 0; `Fit.split` says which.
+        patience: with validation data: stop after so many steps without a lower validation loss (6 by default),
+            with a loader epochs (a quarter of all, at least 5).
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
             number), by the shapes of the model and, on the CPU, by what steps are seen to cost: then two runs may
@@ -106,74 +119,100 @@ def fit(
         resume: the `state_dict()` of an earlier `Fit` of the same model, to go on from there.
 
     Returns:
-        a `Fit`: loss, steps, seconds, samples, reason, history.
+        a `Fit`: loss, validation, best_step, steps, seconds, samples, reason, history.
     """
     model, loss = written_model(model), written_model(loss)
-    parameters = [own for own in model.parameters() if own.requires_grad]
     settings: dict[str, Any] = {
         "forward": forward,
         "fallback": fallback,
         "weight_decay": weight_decay,
         "seed": seed,
     }
+    if patience is not None:
+        if validation is None:
+            raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
+        _check_whole("patience", patience)
     run: Run
+    split = None
     if is_batches(data):
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
         has_budget = not (steps is None and seconds is None and epochs is None)
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
         _check_batches(batches_per_step)
-        optimizer = training_optimizer(
-            model,
-            loss,
-            is_by_time(limits, model),
-            memory,
-            metric,
-            curvature_samples=curvature_samples,
-            **settings,
-        )
-        batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
+        settings["curvature_samples"] = curvature_samples
+        by_time = is_by_time(limits, model)
+        optimizer = training_optimizer(model, loss, by_time, memory=memory, metric=metric, **settings)
         run = TrainingRun(
             optimizer,
-            batches,
+            MiniBatches(data, _device_of(model)),  # type: ignore[arg-type]
             limits=limits,
-            validation=validation,
-            patience=patience,
+            validation=_validation(
+                validation, patience or max(5, math.ceil((limits.epochs or DEFAULT_EPOCHS) / 4))
+            ),
             callback=callback,
             record=record,
             batches_per_step=batches_per_step,
         )
     else:
-        source = source_of(data)
-        settings["metric"] = None if metric == "auto" else metric
-        batchwise: dict[str, Any] = {"epochs": epochs, "patience": patience, "record": record, "memory": memory}
-        if batches_per_step != "auto":
-            batchwise["batches_per_step"] = batches_per_step
+        batchwise: dict[str, Any] = {"epochs": epochs, "record": record, "memory": memory}
+        batchwise["batches_per_step"] = None if batches_per_step == "auto" else batches_per_step
+        batchwise["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
         for name, value in batchwise.items():
             way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
             _check_absent(name, value, f"for the batches of a loader: {way}")
+        if not callable(data) and validation is not None:
+            pair = as_pair(data, "data must be a pair")
+            if isinstance(validation, float):
+                data, validation, split = split_off(pair, validation, seed or 0)
+            else:
+                validation = as_pair(validation, "validation must be a pair")
+            check_validation(data, validation)  # type: ignore[arg-type]
+        source = source_of(data)
+        settings["metric"] = None if metric == "auto" else metric
         limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
-        wide = torch.float64 if parameters and parameters[0].dtype == torch.float32 else None
-        optimizer = GaussNewton(model, loss, search=CurvedSearch(), gram_dtype=wide, **settings)
+        dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
+        settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
         run = PreciseRun(
-            optimizer,
+            GaussNewton(model, loss, search=CurvedSearch(), damping=PLAIN, **settings),
             source,
             limits=limits,
-            validation=validation,  # type: ignore[arg-type]
+            validation=_validation(validation, patience or PATIENCE),
             seed=seed,
             callback=callback,
             samples=samples,
         )
+    run.fit.split = split
     if resume is not None:
         run.load(resume)
     return run.go(Progress(limits) if progress else None)
 
 
+def _device_of(model: nn.Module) -> torch.device:
+    return next(own.device for own in model.parameters() if own.requires_grad)
+
+
+def _validation(data: Any, patience: int) -> Validation | None:
+    """Validation data as batches: a loader, or one pair."""
+    if data is None:
+        return None
+    if isinstance(data, float):
+        raise ValueError(
+            f"fit: validation={data} splits a pair (inputs, targets), which is used whole: pass other samples, a "
+            "pair or a loader of them"
+        )
+    return Validation(data if is_batches(data) else [as_pair(data, "validation must be a pair")], patience)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"fit: {name} must be a whole number from 1 on, got {value!r}")
+
+
 def _check_batches(count: int | str) -> None:
-    if isinstance(count, str):
-        if count not in ("auto", "grow"):
-            raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
-    elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"fit: batches_per_step must be a whole number from 1 on, got {count!r}")
+    if not isinstance(count, str):
+        _check_whole("batches_per_step", count)
+    elif count not in ("auto", "grow"):
+        raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
 
 
 def _check_absent(name: str, value: Any, what_for: str) -> None:
