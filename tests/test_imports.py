@@ -62,7 +62,7 @@ FLOORS = {
         ["result"],
         ["limits", "sources"],
         ["run", "measured"],
-        ["price", "growth", "descent"],
+        ["price", "growth", "descent", "evidence"],
         ["precise", "training"],
         ["door"],
     ],

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from woodbury.fit.descent import PLAIN
+from woodbury.fit.evidence import EvidenceRun
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
@@ -23,6 +24,7 @@ from woodbury.fit.sources import (
     Draw,
     MiniBatches,
     as_pair,
+    check_learnable,
     check_validation,
     is_batches,
     source_of,
@@ -42,7 +44,7 @@ def fit(
     *,
     forward: Forward | None = None,
     fallback: str | None = "autograd",
-    weight_decay: float = 0.0,
+    weight_decay: float | str = 0.0,
     steps: int | None = None,
     epochs: float | None = None,
     seconds: float | None = None,
@@ -84,7 +86,9 @@ def fit(
             a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
-        weight_decay: adds weight_decay |theta|^2 / 2 to the loss.
+        weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
+            tensor, and for squared error the noise, that maximise the evidence of the Gauss-Newton posterior
+            (`woodbury.fit.evidence`); validation data is then measured only, as nothing has to be held out.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
         epochs: how often to go through a loader.
@@ -136,55 +140,74 @@ def fit(
     split = None
     if is_batches(data):
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
+        _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
         has_budget = not (steps is None and seconds is None and epochs is None)
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
         _check_batches(batches_per_step)
-        settings["curvature_samples"] = curvature_samples
         by_time = is_by_time(limits, model)
-        optimizer = training_optimizer(model, loss, by_time, memory=memory, metric=metric, **settings)
+        settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
+        patience = patience or max(5, math.ceil((limits.epochs or DEFAULT_EPOCHS) / 4))
         run = TrainingRun(
-            optimizer,
+            training_optimizer(model, loss, by_time, **settings),
             MiniBatches(data, _device_of(model)),  # type: ignore[arg-type]
             limits=limits,
-            validation=_validation(
-                validation, patience or max(5, math.ceil((limits.epochs or DEFAULT_EPOCHS) / 4))
-            ),
+            validation=_validation(validation, patience),
             callback=callback,
             record=record,
             batches_per_step=batches_per_step,
         )
     else:
-        batchwise: dict[str, Any] = {"epochs": epochs, "record": record, "memory": memory}
-        batchwise["batches_per_step"] = None if batches_per_step == "auto" else batches_per_step
-        batchwise["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
-        for name, value in batchwise.items():
-            way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
-            _check_absent(name, value, f"for the batches of a loader: {way}")
+        _check_no_batches(epochs, record, memory, batches_per_step, curvature_samples)
         if not callable(data) and validation is not None:
-            pair = as_pair(data, "data must be a pair")
-            if isinstance(validation, float):
-                data, validation, split = split_off(pair, validation, seed or 0)
-            else:
-                validation = as_pair(validation, "validation must be a pair")
-            check_validation(data, validation)  # type: ignore[arg-type]
+            data, validation, split = _split(data, validation, seed or 0)
         source = source_of(data)
-        settings["metric"] = None if metric == "auto" else metric
         limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
-        dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
-        settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
-        run = PreciseRun(
-            GaussNewton(model, loss, search=CurvedSearch(), damping=PLAIN, **settings),
-            source,
-            limits=limits,
-            validation=_validation(validation, patience or PATIENCE),
-            seed=seed,
-            callback=callback,
-            samples=samples,
-        )
+        if _is_evidence(weight_decay):
+            if callable(data):
+                _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
+            _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
+            _check_absent("patience", patience, "for fits that validation data ends, and here the evidence does")
+            _check_absent("metric", None if metric == "auto" else metric, "not for weight_decay='evidence'")
+            pair = source.draw(0)
+            check_learnable(pair)
+            run = EvidenceRun(
+                model,
+                loss,
+                pair,
+                limits,
+                forward=forward,
+                fallback=fallback,
+                callback=callback,
+                validation=_validation(validation, PATIENCE),
+            )
+        else:
+            settings["metric"] = None if metric == "auto" else metric
+            dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
+            settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
+            run = PreciseRun(
+                GaussNewton(model, loss, search=CurvedSearch(), damping=PLAIN, **settings),
+                source,
+                limits=limits,
+                validation=_validation(validation, patience or PATIENCE),
+                seed=seed,
+                callback=callback,
+                samples=samples,
+            )
     run.fit.split = split
     if resume is not None:
         run.load(resume)
     return run.go(Progress(limits) if progress else None)
+
+
+def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:
+    """A pair and its validation data, checked, and how they were split, if they were."""
+    pair, split = as_pair(data, "data must be a pair"), None
+    if isinstance(validation, float):
+        pair, other, split = split_off(pair, validation, seed)
+    else:
+        other = as_pair(validation, "validation must be a pair")
+    check_validation(pair, other)
+    return pair, other, split
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -206,6 +229,31 @@ def _validation(data: Any, patience: int) -> Validation | None:
 def _check_whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"fit: {name} must be a whole number from 1 on, got {value!r}")
+
+
+def _is_evidence(weight_decay: float | str) -> bool:
+    if isinstance(weight_decay, str) and weight_decay != "evidence":
+        raise ValueError(f"fit: weight_decay must be a number or 'evidence', got {weight_decay!r}")
+    return weight_decay == "evidence"
+
+
+def _check_decay(weight_decay: float | str, kind: str, way: str) -> None:
+    if _is_evidence(weight_decay):
+        raise ValueError(
+            f"fit: weight_decay='evidence' is for a pair (inputs, targets), used whole: with {kind} pass {way}"
+        )
+
+
+def _check_no_batches(
+    epochs: Any, record: Any, memory: Any, batches_per_step: Any, curvature_samples: Any
+) -> None:
+    """Raise for what only a loader has a use for."""
+    given = {"epochs": epochs, "record": record, "memory": memory}
+    given["batches_per_step"] = None if batches_per_step == "auto" else batches_per_step
+    given["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
+    for name, value in given.items():
+        way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
+        _check_absent(name, value, f"for the batches of a loader: {way}")
 
 
 def _check_batches(count: int | str) -> None:

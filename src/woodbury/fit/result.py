@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ class Fit:
     effective_parameters: float | None = None  # weight_decay="evidence": how many the data determines
     log_evidence: float | None = None
     state: dict[str, Any] = field(default_factory=dict)
-    posterior_arguments: dict[str, Any] = field(default_factory=dict)  # for `woodbury.posterior(fit)`
+    make_posterior: Callable[[], Any] | None = None  # weight_decay="evidence": for `woodbury.posterior(fit)`
 
     def state_dict(self) -> dict[str, Any]:
         """What `fit(..., resume=...)` needs to go on: plain numbers, lists and tensors, for torch.save."""
