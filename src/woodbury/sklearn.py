@@ -25,8 +25,7 @@ from woodbury.fit.limits import Limits
 
 # Precision and noise at the start of each restart, in units of standardised data: from nearly linear to flexible.
 # From a stiff start noisy data are not memorised first; a flexible one finds functions without noise sooner.
-STARTS = (Start(10.0, 1.0), Start(3.0, 1.0), Start(0.1, 0.1), Start(0.01, 0.01))
-TRIAL_STEPS = 50  # after which the starts are compared, or once the evidence of each rises no more
+PRIORS = ((10.0, 1.0), (3.0, 1.0), (0.1, 0.1), (0.01, 0.01))
 
 
 class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -91,24 +90,19 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self._is_weighted = weights is not None
         random = check_random_state(self.random_state)
         widths = (inputs.shape[1], *self.hidden_layer_sizes, targets.shape[1])
-        runs = []
-        for index in range(self.restarts):
-            model = _network(widths, int(random.randint(2**31)))
-            limits = Limits(steps=min(self.max_iter, TRIAL_STEPS))
-            settings: dict[str, Any] = {"start": STARTS[index % len(STARTS)], "tolerance": self.tol}
-            if weights is None:
-                run = EvidenceRun(model, nn.MSELoss(), (inputs, targets), limits, **settings)
-            else:  # of which the squared error is sum_i w_i |y_i - t_i|^2
-                root = torch.from_numpy(weights).sqrt().unsqueeze(1)
-                settings |= {"forward": _weighted_outputs, "number_count": weights.sum() * targets.shape[1]}
-                data = (inputs, root), root * targets
-                run = EvidenceRun(model, nn.MSELoss(reduction="sum"), data, limits, **settings)
-            run.go(None)
-            runs.append(run)
-        best = max(runs, key=lambda run: run.evidence[-1])
-        best.limits = Limits(steps=self.max_iter)
-        best.go(None)
-        self.model_, self.posterior_, self.n_iter_ = best.model, best.posterior(), best.fit.steps
+        networks = [_network(widths, int(random.randint(2**31))) for _ in range(self.restarts)]
+        starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
+        settings: dict[str, Any] = {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
+        model = _network(widths, 0)
+        if weights is None:
+            run = EvidenceRun(model, nn.MSELoss(), (inputs, targets), Limits(), **settings)
+        else:  # of which the squared error is sum_i w_i |y_i - t_i|^2
+            root = torch.from_numpy(weights).sqrt().unsqueeze(1)
+            settings |= {"forward": _weighted_outputs, "number_count": weights.sum() * targets.shape[1]}
+            data = (inputs, root), root * targets
+            run = EvidenceRun(model, nn.MSELoss(reduction="sum"), data, Limits(), **settings)
+        run.go(None)
+        self.model_, self.posterior_, self.n_iter_ = model, run.posterior(), run.steps
         self.log_evidence_ = self.posterior_.log_evidence
         assert self.posterior_.noise is not None
         noise_std = math.sqrt(self.posterior_.noise) * self._y_scale

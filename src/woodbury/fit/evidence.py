@@ -3,15 +3,20 @@
 Levenberg-Marquardt steps on all of the data, and between them MacKay's iteration (`TrainingData.update`) for the
 noise and for one precision per parameter tensor, delta, which is the weight decay 2 s delta / (n C) of `MSELoss`
 and delta / n of `CrossEntropyLoss`. It ends when the evidence rises no more: nothing has to be held out.
+
+The iteration has several ends: from a stiff prior all parameters may vanish, from a flexible one noise may be
+memorised. So it begins a few times, from priors of different stiffness, for some steps each; the one with the
+largest evidence goes on.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from woodbury import _batch
 from woodbury.fit.limits import Limits
@@ -34,16 +39,22 @@ LEAST_NOISE = 1e-8  # of the variance of the targets: below, rounding would deci
 
 
 class Start(NamedTuple):
-    """Where the iteration begins. From a stiff start noisy data is not memorised first."""
+    """Where the iteration begins."""
 
-    precision: float = 3.0
-    noise: float = 1.0  # variance, over that of the targets
+    precision: float
+    noise: float  # variance, over that of the targets
+    parameters: Mapping[str, Tensor] | None = None  # by default those of the model
+
+
+STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1))
+TRIAL_STEPS = 50  # of each, unless its evidence rises no more before
+LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 
 
 class EvidenceRun(Run):
     """Levenberg-Marquardt steps, and updates of prior and noise between them."""
 
-    needed: ClassVar[set[str]] = Run.needed | {"precisions", "noise", "evidence", "updated"}
+    needed: ClassVar[set[str]] = Run.needed | {"start", "trials", "waiting"}
 
     def __init__(
         self,
@@ -56,30 +67,41 @@ class EvidenceRun(Run):
         fallback: str | None = None,
         callback: Callback | None = None,
         validation: Validation | None = None,
-        start: Start = Start(),  # noqa: B008  (immutable)
+        starts: Sequence[Start] = STARTS,
+        most_steps: float = math.inf,  # of one start
         tolerance: float = TOLERANCE,
         number_count: float | None = None,  # of numbers that are predicted, where samples have weights
     ) -> None:
-        named = {name: own for name, own in model.named_parameters() if own.requires_grad}
-        groups = [{"params": [own]} for own in named.values()]
+        self.names = [name for name, own in model.named_parameters() if own.requires_grad]
+        groups = [{"params": [own]} for own in model.parameters() if own.requires_grad]
         settings: dict[str, Any] = {"params": groups, "damping": DAMPING, "accept": LEAST_RATIO}
         optimizer = GaussNewton(model, loss, forward=forward, fallback=fallback, **settings)
         super().__init__(optimizer, limits, callback, validation)
-        self.data, self.fallback, self.tolerance = data, fallback, tolerance
+        self.data, self.fallback, self.tolerance, self.most_steps = data, fallback, tolerance, most_steps
         self.fit.samples = _batch.sample_count(data[0])
-        self.precisions = dict.fromkeys(named, start.precision)
-        self.noise: float | None = None  # variance, for squared error
-        self.least_noise = 0.0
-        rows = self._rows()
+        rows, value = self._rows(), self.evaluate([data])
         self.number_count = rows.number_count if number_count is None else number_count
-        value = self.evaluate([data])
         self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
+        self.variance: float | None = None  # of the targets, for squared error
         if isinstance(loss, nn.MSELoss) and data[1] is not None:
             centre = data[1].mean(0) if number_count is None else 0.0  # which weighted targets have lost already
-            variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
-            self.noise, self.least_noise = start.noise * variance, LEAST_NOISE * variance
+            self.variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
+        if limits.steps is not None:
+            starts = starts[: max(1, limits.steps // LEAST_TRIAL)]
+        self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
+        self.trials: list[dict[str, Any]] = []  # the starts that were tried
+        self.waiting = list(starts[1:])
+        self._begin(starts[0])
+
+    def _begin(self, start: Start) -> None:
+        parameters, optimizer = self.first
+        self.load_parameters(parameters if start.parameters is None else start.parameters)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        self.precisions = dict.fromkeys(self.names, start.precision)
+        self.noise = None if self.variance is None else start.noise * self.variance
+        self.steps, self.updated = 0, 0  # steps of this start, and before the last update
         self.evidence: list[float] = []
-        self.updated = 0  # the step of the last update
+        self.effective, self.at = 0.0, 0  # gamma; the last step in the count of all
         self._set_decay()
 
     def _rows(self, model: nn.Module | None = None) -> TrainingData:
@@ -102,18 +124,40 @@ class EvidenceRun(Run):
         for group, precision in zip(self.optimizer.param_groups, self.precisions.values(), strict=True):
             group["weight_decay"] = precision / (factor * self.divisor)
 
-    def reached(self) -> str | None:
+    @property
+    def has_settled(self) -> bool:
         rises = self.evidence[-1 - WINDOW :]
-        if len(rises) > WINDOW and rises[-1] - rises[0] < self.tolerance * self.number_count:
-            return "evidence"
-        return self.limits.reached(self.fit.steps, self.fit.seconds)
+        is_flat = len(rises) > WINDOW and rises[-1] - rises[0] < self.tolerance * self.number_count
+        return is_flat or self.steps >= self.most_steps
+
+    def reached(self) -> str | None:
+        return "evidence" if self.has_settled else self.limits.reached(self.fit.steps, self.fit.seconds)
 
     def advance(self) -> Callable[[], str | None]:
         info = self.optimizer.step(*self.data)
-        self.fit.steps += 1
-        if self.fit.steps - self.updated >= (STEPS if self.updated else FIRST_STEPS):
+        self.fit.steps, self.steps = self.fit.steps + 1, self.steps + 1
+        self.at = self.fit.steps
+        due = self.steps - self.updated >= (STEPS if self.updated else FIRST_STEPS)
+        if due or self.steps >= self.most_steps:
             self._update()
         return lambda: self._note(info)
+
+    def _next_start(self) -> None:
+        """Where the trial of a start is over: the next one, or the best of all."""
+        if not (self.waiting or self.trials) or not self.evidence:
+            return
+        if self.has_settled or self.steps >= TRIAL_STEPS:
+            self.trials.append(self._start_state())
+            if self.waiting:
+                self._begin(self.waiting.pop(0))
+            else:
+                self._take_best()
+
+    def _take_best(self) -> None:
+        best = max(self.trials, key=lambda trial: trial["evidence"][-1])
+        self.trials = []
+        self._load_start(best)
+        self.load_parameters(best["parameters"])
 
     def _update(self) -> None:
         rows = self._rows()
@@ -121,10 +165,10 @@ class EvidenceRun(Run):
         for _ in range(UPDATES):
             update = rows.update(self.precisions, self.noise)
             self.precisions = {name: min(max(own, LEAST), MOST) for name, own in update.precisions.items()}
-            self.noise = None if update.noise is None else max(update.noise, self.least_noise)
+            if update.noise is not None and self.variance is not None:
+                self.noise = max(update.noise, LEAST_NOISE * self.variance)
         self.evidence.append(update.log_evidence)
-        self.fit.effective_parameters, self.fit.log_evidence = update.determined, update.log_evidence
-        self.updated = self.fit.steps
+        self.effective, self.updated = update.determined, self.steps
         self._set_decay()
 
     def _note(self, info: StepInfo) -> str | None:
@@ -135,24 +179,31 @@ class EvidenceRun(Run):
             "loss": float(numbers["loss"]),
             "samples": fit.samples,
         }
-        record |= {"accepted": numbers["accepted"], "noise": self.noise, "log_evidence": fit.log_evidence}
+        log_evidence = self.evidence[-1] if self.evidence else None
+        record |= {"accepted": numbers["accepted"], "noise": self.noise, "log_evidence": log_evidence}
         fit.history.append(record)
         fit.loss = self.evaluate([self.data])
         if self.validation is not None:
             record["validation"] = self.validation_loss()
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
+        self._next_start()
         return None
 
     def shown(self) -> tuple[str, float]:
-        effective = self.fit.effective_parameters
-        return "" if effective is None else f"{effective:.0f} effective parameters", 0.0
+        return f"start {len(self.trials) + 1}" if self.trials or self.waiting else "the best start", 0.0
 
     def finish(self) -> None:
         fit = self.fit
-        if fit.steps > self.updated:
+        if self.steps > self.updated:
             self._update()
-        fit.best_step, fit.noise, fit.loss = fit.steps, self.noise, self.evaluate([self.data])
+        if self.trials and self.evidence:
+            self.trials.append(self._start_state())
+        if self.trials:
+            self._take_best()
+        fit.best_step, fit.loss = self.at if self.steps else 0, self.evaluate([self.data])
+        if self.evidence:
+            fit.noise, fit.effective_parameters, fit.log_evidence = self.noise, self.effective, self.evidence[-1]
         if self.validation is not None:
             fit.validation = self.validation_loss()
         fit.make_posterior = self.posterior
@@ -163,10 +214,22 @@ class EvidenceRun(Run):
         rows.number_count = self.number_count
         return Posterior(rows, rows.system(self.precisions, self.noise), dict(self.precisions), self.noise)
 
+    def _start_state(self) -> dict[str, Any]:
+        """All about the start under way."""
+        names = ("precisions", "noise", "steps", "updated", "evidence", "effective", "at")
+        own = {name: copy.copy(getattr(self, name)) for name in names}
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        return {**own, "parameters": self.parameters(), "optimizer": optimizer}
+
+    def _load_start(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for name in set(state) - {"parameters", "optimizer"}:
+            setattr(self, name, copy.copy(state[name]))
+
     def state(self) -> dict[str, Any]:
-        own = {"precisions": dict(self.precisions), "noise": self.noise, "evidence": list(self.evidence)}
-        return {**super().state(), **own, "updated": self.updated, "samples": self.fit.samples}
+        waiting = [tuple(own) for own in self.waiting]
+        return {**super().state(), "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
-        self.precisions, self.noise = dict(state["precisions"]), state["noise"]
-        self.evidence, self.updated = list(state["evidence"]), state["updated"]
+        self._load_start(state["start"])
+        self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]
