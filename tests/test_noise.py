@@ -371,6 +371,48 @@ def test_weighted_classes_count_by_their_weights_in_validation():
     assert same(fit.validation, loss_of(model, data, loss), 40)
 
 
+# -- inputs people have ----------------------------------------------------------------------------------------
+
+
+class Table:
+    """What pandas has of interest here."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values.numpy()
+
+
+def test_arrays_tables_and_lists_are_data():
+    inputs, targets = noisy(samples=30)
+    forms = {
+        "tensors": (inputs, targets),
+        "arrays": [inputs.numpy(), targets.numpy()],
+        "tables": (Table(inputs), Table(targets)),
+        "lists": (inputs.tolist(), targets.tolist()),
+    }
+    fits = {name: fitted(network(), form, steps=3, validation=0.2) for name, form in forms.items()}
+    assert len({fit.validation for fit in fits.values()}) == 1
+    names = {name for entry in fits["lists"].history for name in entry}
+    assert {"step", "loss", "validation"} <= names
+    assert all(
+        set(entry) == names and not isinstance(own, list | dict)
+        for fit in fits.values()
+        for entry in fit.history
+        for own in entry.values()
+    )
+
+
+def test_floats_of_another_size_are_said_once_and_functions_are_losses():
+    inputs, targets = noisy(samples=30)
+    with pytest.warns(UserWarning, match="torch.float64 is converted to torch.float32") as warned:
+        first = fitted(network().float(), (inputs, targets), loss=nn.functional.mse_loss, steps=3)
+    assert len(warned) == 1
+    second = fitted(network().float(), (inputs.float(), targets.float()), steps=3)
+    assert first.loss == second.loss
+
+
 # -- the benchmark --------------------------------------------------------------------------------------------
 
 

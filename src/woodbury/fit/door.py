@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from woodbury.fit.descent import PLAIN
 from woodbury.fit.evidence import EvidenceRun
@@ -24,6 +25,7 @@ from woodbury.fit.sources import (
     Draw,
     MiniBatches,
     as_pair,
+    as_tensors,
     check_learnable,
     check_validation,
     is_batches,
@@ -39,7 +41,7 @@ from woodbury.policies.search import CurvedSearch
 
 def fit(
     model: nn.Module,
-    loss: nn.Module,
+    loss: Any,
     data: Data | Draw | Iterable[Any],
     *,
     forward: Forward | None = None,
@@ -80,8 +82,10 @@ def fit(
 
     Args:
         model: any module; it is trained in place and ends with the best parameters.
-        loss: one that `GaussNewton` takes, or one added by `register_loss`.
-        data: (inputs, targets), used whole at every step; a function draw(count) that returns as many fresh
+        loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
+            as mse_loss, stand for their classes.
+        data: (inputs, targets), used whole at every step, tensors, NumPy arrays, tables of pandas or lists of
+            numbers; a function draw(count) that returns as many fresh
             samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
             a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.
         forward: f(model, inputs) in place of model(inputs).
@@ -125,7 +129,8 @@ def fit(
     Returns:
         a `Fit`: loss, validation, best_step, steps, seconds, samples, reason, history.
     """
-    model, loss = written_model(model), written_model(loss)
+    model, loss = written_model(model), written_model(_as_module(loss))
+    data, validation = as_tensors(data, model), as_tensors(validation, model)
     settings: dict[str, Any] = {
         "forward": forward,
         "fallback": fallback,
@@ -208,6 +213,23 @@ def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Ten
         other = as_pair(validation, "validation must be a pair")
     check_validation(pair, other)
     return pair, other, split
+
+
+# losses of torch.nn.functional, by the classes that are the same
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    functional.mse_loss: nn.MSELoss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
+}
+
+
+def _as_module(loss: Any) -> Any:
+    kind = None if isinstance(loss, nn.Module) else _FUNCTIONS.get(loss)
+    return loss if kind is None else kind()
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
@@ -145,6 +146,50 @@ def is_batches(data: Any) -> bool:
     if isinstance(data, tuple | list):
         return len(data) != 2 or all(isinstance(own, tuple | list) and len(own) == 2 for own in data)
     return isinstance(data, Iterable)
+
+
+def as_tensors(pair: Any, model: nn.Module) -> Any:
+    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors, in the dtype of the model.
+
+    Anything else is returned as it is, with the parts of nested inputs.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return pair
+    tensors = tuple(_as_tensor(own) for own in pair)
+    dtypes = {own.dtype for own in model.parameters() if own.is_floating_point()}
+    others = {own.dtype for own in tensors if isinstance(own, Tensor) and own.dtype in _REAL} - dtypes
+    if len(dtypes) != 1 or not dtypes <= _REAL or not others:
+        return tensors
+    (dtype,) = dtypes
+    if not all(isinstance(own, list) for own in pair):  # floats of Python have no size
+        names = ", ".join(map(str, others))
+        warnings.warn(f"fit: data of {names} is converted to {dtype}, as the model has it", stacklevel=3)
+    return tuple(own.to(dtype) if isinstance(own, Tensor) and own.dtype in others else own for own in tensors)
+
+
+_REAL = {torch.float32, torch.float64}
+
+
+def _as_tensor(values: Any) -> Any:
+    if hasattr(values, "to_numpy"):  # of pandas
+        values = values.to_numpy()
+    if type(values).__module__ == "numpy" or _is_numbers(values):
+        return torch.tensor(values, dtype=torch.float64 if _has_floats(values) else None)
+    return values
+
+
+def _is_numbers(tree: Any) -> bool:
+    """Whether it is a list of numbers, or of lists of them."""
+    return (
+        isinstance(tree, list)
+        and bool(tree)
+        and all(type(own) in (int, float) or _is_numbers(own) for own in tree)
+    )
+
+
+def _has_floats(values: Any) -> bool:
+    """Whether a list holds a float somewhere, which torch would take for one of torch's default size."""
+    return isinstance(values, list) and any(isinstance(own, float) or _has_floats(own) for own in values)
 
 
 def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor]]:
