@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks import beside, gpu, laplacian, models, peers, processes, scale, standings, step
+from benchmarks import beside, gpu, laplacian, models, noise, peers, processes, scale, standings, step
 from benchmarks.common import Command
 from woodbury.runs.storage import round_numbers
 
@@ -24,6 +24,7 @@ COMMANDS = {
     "scale": scale.COMMAND,
     "peers": peers.COMMAND,
     "problems": standings.COMMAND,
+    "noise": noise.COMMAND,
     "processes": processes.COMMAND,
     "laplacian": laplacian.COMMAND,
     "models": models.COMMAND,

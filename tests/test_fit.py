@@ -237,7 +237,7 @@ def test_weight_decay_is_part_of_what_is_minimised():
         ({"data": 3}, TypeError, "a pair"),
         ({"data": torch.zeros(3, 2)}, TypeError, "a pair"),
         ({"data": [(torch.zeros(3, 2), torch.zeros(3, 1))] * 3, "samples": 5}, ValueError, "samples= is for"),
-        ({"patience": 3}, ValueError, "patience= is for the batches of a loader"),
+        ({"patience": 3}, ValueError, "patience= is for validation data"),
         ({"data": (torch.zeros(3, 2), torch.zeros(4, 1))}, ValueError, "targets"),
         ({"data": lambda count: None}, TypeError, "must return a pair"),
         ({"epochs": 3}, ValueError, "epochs"),

@@ -137,21 +137,25 @@ def test_a_step_of_two_batches_is_that_of_a_batch_of_both():
 
 def test_the_end_of_an_epoch_has_fewer():
     source = MiniBatches(batches(classes(50), 10), torch.device("cpu"))
-    seen = [(len(batch[0]), count, ended) for batch, count, ended in (source.next(2) for _ in range(3))]
-    assert seen == [(20, 2, False), (20, 2, False), (10, 1, False)] and source.is_over
+    seen = [(len(batch[0]), count) for batch, count in (source.next(2) for _ in range(3))]
+    assert seen == [(20, 2), (20, 2), (10, 1)] and source.is_over
     source.end_epoch()
     assert source.next(8)[1] == 5 and source.epochs == 2
 
 
-def test_a_stream_ends_where_it_ends():
+def test_streams_are_used_whole_however_long_their_epochs_are():
     class Stream:
-        def __iter__(self):
-            return iter(batches(classes(30), 10))
+        lengths = iter([30, 50, 10])
 
-    source = MiniBatches(Stream(), torch.device("cpu"))
-    seen = [(count, ended) for _, count, ended in (source.next(2) for _ in range(4))]
-    assert seen == [(2, False), (1, False), (2, True), (1, False)]
-    assert source.length == 3 and source.epoch == 1
+        def __iter__(self):
+            return iter(batches(classes(next(self.lengths)), 10))
+
+    source, seen = MiniBatches(Stream(), torch.device("cpu")), []
+    while source.epoch < 3:
+        seen.append((source.epoch, source.next(2)[1]))
+        if source.is_over:
+            source.end_epoch()
+    assert seen == [(0, 2), (0, 1), (1, 2), (1, 2), (1, 1), (2, 1)]
 
 
 def test_batches_that_do_not_fit_together_are_steps_of_their_own():
@@ -159,8 +163,8 @@ def test_batches_that_do_not_fit_together_are_steps_of_their_own():
     sequences = [({"x": torch.zeros(2, length), "scale": 2.0}, torch.zeros(2)) for length in lengths]
     source = MiniBatches(sequences, torch.device("cpu"))
     seen = []
-    while not source.is_over:
-        (inputs, targets), count, _ = source.next(4)
+    while not (seen and source.is_over):
+        (inputs, targets), count = source.next(4)
         assert len(inputs["x"]) == len(targets) == 2 * count and inputs["scale"] == 2.0
         seen.append((count, inputs["x"].shape[1]))
     assert seen == [(2, 3), (3, 5), (1, 3)]
@@ -168,7 +172,7 @@ def test_batches_that_do_not_fit_together_are_steps_of_their_own():
 
 def test_targets_may_be_none():
     source = MiniBatches([(torch.ones(2, 3), None), (torch.zeros(1, 3), None)], torch.device("cpu"))
-    (inputs, targets), count, _ = source.next(2)
+    (inputs, targets), count = source.next(2)
     assert targets is None and count == 2 and inputs.shape == (3, 3)
 
 
@@ -176,7 +180,7 @@ def run_by(limits, batches_per_step="auto", loader=None, loss=None, **settings):
     model, loss = network(), loss or nn.CrossEntropyLoss()
     optimizer = training.training_optimizer(model, loss, training.is_by_time(limits, model), **settings)
     source = MiniBatches(batches(classes()) if loader is None else loader, torch.device("cpu"))
-    return training.TrainingRun(optimizer, source, limits, None, None, None, None, batches_per_step)
+    return training.TrainingRun(optimizer, source, limits, batches_per_step=batches_per_step)
 
 
 def test_seconds_alone_choose_other_settings():

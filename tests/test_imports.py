@@ -63,7 +63,7 @@ FLOORS = {
         ["limits", "sources"],
         ["equations"],
         ["run", "measured"],
-        ["price", "growth"],
+        ["price", "growth", "descent", "evidence"],
         ["precise", "training"],
         ["door"],
     ],

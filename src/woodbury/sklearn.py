@@ -20,21 +20,12 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from woodbury.optim import GaussNewton
-from woodbury.policies.damping import LevenbergMarquardt
-from woodbury.posterior import Posterior, TrainingData
+from woodbury.fit.evidence import EvidenceRun, Start
+from woodbury.fit.limits import Limits
 
 # Precision and noise at the start of each restart, in units of standardised data: from nearly linear to flexible.
 # From a stiff start noisy data are not memorised first; a flexible one finds functions without noise sooner.
-STARTS = ((10.0, 1.0), (3.0, 1.0), (0.1, 0.1), (0.01, 0.01))
-FIRST_STEPS, STEPS = 8, 3  # Levenberg-Marquardt steps before the first update of the prior, and between two
-TRIAL_STEPS = 50  # after which the starts are compared, or once the evidence of each rises no more
-LATE_UPDATES = 2  # of prior and noise, at the same parameters
-WINDOW = 3  # rounds over which the evidence must rise by tol
-DAMPING = LevenbergMarquardt(initial=1e-3, boost=3.0, drop=0.3, floor=1e-15, relative=True)
-LEAST_RATIO = 1e-4  # to move at all
-LEAST, MOST = 1e-4, 1e8  # bounds of precisions
-LEAST_NOISE = 1e-8  # variance, where that of the targets is 1: below, rounding would decide about the prior
+PRIORS = ((10.0, 1.0), (3.0, 1.0), (0.1, 0.1), (0.01, 0.01))
 
 
 class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
@@ -94,22 +85,24 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             X, targets, weights = X[used], targets[used], weights[used]
         self._x_mean, self._x_scale = _location_and_scale(X, weights)
         self._y_mean, self._y_scale = _location_and_scale(targets, weights)
-        data = _Data(
-            torch.from_numpy((X - self._x_mean) / self._x_scale),
-            torch.from_numpy((targets - self._y_mean) / self._y_scale),
-            None if weights is None else torch.from_numpy(weights),
-        )
+        inputs = torch.from_numpy((X - self._x_mean) / self._x_scale)
+        targets = torch.from_numpy((targets - self._y_mean) / self._y_scale)
+        self._is_weighted = weights is not None
         random = check_random_state(self.random_state)
-        widths = (X.shape[1], *self.hidden_layer_sizes, targets.shape[1])
-        fits = []
-        for index in range(self.restarts):
-            seed, (precision, noise) = int(random.randint(2**31)), STARTS[index % len(STARTS)]
-            fits.append(_Fit(_network(widths, seed), data, precision, noise))
-        for fit in fits:
-            fit.run(min(self.max_iter, TRIAL_STEPS), self.tol)
-        best = max(fits, key=lambda fit: fit.log_evidence)
-        best.run(self.max_iter, self.tol)
-        self.model_, self.posterior_, self.n_iter_ = best.model, best.posterior(), best.steps
+        widths = (inputs.shape[1], *self.hidden_layer_sizes, targets.shape[1])
+        networks = [_network(widths, int(random.randint(2**31))) for _ in range(self.restarts)]
+        starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
+        settings: dict[str, Any] = {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
+        model = _network(widths, 0)
+        if weights is None:
+            run = EvidenceRun(model, nn.MSELoss(), (inputs, targets), Limits(), **settings)
+        else:  # of which the squared error is sum_i w_i |y_i - t_i|^2
+            root = torch.from_numpy(weights).sqrt().unsqueeze(1)
+            settings |= {"forward": _weighted_outputs, "number_count": weights.sum() * targets.shape[1]}
+            data = (inputs, root), root * targets
+            run = EvidenceRun(model, nn.MSELoss(reduction="sum"), data, Limits(), **settings)
+        run.go(None)
+        self.model_, self.posterior_, self.n_iter_ = model, run.posterior(), run.steps
         self.log_evidence_ = self.posterior_.log_evidence
         assert self.posterior_.noise is not None
         noise_std = math.sqrt(self.posterior_.noise) * self._y_scale
@@ -129,7 +122,8 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         mean = mean[:, 0] if self._is_flat else mean
         if not return_std:
             return mean
-        variance = self.posterior_.variance((inputs, torch.ones(len(inputs), 1, dtype=torch.float64)))
+        ones = torch.ones(len(inputs), 1, dtype=torch.float64)
+        variance = self.posterior_.variance((inputs, ones) if self._is_weighted else inputs)
         std = (variance + (self.posterior_.noise or 0.0)).sqrt().numpy() * self._y_scale
         return mean, std[:, 0] if self._is_flat else std
 
@@ -147,86 +141,9 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             raise ValueError(f"LMRegressor: tol must be a number from 0 on, got {self.tol!r}")
 
 
-class _Data:
-    """Standardised data: as a plain batch, or with the square root of a weight for each sample."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> None:
-        self.is_weighted = weights is not None
-        root = torch.ones(len(inputs), 1, dtype=inputs.dtype) if weights is None else weights.sqrt().unsqueeze(1)
-        self.number_count = float(root.square().sum()) * targets.shape[1]
-        self.weighted = (inputs, root), root * targets  # of which the squared error is sum_i w_i |y_i - t_i|^2
-        if weights is None:
-            self.batch: Any = inputs, targets
-        else:
-            share = root / math.sqrt(self.number_count)
-            self.batch = (inputs, share), share * targets
-
-    def optimizer(self, model: nn.Module) -> GaussNewton:
-        """Steps on the mean of the squared errors, with a weight decay for each parameter tensor."""
-        return GaussNewton(
-            model,
-            nn.MSELoss(reduction="sum" if self.is_weighted else "mean"),
-            params=[{"params": [own]} for own in model.parameters()],
-            damping=DAMPING,
-            accept=LEAST_RATIO,
-            forward=_weighted_outputs if self.is_weighted else None,
-        )
-
-
 def _weighted_outputs(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
     outputs: Tensor = model(inputs[0]) * inputs[1]
     return outputs
-
-
-class _Fit:
-    """One start: Levenberg-Marquardt steps, and updates of prior and noise between them."""
-
-    def __init__(self, model: nn.Sequential, data: _Data, precision: float, noise: float) -> None:
-        self.model, self._data = model, data
-        self._precisions = {name: precision for name, _ in model.named_parameters()}
-        self._noise = noise
-        self._optimizer = data.optimizer(model)
-        self.steps = 0
-        self._evidence: list[float] = []
-
-    @property
-    def log_evidence(self) -> float:
-        return self._evidence[-1]
-
-    def run(self, max_steps: int, tol: float) -> None:
-        """Steps up to this number in all, or until the evidence rises no more."""
-        while self.steps < max_steps and not self._has_settled(tol):
-            count = min(max_steps - self.steps, STEPS if self.steps else FIRST_STEPS)
-            for group, precision in zip(self._optimizer.param_groups, self._precisions.values(), strict=True):
-                group["weight_decay"] = 2 * precision * self._noise / self._data.number_count
-            for _ in range(count):
-                self._optimizer.step(*self._data.batch)
-            self.steps += count
-            self._update()
-
-    def _has_settled(self, tol: float) -> bool:
-        if len(self._evidence) <= WINDOW:
-            return False
-        return self._evidence[-1] - self._evidence[-1 - WINDOW] < tol * self._data.number_count
-
-    def _update(self) -> None:
-        rows = self._rows()
-        for _ in range(LATE_UPDATES):
-            update = rows.update(self._precisions, self._noise)
-            self._precisions = {name: min(max(own, LEAST), MOST) for name, own in update.precisions.items()}
-            assert update.noise is not None
-            self._noise = max(update.noise, LEAST_NOISE)
-        self._evidence.append(update.log_evidence)
-
-    def _rows(self) -> TrainingData:
-        options = (_weighted_outputs, None, None)
-        data = TrainingData(self.model, nn.MSELoss(reduction="sum"), *options, *self._data.weighted, check=False)
-        data.number_count = self._data.number_count
-        return data
-
-    def posterior(self) -> Posterior:
-        rows = self._rows()
-        return Posterior(rows, rows.system(self._precisions, self._noise), self._precisions, self._noise)
 
 
 def _network(widths: Sequence[int], seed: int) -> nn.Sequential:

@@ -6,17 +6,32 @@ trained on (`woodbury.fit.training`). What is decided here is which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+from woodbury.fit.descent import PLAIN
+from woodbury.fit.evidence import EvidenceRun
 from woodbury.fit.limits import Limits, Progress
-from woodbury.fit.precise import DEFAULT_STEPS, PreciseRun
+from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
-from woodbury.fit.run import Run
-from woodbury.fit.sources import Data, Draw, MiniBatches, is_batches, source_of
+from woodbury.fit.run import Run, Validation
+from woodbury.fit.sources import (
+    Data,
+    Draw,
+    MiniBatches,
+    as_pair,
+    as_tensors,
+    check_learnable,
+    check_validation,
+    is_batches,
+    source_of,
+    split_off,
+)
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
@@ -26,18 +41,18 @@ from woodbury.policies.search import CurvedSearch
 
 def fit(
     model: nn.Module,
-    loss: nn.Module,
+    loss: Any,
     data: Data | Draw | Iterable[Any],
     *,
     forward: Forward | None = None,
     fallback: str | None = "autograd",
-    weight_decay: float = 0.0,
+    weight_decay: float | str = 0.0,
     steps: int | None = None,
     epochs: float | None = None,
     seconds: float | None = None,
     tolerance: float | None = None,
     samples: int | None = None,
-    validation: Data | Iterable[Any] | None = None,
+    validation: Data | Iterable[Any] | float | None = None,
     patience: int | None = None,
     curvature_samples: int | float | str | None = "auto",
     batches_per_step: int | str = "auto",
@@ -67,23 +82,29 @@ def fit(
 
     Args:
         model: any module; it is trained in place and ends with the best parameters.
-        loss: one that `GaussNewton` takes, or one added by `register_loss`.
-        data: (inputs, targets), used whole at every step; a function draw(count) that returns as many fresh
+        loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
+            as mse_loss, stand for their classes.
+        data: (inputs, targets), used whole at every step, tensors, NumPy arrays, tables of pandas or lists of
+            numbers; a function draw(count) that returns as many fresh
             samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
             a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
-        weight_decay: adds weight_decay |theta|^2 / 2 to the loss.
+        weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
+            tensor, and for squared error the noise, that maximise the evidence of the Gauss-Newton posterior
+            (`woodbury.fit.evidence`); validation data is then measured only, as nothing has to be held out.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
         epochs: how often to go through a loader.
         samples: how many to draw at first; by default 1.5 per parameter, at least 256 and at most 4096 (32768 on a
             GPU). There are four times as many, up to 8 per parameter, after three steps in a row that the samples
             limit: other samples promise less than half of what the batch promises, or lengths are 1/16 or less.
-        validation: (inputs, targets), with a loader also one of such batches; then the best parameters are those
-            with the lowest loss on them, in evaluation mode.
-        patience: with a loader and validation data: stop after so many epochs without a lower validation loss (by
-            default a quarter of all epochs, at least 5).
+        validation: other samples (inputs, targets), with a loader also one of such batches; then the best
+            parameters are those with the lowest loss on them, in evaluation mode. With a pair steps go only as
+            deep as that loss falls (`woodbury.fit.descent`), and a number, 0.2, sets this share of the samples
+            aside, by `seed` or 0; `Fit.split` says which.
+        patience: with validation data: stop after so many steps without a lower validation loss (6 by default),
+            with a loader epochs (a quarter of all, at least 5).
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
             number), by the shapes of the model and, on the CPU, by what steps are seen to cost: then two runs may
@@ -106,74 +127,162 @@ def fit(
         resume: the `state_dict()` of an earlier `Fit` of the same model, to go on from there.
 
     Returns:
-        a `Fit`: loss, steps, seconds, samples, reason, history.
+        a `Fit`: loss, validation, best_step, steps, seconds, samples, reason, history.
     """
-    model, loss = written_model(model), written_model(loss)
-    parameters = [own for own in model.parameters() if own.requires_grad]
+    model, loss = written_model(model), written_model(_as_module(loss))
+    data, validation = as_tensors(data, model), as_tensors(validation, model)
     settings: dict[str, Any] = {
         "forward": forward,
         "fallback": fallback,
         "weight_decay": weight_decay,
         "seed": seed,
     }
+    if patience is not None:
+        if validation is None:
+            raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
+        _check_whole("patience", patience)
     run: Run
+    split = None
     if is_batches(data):
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
+        _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
         has_budget = not (steps is None and seconds is None and epochs is None)
         limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
         _check_batches(batches_per_step)
-        optimizer = training_optimizer(
-            model,
-            loss,
-            is_by_time(limits, model),
-            memory,
-            metric,
-            curvature_samples=curvature_samples,
-            **settings,
-        )
-        batches = MiniBatches(data, parameters[0].device)  # type: ignore[arg-type]
+        by_time = is_by_time(limits, model)
+        settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
+        patience = patience or max(5, math.ceil((limits.epochs or DEFAULT_EPOCHS) / 4))
         run = TrainingRun(
-            optimizer,
-            batches,
+            training_optimizer(model, loss, by_time, **settings),
+            MiniBatches(data, _device_of(model)),  # type: ignore[arg-type]
             limits=limits,
-            validation=validation,
-            patience=patience,
+            validation=_validation(validation, patience),
             callback=callback,
             record=record,
             batches_per_step=batches_per_step,
         )
     else:
+        _check_no_batches(epochs, record, memory, batches_per_step, curvature_samples)
+        if not callable(data) and validation is not None:
+            data, validation, split = _split(data, validation, seed or 0)
         source = source_of(data)
-        settings["metric"] = None if metric == "auto" else metric
-        batchwise: dict[str, Any] = {"epochs": epochs, "patience": patience, "record": record, "memory": memory}
-        if batches_per_step != "auto":
-            batchwise["batches_per_step"] = batches_per_step
-        for name, value in batchwise.items():
-            way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
-            _check_absent(name, value, f"for the batches of a loader: {way}")
         limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
-        wide = torch.float64 if parameters and parameters[0].dtype == torch.float32 else None
-        optimizer = GaussNewton(model, loss, search=CurvedSearch(), gram_dtype=wide, **settings)
-        run = PreciseRun(
-            optimizer,
-            source,
-            limits=limits,
-            validation=validation,  # type: ignore[arg-type]
-            seed=seed,
-            callback=callback,
-            samples=samples,
-        )
+        if _is_evidence(weight_decay):
+            if callable(data):
+                _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
+            _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
+            _check_absent("patience", patience, "for fits that validation data ends, and here the evidence does")
+            _check_absent("metric", None if metric == "auto" else metric, "not for weight_decay='evidence'")
+            pair = source.draw(0)
+            check_learnable(pair)
+            run = EvidenceRun(
+                model,
+                loss,
+                pair,
+                limits,
+                forward=forward,
+                fallback=fallback,
+                callback=callback,
+                validation=_validation(validation, PATIENCE),
+            )
+        else:
+            settings["metric"] = None if metric == "auto" else metric
+            dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
+            settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
+            run = PreciseRun(
+                GaussNewton(model, loss, search=CurvedSearch(), damping=PLAIN, **settings),
+                source,
+                limits=limits,
+                validation=_validation(validation, patience or PATIENCE),
+                seed=seed,
+                callback=callback,
+                samples=samples,
+            )
+    run.fit.split = split
     if resume is not None:
         run.load(resume)
     return run.go(Progress(limits) if progress else None)
 
 
+def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:
+    """A pair and its validation data, checked, and how they were split, if they were."""
+    pair, split = as_pair(data, "data must be a pair"), None
+    if isinstance(validation, float):
+        pair, other, split = split_off(pair, validation, seed)
+    else:
+        other = as_pair(validation, "validation must be a pair")
+    check_validation(pair, other)
+    return pair, other, split
+
+
+# losses of torch.nn.functional, by the classes that are the same
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    functional.mse_loss: nn.MSELoss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
+}
+
+
+def _as_module(loss: Any) -> Any:
+    kind = None if isinstance(loss, nn.Module) else _FUNCTIONS.get(loss)
+    return loss if kind is None else kind()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(own.device for own in model.parameters() if own.requires_grad)
+
+
+def _validation(data: Any, patience: int) -> Validation | None:
+    """Validation data as batches: a loader, or one pair."""
+    if data is None:
+        return None
+    if isinstance(data, float):
+        raise ValueError(
+            f"fit: validation={data} splits a pair (inputs, targets), which is used whole: pass other samples, a "
+            "pair or a loader of them"
+        )
+    return Validation(data if is_batches(data) else [as_pair(data, "validation must be a pair")], patience)
+
+
+def _check_whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"fit: {name} must be a whole number from 1 on, got {value!r}")
+
+
+def _is_evidence(weight_decay: float | str) -> bool:
+    if isinstance(weight_decay, str) and weight_decay != "evidence":
+        raise ValueError(f"fit: weight_decay must be a number or 'evidence', got {weight_decay!r}")
+    return weight_decay == "evidence"
+
+
+def _check_decay(weight_decay: float | str, kind: str, way: str) -> None:
+    if _is_evidence(weight_decay):
+        raise ValueError(
+            f"fit: weight_decay='evidence' is for a pair (inputs, targets), used whole: with {kind} pass {way}"
+        )
+
+
+def _check_no_batches(
+    epochs: Any, record: Any, memory: Any, batches_per_step: Any, curvature_samples: Any
+) -> None:
+    """Raise for what only a loader has a use for."""
+    given = {"epochs": epochs, "record": record, "memory": memory}
+    given["batches_per_step"] = None if batches_per_step == "auto" else batches_per_step
+    given["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
+    for name, value in given.items():
+        way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
+        _check_absent(name, value, f"for the batches of a loader: {way}")
+
+
 def _check_batches(count: int | str) -> None:
-    if isinstance(count, str):
-        if count not in ("auto", "grow"):
-            raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
-    elif isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"fit: batches_per_step must be a whole number from 1 on, got {count!r}")
+    if not isinstance(count, str):
+        _check_whole("batches_per_step", count)
+    elif count not in ("auto", "grow"):
+        raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
 
 
 def _check_absent(name: str, value: Any, what_for: str) -> None:

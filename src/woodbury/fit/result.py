@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 REASONS = {
     "tolerance": "the tolerance is reached",
@@ -13,33 +16,57 @@ REASONS = {
     "seconds": "the time is up",
     "stalled": "nothing moves any more",
     "validation": "the validation loss has stopped falling",
+    "evidence": "the evidence has stopped rising",
     "callback": "the callback asked to stop",
     "interrupted": "interrupted",
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class Fit:
-    """What `woodbury.fit` reached. The model holds the best parameters."""
+    """What `woodbury.fit` reached. The model holds the best parameters.
 
-    # of the model as it is; with a sampler on samples drawn at the end, with a loader the mean over the last epoch
+    loss, validation, best_step and samples are about the model as it was returned. Losses are measured anew at the
+    end, in evaluation mode and without weight decay.
+    """
+
+    # of the data; with a sampler of samples drawn at the end, with a loader of the batches of an epoch
     loss: float = math.inf
+    validation: float | None = None  # the loss on the validation data, if there is any
+    best_step: int = 0  # the step that led to the parameters
     steps: int = 0
     seconds: float = 0.0  # without those of the callback
-    samples: int = 0  # per step, at the end
+    samples: int = 0  # of that step
     reason: str = "running"  # or why it stopped: one of `REASONS`
     # per step, with a loader per epoch: step, seconds, loss before it or its mean, samples, ...
     history: list[dict[str, Any]] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict, repr=False)
+    split: tuple[Tensor, Tensor] | None = (
+        None  # validation=0.2: indices of the samples trained on, and of the others
+    )
+    noise: float | None = None  # weight_decay="evidence": the variance of the noise, for squared error
+    effective_parameters: float | None = None  # weight_decay="evidence": how many the data determines
+    log_evidence: float | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    make_posterior: Callable[[], Any] | None = None  # weight_decay="evidence": for `woodbury.posterior(fit)`
 
     def state_dict(self) -> dict[str, Any]:
         """What `fit(..., resume=...)` needs to go on: plain numbers, lists and tensors, for torch.save."""
-        return {**self.state, "steps": self.steps, "seconds": self.seconds, "samples": self.samples} | {
-            "history": [dict(record) for record in self.history]
+        history = [dict(record) for record in self.history]
+        return {"samples": self.samples, **self.state, "steps": self.steps, "seconds": self.seconds} | {
+            "history": history
         }
 
     def __str__(self) -> str:
-        return (
-            f"loss {self.loss:.3g} after {self.steps} steps, {self.seconds:.1f} s, {self.samples} samples per "
-            f"step: {REASONS.get(self.reason, self.reason)}"
+        validation = (
+            "" if self.validation is None else f", validation {self.validation:.3g} (step {self.best_step})"
         )
+        samples = f"{self.samples} samples per step"
+        if self.split is not None:
+            samples += f", {len(self.split[1])} others for validation"
+        return (
+            f"loss {self.loss:.3g}{validation} after {self.steps} steps, {self.seconds:.1f} s, {samples}: "
+            f"{REASONS.get(self.reason, self.reason)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Fit: {self}>"

@@ -1,10 +1,12 @@
-"""What the two kinds of fits share: the loop, its clock, the parameters kept, and going on from a state."""
+"""What all fits share: the loop, its clock, validation, the parameters kept, and going on from a state."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
-from woodbury.fit.sources import Data
+from woodbury.fit.sources import as_pair, to_device
+from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
 from woodbury.products import loss_of
@@ -20,16 +23,41 @@ from woodbury.products import loss_of
 Callback = Callable[[Fit], Any]
 
 
+@dataclass(frozen=True)
+class Best:
+    """The parameters with the lowest loss seen, and the step that led to them."""
+
+    judged: float  # on the validation data, if there is any
+    step: int
+    parameters: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Samples that a fit does not train on, and how long to wait for a lower loss there."""
+
+    batches: Iterable[Any]
+    patience: int  # steps, with a loader epochs
+
+
 class Run(ABC):
     """A fit under way."""
 
     needed: ClassVar[set[str]] = {"parameters", "optimizer", "steps", "seconds", "samples", "history"}  # to go on
 
-    def __init__(self, optimizer: GaussNewton, limits: Limits, callback: Callback | None) -> None:
+    def __init__(
+        self,
+        optimizer: GaussNewton,
+        limits: Limits,
+        callback: Callback | None,
+        validation: Validation | None = None,
+    ) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
-        self.limits, self.callback = limits, callback
+        self.limits, self.callback, self.validation = limits, callback, validation
+        self.device = next(iter(self.model.parameters())).device
         self.fit = Fit()
-        self.best: tuple[float, dict[str, Tensor]] | None = None  # the lowest loss seen, and where
+        self.best: Best | None = None
+        self.waited = 0  # steps, or epochs, since the best
 
     @abstractmethod
     def reached(self) -> str | None:
@@ -41,7 +69,7 @@ class Run(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Leave the best parameters in the model, and the loss in the `Fit`."""
+        """Leave the best parameters in the model, and what is true of them in the `Fit`."""
 
     @abstractmethod
     def shown(self) -> tuple[str, float]:
@@ -49,7 +77,9 @@ class Run(ABC):
 
     def go(self, progress: Progress | None) -> Fit:
         """Take steps until there is a reason to stop."""
-        fit, started = self.fit, time.perf_counter() - self.fit.seconds
+        fit = self.fit
+        self.check_validation()
+        started = time.perf_counter() - fit.seconds
         fit.reason = "running"
         try:
             while fit.reason == "running":
@@ -73,6 +103,73 @@ class Run(ABC):
             progress.end(fit)
         return fit
 
+    # -- losses -----------------------------------------------------------------------------------------
+
+    def check_validation(self) -> None:
+        """Raise before the first step if the model cannot be judged by the validation data."""
+        if self.validation is None:
+            return
+        try:
+            self.validation_loss()
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
+
+    def validation_loss(self) -> float:
+        assert self.validation is not None
+        return self.evaluate(self.validation.batches)
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The loss over all samples of the batches, in evaluation mode."""
+        rule, loss = loss_rule(self.optimizer.loss), self.optimizer.loss
+        total, count = 0.0, 0.0
+        with self.in_mode(training=False):
+            for batch in batches:
+                inputs, targets = to_device(as_pair(batch, "validation must give pairs"), self.device)
+                with torch.set_grad_enabled(self.optimizer.forward is not call_model):
+                    outputs = self.optimizer.forward(self.model, inputs).detach()
+                size = 1.0
+                if isinstance(outputs, Tensor):
+                    size = float(rule.count(loss, prepare(rule, loss, outputs, targets)))
+                value = float(loss_of(loss, outputs, targets))
+                total, count = total + (value if rule.is_sum(loss) else value * size), count + size
+        if not count:
+            raise ValueError("there are no samples")
+        return total if rule.is_sum(loss) else total / count
+
+    @contextmanager
+    def in_mode(self, training: bool) -> Iterator[None]:
+        """The model in training or in evaluation mode; the flags of all its parts come back as they were."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.train(training)
+        try:
+            yield
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+
+    # -- parameters -------------------------------------------------------------------------------------
+
+    def judge(self, judged: float) -> bool:
+        """Whether the parameters are the best so far: then they are kept."""
+        if self.best is None or judged < self.best.judged:
+            self.best, self.waited = Best(judged, self.fit.steps, self.parameters()), 0
+            return True
+        self.waited += 1
+        return False
+
+    def finish_by_validation(self) -> None:
+        """Leave the parameters with the lowest validation loss: the last ones may not have been judged."""
+        fit = self.fit
+        fit.best_step, last = fit.steps, self.parameters()
+        fit.validation = self.validation_loss()
+        if self.best is not None and not fit.validation < self.best.judged:
+            self.load_parameters(self.best.parameters)
+            other = self.validation_loss()
+            if other <= fit.validation:
+                fit.validation, fit.best_step = other, self.best.step
+            else:
+                self.load_parameters(last)
+
     def parameters(self) -> dict[str, Tensor]:
         """A copy of the parameters and buffers of the model."""
         return {name: own.detach().clone() for name, own in _tensors(self.model).items()}
@@ -82,35 +179,48 @@ class Run(ABC):
             for name, own in _tensors(self.model).items():
                 own.copy_(values[name])
 
-    def loss_on(self, data: Data) -> Tensor:
-        """The loss itself, by a pass through the model without gradients where that is possible."""
-        optimizer = self.optimizer
-        inputs, targets = data
-        with torch.set_grad_enabled(optimizer.forward is not call_model):
-            outputs = optimizer.forward(self.model, inputs)
-            value = loss_of(optimizer.loss, outputs, targets)
-        return value.detach()
+    # -- going on ---------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What `load` needs beside what the `Fit` holds."""
-        best = {} if self.best is None else {"best_loss": self.best[0], "best": self.best[1]}
-        return {"parameters": self.parameters(), "optimizer": self.optimizer.state_dict(), **best}
+        best = {} if self.best is None else dict(vars(self.best))
+        return {
+            "parameters": self.parameters(),
+            "optimizer": self.optimizer.state_dict(),
+            "best": best,
+            "waited": self.waited,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `Fit.state_dict`."""
-        names = set(_tensors(self.model))
+        """Go on from a `Fit.state_dict`; the model changes last, when nothing can fail any more."""
         if not isinstance(state, Mapping) or not set(state) >= self.needed:
             raise ValueError("fit: resume must be the state_dict() of an earlier Fit to the same kind of data")
-        if set(state["parameters"]) != names:
-            odd = sorted(names ^ set(state["parameters"]))[0]
-            raise ValueError(f"fit: resume is of another model: parameter {odd!r} is not in both")
-        self.load_parameters(state["parameters"])
+        best = state.get("best") or {}
+        for values in (state["parameters"], *([best["parameters"]] if best else [])):
+            _check_same_model(_tensors(self.model), values)
         self.optimizer.load_state_dict(state["optimizer"])
         fit = self.fit
         fit.steps, fit.seconds, fit.samples = state["steps"], state["seconds"], state["samples"]
         fit.history = [dict(record) for record in state["history"]]
-        if "best" in state:
-            self.best = state["best_loss"], dict(state["best"])
+        self.best, self.waited = Best(**best) if best else None, state.get("waited", 0)
+        self.load_rest(state)
+        self.load_parameters(state["parameters"])
+
+    @abstractmethod
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        """What one kind of fits needs beside."""
+
+
+def _check_same_model(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    if set(values) != set(own):
+        odd = sorted(set(own) ^ set(values))[0]
+        raise ValueError(f"fit: resume is of another model: parameter {odd!r} is not in both")
+    for name, value in values.items():
+        if value.shape != own[name].shape:
+            raise ValueError(
+                f"fit: resume is of another model: {name!r} has the shape {tuple(value.shape)} there, and "
+                f"{tuple(own[name].shape)} here"
+            )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
@@ -30,7 +32,10 @@ class Source:
 
 @dataclass
 class MiniBatches:
-    """The batches of a loader, epoch after epoch, on the device of the model."""
+    """The batches of a loader, epoch after epoch, on the device of the model.
+
+    One batch is read ahead: so the last one of an epoch is known as such, however long the epochs of a stream are.
+    """
 
     loader: Iterable[Any]
     device: torch.device
@@ -38,7 +43,7 @@ class MiniBatches:
     taken: int = 0  # batches of the epoch under way
     length: int | None = None  # batches of an epoch, once that is known
     _iterator: Iterator[Any] | None = field(default=None, repr=False)
-    _held: Data | None = field(default=None, repr=False)  # a batch that did not fit to those before it
+    _ahead: Data | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.loader, Iterator):
@@ -56,57 +61,57 @@ class MiniBatches:
     @property
     def epochs(self) -> float:
         """Epochs so far; of a first epoch whose length is not known only whole ones."""
-        return self.epoch + (self.taken / self.length if self.length else 0.0)
+        return self.epoch + (min(1.0, self.taken / self.length) if self.length else 0.0)
 
-    def next(self, most: int = 1) -> tuple[Data, int, bool]:
-        """The next batches as one, at most so many, how many they are, and whether an epoch ended before them.
+    def next(self, most: int = 1) -> tuple[Data, int]:
+        """The next batches as one, at most so many, and how many they are.
 
         Fewer at the end of an epoch, and where those that follow are of another form or shape.
         """
-        ended, batch = False, None
-        while batch is None:
-            if self._iterator is None:
-                self._iterator, self.taken = iter(self.loader), 0
-            batch = self._take()
-            if batch is None:
-                if not self.taken:
-                    raise ValueError("fit: the loader has no batches")
-                self.length, ended = self.taken, True
-                self.end_epoch()
-        count = 1
-        while count < most and not self.is_over:
-            other = self._take()
-            if other is None:
-                break
+        if self._iterator is None:
+            self._iterator, self.taken = iter(self.loader), 0
+            self._read()
+            if self._ahead is None:
+                raise ValueError("fit: the loader has no batches")
+        batch, count = self._take(), 1
+        while count < most and self._ahead is not None:
             try:
-                batch, count = _joined(batch, other), count + 1
+                batch = _joined(batch, self._ahead)
             except ValueError:  # a step of its own
-                self._held, self.taken = other, self.taken - 1
                 break
-        return batch, count, ended
+            self._take()
+            count += 1
+        return batch, count
 
-    def _take(self) -> Data | None:
-        """One more batch of the epoch under way, if there is one."""
-        assert self._iterator is not None
-        if self._held is not None:
-            batch, self._held = self._held, None
-        else:
-            try:
-                found = next(self._iterator)
-            except StopIteration:
-                return None
-            batch = to_device(as_pair(found, "a loader must give pairs"), self.device)
+    def _take(self) -> Data:
+        batch = self._ahead
+        assert batch is not None
+        self._read()
         self.taken += 1
         return batch
 
+    def _read(self) -> None:
+        assert self._iterator is not None
+        try:
+            found = next(self._iterator)
+        except StopIteration:
+            self._ahead = None
+        else:
+            self._ahead = to_device(as_pair(found, "a loader must give pairs"), self.device)
+
     @property
     def is_over(self) -> bool:
-        """Whether the batch just taken was the last of its epoch, as far as that is known."""
-        return self.length is not None and self.taken >= self.length
+        """Whether the batch just taken was the last of its epoch."""
+        return self._ahead is None
 
     def end_epoch(self) -> None:
         """Close the epoch under way; the next batch opens another."""
+        self.length = self.taken
         self._iterator, self.taken, self.epoch = None, 0, self.epoch + 1
+
+    def all(self) -> Iterable[Any]:
+        """The batches of an epoch, without a step on them; of one that does not end as many as were taken."""
+        return islice(self.loader, max(self.taken, self.length or 0, 1))
 
 
 def _joined(first: Data, second: Data) -> Data:
@@ -141,6 +146,93 @@ def is_batches(data: Any) -> bool:
     if isinstance(data, tuple | list):
         return len(data) != 2 or all(isinstance(own, tuple | list) and len(own) == 2 for own in data)
     return isinstance(data, Iterable)
+
+
+def as_tensors(pair: Any, model: nn.Module) -> Any:
+    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors, in the dtype of the model.
+
+    Anything else is returned as it is, with the parts of nested inputs.
+    """
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return pair
+    tensors = tuple(_as_tensor(own) for own in pair)
+    dtypes = {own.dtype for own in model.parameters() if own.is_floating_point()}
+    others = {own.dtype for own in tensors if isinstance(own, Tensor) and own.dtype in _REAL} - dtypes
+    if len(dtypes) != 1 or not dtypes <= _REAL or not others:
+        return tensors
+    (dtype,) = dtypes
+    if not all(isinstance(own, list) for own in pair):  # floats of Python have no size
+        names = ", ".join(map(str, others))
+        warnings.warn(f"fit: data of {names} is converted to {dtype}, as the model has it", stacklevel=3)
+    return tuple(own.to(dtype) if isinstance(own, Tensor) and own.dtype in others else own for own in tensors)
+
+
+_REAL = {torch.float32, torch.float64}
+
+
+def _as_tensor(values: Any) -> Any:
+    if hasattr(values, "to_numpy"):  # of pandas
+        values = values.to_numpy()
+    if type(values).__module__ == "numpy" or _is_numbers(values):
+        return torch.tensor(values, dtype=torch.float64 if _has_floats(values) else None)
+    return values
+
+
+def _is_numbers(tree: Any) -> bool:
+    """Whether it is a list of numbers, or of lists of them."""
+    return (
+        isinstance(tree, list)
+        and bool(tree)
+        and all(type(own) in (int, float) or _is_numbers(own) for own in tree)
+    )
+
+
+def _has_floats(values: Any) -> bool:
+    """Whether a list holds a float somewhere, which torch would take for one of torch's default size."""
+    return isinstance(values, list) and any(isinstance(own, float) or _has_floats(own) for own in values)
+
+
+def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor]]:
+    """A share of the samples for validation: the others, these, and the indices of both."""
+    samples = _batch.check_batch(*data)
+    count = round(share * samples)
+    if not 0 < share < 1 or not 0 < count < samples:
+        raise ValueError(
+            f"fit: validation={share} of {samples} sample(s) leaves nothing to train on, or to validate with: "
+            "pass a share between 0 and 1, or a pair (inputs, targets)"
+        )
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    parts = order[count:].sort().values, order[:count].sort().values
+    device = None if data[1] is None else data[1].device
+
+    def take(index: Tensor) -> Data:
+        index = index.to(device)
+        return _batch.take(data[0], index, samples), None if data[1] is None else _batch.take(
+            data[1], index, samples
+        )
+
+    return take(parts[0]), take(parts[1]), parts
+
+
+def check_validation(data: Data, validation: Data) -> None:
+    """Raise unless validation data has the columns of the data, and the data can be learned from."""
+    _batch.check_batch(*validation)
+    shapes = [
+        [tuple(own.shape[1:]) for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)]
+        for pair in (data, validation)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"fit: samples of the data have the shapes {shapes[0]}, those of validation {shapes[1]}")
+    check_learnable(data)
+
+
+def check_learnable(data: Data) -> None:
+    """Raise if noise cannot be told from the rest: one sample, or targets that are all the same."""
+    inputs, targets = data
+    if _batch.sample_count(inputs) < 2:
+        raise ValueError("fit: one sample alone does not tell noise from the rest: pass more, or no validation")
+    if targets is not None and bool((targets == targets[:1]).all()):
+        raise ValueError("fit: all targets are the same: there is nothing to learn from them")
 
 
 def source_of(data: Any) -> Source:

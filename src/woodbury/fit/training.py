@@ -19,19 +19,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
+from woodbury.fit.descent import share_gained
 from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.price import Price
 from woodbury.fit.result import Fit
-from woodbury.fit.run import Callback, Run
-from woodbury.fit.sources import MiniBatches, as_pair, is_batches, to_device
+from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.sources import MiniBatches
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.optim.shards import find_group
 from woodbury.policies.damping import LevenbergMarquardt
@@ -62,26 +64,21 @@ class TrainingRun(Run):
         optimizer: GaussNewton,
         batches: MiniBatches,
         limits: Limits,
-        validation: Any,
-        patience: int | None,
-        callback: Callback | None,
-        record: Record | None,
+        validation: Validation | None = None,
+        callback: Callback | None = None,
+        record: Record | None = None,
         batches_per_step: int | str = 1,
     ) -> None:
-        super().__init__(optimizer, limits, callback)
-        self.batches, self.validation, self.record = batches, _validation_batches(validation), record
-        if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
-            raise ValueError(f"fit: patience must be a whole number of epochs from 1 on, got {patience!r}")
-        if patience is None:
-            patience = max(5, math.ceil((limits.epochs or DEFAULT_EPOCHS) / 4))
-        self.patience, self.waited = patience, 0  # epochs without a better validation loss
+        super().__init__(optimizer, limits, callback, validation)
+        self.batches, self.record = batches, record
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         self.price = Price(optimizer) if optimizer.curvature_samples == "auto" else None
         self.by_time = is_by_time(limits, self.model)
+        self.is_joint = find_group(None, self.model).size > 1
         self.growth: Growth | None = None
         if isinstance(batches_per_step, str):
-            if batches_per_step == "grow" and find_group(None, self.model).size > 1:
+            if batches_per_step == "grow" and self.is_joint:
                 raise ValueError("fit: batches_per_step='grow' is for one process: pass a number")
             if batches_per_step == "grow" or (self.by_time and not is_sum(optimizer.loss)):  # a sum grows with N
                 self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
@@ -93,26 +90,18 @@ class TrainingRun(Run):
         return self._batches_per_step if self.growth is None else self.growth.batches
 
     def go(self, progress: Progress | None) -> Fit:
-        was_training = self.model.training
-        if not was_training:
-            self.model.train()
-        try:
-            return super().go(progress)
-        finally:
-            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate
-            if not was_training:
-                self.model.eval()
+        with nullcontext() if self.model.training else self.in_mode(training=True):
+            try:
+                return super().go(progress)
+            finally:
+                for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                    group["lr"] = rate
 
     def reached(self) -> str | None:
         return self.limits.reached(self.fit.steps, self.fit.seconds, self.batches.epochs)
 
     def advance(self) -> Callable[[], str | None]:
-        batch, count, ended = self.batches.next(self.batches_per_step)
-        if ended:  # which nobody knew before
-            reason = self._end_epoch() or self.reached()
-            if reason is not None:
-                return lambda: reason
+        batch, count = self.batches.next(self.batches_per_step)
         fit = self.fit
         share = self.limits.share(fit.steps, fit.seconds, self.batches.epoch + self._place(count))
         risen = min(1.0, LEAST + (1 - LEAST) * share / RISE) if self.by_time else 1.0
@@ -126,11 +115,12 @@ class TrainingRun(Run):
         if self.price is not None and (self.growth is None or self.growth.is_over):
             self.price.note(seconds, batch)
         fit.steps, fit.samples = fit.steps + 1, _batch.sample_count(batch[0])
+        self.losses.append(info.loss)
         return lambda: self._note(info)
 
     def _place(self, count: int) -> float:
         """How much of the epoch was over before the batches just taken."""
-        return (self.batches.taken - count) / self.batches.length if self.batches.length else 0.0
+        return min(1.0, (self.batches.taken - count) / self.batches.length) if self.batches.length else 0.0
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]
@@ -139,7 +129,6 @@ class TrainingRun(Run):
         return f"epoch {self.batches.epochs:.2f}{validation}, rate {rate:.2g}", self.batches.epochs
 
     def _note(self, info: StepInfo) -> str | None:
-        self.losses.append(info.loss)
         course = self.optimizer.state.get("course")
         if course is not None:
             self.fit.loss = float(course[1])  # its level
@@ -153,73 +142,46 @@ class TrainingRun(Run):
     def _end_epoch(self) -> str | None:
         """Record an epoch, and say why to stop, if there is a reason."""
         fit = self.fit
-        mean = float(torch.stack(self.losses).mean())
+        fit.loss = mean = float(torch.stack(self.losses).mean())
         self.losses = []
-        fit.loss = mean
         entry = {"epoch": self.batches.epoch, "step": fit.steps, "seconds": fit.seconds, "loss": mean}
         entry |= {"samples": fit.samples, "rate": float(self.optimizer.param_groups[0]["lr"])}
-        judged = mean
+        fit.history.append(entry)  # before the validation pass, which may be interrupted
         if self.validation is not None:
-            entry["validation"] = judged = self._validation_loss()
-        fit.history.append(entry)
+            entry["validation"] = self.validation_loss()
         if self.record is not None:
             self.record.epoch(train_loss=mean, test_loss=entry.get("validation"))
-        if self.best is None or judged < self.best[0]:
-            self.best, self.waited = (judged, self.parameters()), 0
-        else:
-            self.waited += 1
+        self.judge(entry.get("validation", mean))
         if self.limits.tolerance is not None and mean <= self.limits.tolerance:
             return "tolerance"
-        return "validation" if self.validation is not None and self.waited >= self.patience else None
-
-    def _validation_loss(self) -> float:
-        """The mean loss over the validation batches, in evaluation mode."""
-        assert self.validation is not None
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        total, count = 0.0, 0
-        try:
-            for batch in self.validation:
-                data = to_device(as_pair(batch, "validation must give pairs"), self.batches.device)
-                samples = _batch.sample_count(data[0])
-                total, count = total + float(self.loss_on(data)) * samples, count + samples
-        finally:
-            for module, training in modes:
-                module.training = training
-        if not count:
-            raise ValueError("fit: validation has no samples")
-        return total / count
+        return "validation" if self.validation is not None and self.waited >= self.validation.patience else None
 
     def finish(self) -> None:
-        """Leave the best parameters: those of the best epoch if there is validation data, or if the loss rose."""
-        if self.losses:  # of an epoch that did not end
-            self.fit.loss = float(torch.stack(self.losses).mean())
-            self.losses = []
-        if self.best is None:
+        """Leave the best parameters: by validation, or of the best epoch if the loss rose."""
+        fit = self.fit
+        fit.best_step = fit.steps
+        if not fit.steps:
             return
-        rose = self.validation is None and self.fit.loss > 1.1 * self.best[0]
-        if rose or (self.validation is not None and self.waited):
-            self.load_parameters(self.best[1])
-            if self.validation is None:
-                self.fit.loss = self.best[0]
+        if self.losses:  # of an epoch that did not end
+            fit.loss = float(torch.stack(self.losses).mean())
+        if self.validation is not None:
+            self.finish_by_validation()
+        elif self.best is not None and share_gained(self.best.judged, fit.loss) < -0.1:
+            self.load_parameters(self.best.parameters)
+            fit.loss, fit.best_step = self.best.judged, self.best.step
+        ended = [entry for entry in fit.history if entry["step"] == fit.best_step]
+        fit.samples = ended[0]["samples"] if ended else fit.samples
+        if not self.is_joint:  # where a loader has the samples of one process alone
+            fit.loss = self.evaluate(self.batches.all())
 
     def state(self) -> dict[str, Any]:
-        epoch = {"epochs": self.batches.epoch, "waited": self.waited}
-        return {**super().state(), **epoch, "batches_per_step": self.batches_per_step}
+        own = {"epochs": self.batches.epoch, "batches_per_step": self.batches_per_step}
+        return {**super().state(), **own}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        self.batches.epoch, self.waited = state["epochs"], state["waited"]
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        self.batches.epoch = state["epochs"]
         if self.growth is not None:
             self.growth.batches = state.get("batches_per_step", 1)
-
-
-def _validation_batches(validation: Any) -> Iterable[Any] | None:
-    """Validation data as batches: a loader, or one pair."""
-    if validation is None or is_batches(validation):
-        batches: Iterable[Any] | None = validation
-        return batches
-    return [as_pair(validation, "validation must be a pair")]
 
 
 def _is_plain(model: nn.Module) -> bool:

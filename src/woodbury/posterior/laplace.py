@@ -125,8 +125,8 @@ class Posterior:
 
 def posterior(
     model: nn.Module,
-    loss: nn.Module,
-    inputs: Any,
+    loss: nn.Module | None = None,
+    inputs: Any = None,
     targets: Tensor | None = None,
     prior: str | float | Mapping[str, float] = EVIDENCE,
     noise: str | float = EVIDENCE,
@@ -142,6 +142,7 @@ def posterior(
     >>> posterior.sample(new_inputs, 20)    # functions from the posterior
     >>> posterior.influence(new_inputs, new_targets)    # of each training sample on the loss there
     >>> posterior.log_evidence
+    >>> posterior = woodbury.posterior(woodbury.fit(model, loss, (inputs, targets), weight_decay="evidence"))
 
     The model should be trained: the approximation is around its parameters as they are, and those of a minimum
     with weight decay fit it best (`weight_decay` = 2 noise prior / (n C) with `MSELoss`, prior / n with
@@ -150,7 +151,8 @@ def posterior(
     less.
 
     Args:
-        model: any module; parameters without requires_grad count as known.
+        model: any module; parameters without requires_grad count as known. Or a `Fit` by evidence, alone: its
+            data, prior and noise are taken.
         loss: one that `GaussNewton` takes. The sum over samples is the negative log likelihood, whatever its
             reduction (up to a constant for losses that leave one out); for `MSELoss`, that of Gaussian noise.
         inputs, targets: the training data.
@@ -164,6 +166,8 @@ def posterior(
 
         prior |theta|^2 = gamma,    noise (n C - gamma) = |y - t|^2
     """
+    if loss is None:
+        return _of_fit(model)
     model, loss = written_model(model), written_model(loss)
     is_squared = isinstance(loss, nn.MSELoss)
     _check_argument("prior", prior, what="a precision")
@@ -198,6 +202,17 @@ def posterior(
         if is_squared and variance is None:
             variance = noise_by_evidence(eigenvalues, size, data.total)
     return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
+
+
+def _of_fit(fit: Any) -> Posterior:
+    make = getattr(fit, "make_posterior", None)
+    if make is None:
+        raise TypeError(
+            "posterior takes a model, its loss and its data, or the Fit of weight_decay='evidence' alone; got "
+            f"{type(fit).__name__}"
+        )
+    found: Posterior = make()
+    return found
 
 
 def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:

@@ -1,0 +1,235 @@
+"""Fits whose weight decay, and for squared error the noise, follow from the evidence: trainbr, for any loss.
+
+Levenberg-Marquardt steps on all of the data, and between them MacKay's iteration (`TrainingData.update`) for the
+noise and for one precision per parameter tensor, delta, which is the weight decay 2 s delta / (n C) of `MSELoss`
+and delta / n of `CrossEntropyLoss`. It ends when the evidence rises no more: nothing has to be held out.
+
+The iteration has several ends: from a stiff prior all parameters may vanish, from a flexible one noise may be
+memorised. So it begins a few times, from priors of different stiffness, for some steps each; the one with the
+largest evidence goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from woodbury import _batch
+from woodbury.fit.limits import Limits
+from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.sources import Data
+from woodbury.model.capture import call_model
+from woodbury.model.fallback import Forward
+from woodbury.optim import GaussNewton, StepInfo
+from woodbury.policies.damping import LevenbergMarquardt
+from woodbury.posterior import Posterior, TrainingData
+
+FIRST_STEPS, STEPS = 8, 3  # before the first update of the prior, and between two
+UPDATES = 2  # of prior and noise, at the same parameters
+WINDOW = 3  # updates over which the evidence must rise
+TOLERANCE = 1e-3  # by this for every number that is predicted
+DAMPING = LevenbergMarquardt(initial=1e-3, boost=3.0, drop=0.3, floor=1e-15, relative=True)
+LEAST_RATIO = 1e-4  # to move at all
+LEAST, MOST = 1e-4, 1e8  # bounds of precisions
+LEAST_NOISE = 1e-8  # of the variance of the targets: below, rounding would decide about the prior
+
+
+class Start(NamedTuple):
+    """Where the iteration begins."""
+
+    precision: float
+    noise: float  # variance, over that of the targets
+    parameters: Mapping[str, Tensor] | None = None  # by default those of the model
+
+
+STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1))
+TRIAL_STEPS = 50  # of each, unless its evidence rises no more before
+LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
+
+
+class EvidenceRun(Run):
+    """Levenberg-Marquardt steps, and updates of prior and noise between them."""
+
+    needed: ClassVar[set[str]] = Run.needed | {"start", "trials", "waiting"}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        data: Data,
+        limits: Limits,
+        *,
+        forward: Forward | None = None,
+        fallback: str | None = None,
+        callback: Callback | None = None,
+        validation: Validation | None = None,
+        starts: Sequence[Start] = STARTS,
+        most_steps: float = math.inf,  # of one start
+        tolerance: float = TOLERANCE,
+        number_count: float | None = None,  # of numbers that are predicted, where samples have weights
+    ) -> None:
+        self.names = [name for name, own in model.named_parameters() if own.requires_grad]
+        groups = [{"params": [own]} for own in model.parameters() if own.requires_grad]
+        settings: dict[str, Any] = {"params": groups, "damping": DAMPING, "accept": LEAST_RATIO}
+        optimizer = GaussNewton(model, loss, forward=forward, fallback=fallback, **settings)
+        super().__init__(optimizer, limits, callback, validation)
+        self.data, self.fallback, self.tolerance, self.most_steps = data, fallback, tolerance, most_steps
+        self.fit.samples = _batch.sample_count(data[0])
+        rows, value = self._rows(), self.evaluate([data])
+        self.number_count = rows.number_count if number_count is None else number_count
+        self.divisor = rows.total / value if value else self.number_count  # of the sum, to get the loss
+        self.variance: float | None = None  # of the targets, for squared error
+        if isinstance(loss, nn.MSELoss) and data[1] is not None:
+            centre = data[1].mean(0) if number_count is None else 0.0  # which weighted targets have lost already
+            self.variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
+        if limits.steps is not None:
+            starts = starts[: max(1, limits.steps // LEAST_TRIAL)]
+        self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
+        self.trials: list[dict[str, Any]] = []  # the starts that were tried
+        self.waiting = list(starts[1:])
+        self._begin(starts[0])
+
+    def _begin(self, start: Start) -> None:
+        parameters, optimizer = self.first
+        self.load_parameters(parameters if start.parameters is None else start.parameters)
+        self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+        self.precisions = dict.fromkeys(self.names, start.precision)
+        self.noise = None if self.variance is None else start.noise * self.variance
+        self.steps, self.updated = 0, 0  # steps of this start, and before the last update
+        self.evidence: list[float] = []
+        self.effective, self.at = 0.0, 0  # gamma; the last step in the count of all
+        self._set_decay()
+
+    def _rows(self, model: nn.Module | None = None) -> TrainingData:
+        forward = self.optimizer.forward
+        with self.in_mode(training=False):
+            return TrainingData(
+                self.model if model is None else model,
+                self.optimizer.loss,
+                forward=None if forward is call_model else forward,
+                fallback=self.fallback,
+                max_bytes=None,
+                inputs=self.data[0],
+                targets=self.data[1],
+                check=False,
+            )
+
+    def _set_decay(self) -> None:
+        """delta of the posterior as weight decay of the loss."""
+        factor = 1.0 if self.noise is None else 1 / (2 * self.noise)
+        for group, precision in zip(self.optimizer.param_groups, self.precisions.values(), strict=True):
+            group["weight_decay"] = precision / (factor * self.divisor)
+
+    @property
+    def has_settled(self) -> bool:
+        rises = self.evidence[-1 - WINDOW :]
+        is_flat = len(rises) > WINDOW and rises[-1] - rises[0] < self.tolerance * self.number_count
+        return is_flat or self.steps >= self.most_steps
+
+    def reached(self) -> str | None:
+        return "evidence" if self.has_settled else self.limits.reached(self.fit.steps, self.fit.seconds)
+
+    def advance(self) -> Callable[[], str | None]:
+        info = self.optimizer.step(*self.data)
+        self.fit.steps, self.steps = self.fit.steps + 1, self.steps + 1
+        self.at = self.fit.steps
+        due = self.steps - self.updated >= (STEPS if self.updated else FIRST_STEPS)
+        if due or self.steps >= self.most_steps:
+            self._update()
+        return lambda: self._note(info)
+
+    def _next_start(self) -> None:
+        """Where the trial of a start is over: the next one, or the best of all."""
+        if not (self.waiting or self.trials) or not self.evidence:
+            return
+        if self.has_settled or self.steps >= TRIAL_STEPS:
+            self.trials.append(self._start_state())
+            if self.waiting:
+                self._begin(self.waiting.pop(0))
+            else:
+                self._take_best()
+
+    def _take_best(self) -> None:
+        best = max(self.trials, key=lambda trial: trial["evidence"][-1])
+        self.trials = []
+        self._load_start(best)
+        self.load_parameters(best["parameters"])
+
+    def _update(self) -> None:
+        rows = self._rows()
+        rows.number_count = self.number_count
+        for _ in range(UPDATES):
+            update = rows.update(self.precisions, self.noise)
+            self.precisions = {name: min(max(own, LEAST), MOST) for name, own in update.precisions.items()}
+            if update.noise is not None and self.variance is not None:
+                self.noise = max(update.noise, LEAST_NOISE * self.variance)
+        self.evidence.append(update.log_evidence)
+        self.effective, self.updated = update.determined, self.steps
+        self._set_decay()
+
+    def _note(self, info: StepInfo) -> str | None:
+        fit, numbers = self.fit, info.as_dict()
+        record: dict[str, Any] = {
+            "step": fit.steps,
+            "seconds": fit.seconds,
+            "loss": float(numbers["loss"]),
+            "samples": fit.samples,
+        }
+        log_evidence = self.evidence[-1] if self.evidence else None
+        record |= {"accepted": numbers["accepted"], "noise": self.noise, "log_evidence": log_evidence}
+        fit.history.append(record)
+        fit.loss = self.evaluate([self.data])
+        if self.validation is not None:
+            record["validation"] = self.validation_loss()
+        if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
+            return "tolerance"
+        self._next_start()
+        return None
+
+    def shown(self) -> tuple[str, float]:
+        return f"start {len(self.trials) + 1}" if self.trials or self.waiting else "the best start", 0.0
+
+    def finish(self) -> None:
+        fit = self.fit
+        if self.steps > self.updated:
+            self._update()
+        if self.trials and self.evidence:
+            self.trials.append(self._start_state())
+        if self.trials:
+            self._take_best()
+        fit.best_step, fit.loss = self.at if self.steps else 0, self.evaluate([self.data])
+        if self.evidence:
+            fit.noise, fit.effective_parameters, fit.log_evidence = self.noise, self.effective, self.evidence[-1]
+        if self.validation is not None:
+            fit.validation = self.validation_loss()
+        fit.make_posterior = self.posterior
+
+    def posterior(self) -> Posterior:
+        """That of the model as it is."""
+        rows = self._rows(copy.deepcopy(self.model).eval())
+        rows.number_count = self.number_count
+        return Posterior(rows, rows.system(self.precisions, self.noise), dict(self.precisions), self.noise)
+
+    def _start_state(self) -> dict[str, Any]:
+        """All about the start under way."""
+        names = ("precisions", "noise", "steps", "updated", "evidence", "effective", "at")
+        own = {name: copy.copy(getattr(self, name)) for name in names}
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        return {**own, "parameters": self.parameters(), "optimizer": optimizer}
+
+    def _load_start(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for name in set(state) - {"parameters", "optimizer"}:
+            setattr(self, name, copy.copy(state[name]))
+
+    def state(self) -> dict[str, Any]:
+        waiting = [tuple(own) for own in self.waiting]
+        return {**super().state(), "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
+
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        self._load_start(state["start"])
+        self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]

@@ -1,0 +1,457 @@
+"""Noisy data: fits that generalise, by validation data and by the evidence; and what a `Fit` says is true."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bounds
+import problems
+import woodbury
+from benchmarks import noise
+from woodbury.fit.descent import Descent
+from woodbury.fit.evidence import EvidenceRun, Start
+from woodbury.fit.limits import Limits
+from woodbury.fit.run import Best
+
+MSE = nn.MSELoss()
+
+
+def fitted(model, data, **settings):
+    return woodbury.fit(model, settings.pop("loss", MSE), data, **{"progress": False, **settings})
+
+
+def noisy(seed=0, samples=60, deviation=0.2, inputs=2):
+    draws = torch.Generator().manual_seed(seed)
+    x = 2 * torch.rand(samples, inputs, generator=draws, dtype=torch.float64) - 1
+    return x, torch.sin(2 * x[:, :1]) + deviation * torch.randn(samples, 1, generator=draws, dtype=torch.float64)
+
+
+def network(*widths, seed=0):
+    torch.manual_seed(seed)
+    return problems.mlp(*(widths or (2, 8, 1))).double()
+
+
+def loss_of(model, data, loss=MSE):
+    """In evaluation mode, by torch alone."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        value = loss(model(data[0]), data[1]).item()
+    model.train(was_training)
+    return value
+
+
+def values(model):
+    return torch.cat([own.detach().flatten() for own in model.parameters()])
+
+
+def same(value, expected, samples=200):
+    return value == pytest.approx(expected, rel=bounds.rounding(samples), abs=0)
+
+
+# -- by validation --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("width", [10, 20, 40])
+def test_noise_is_not_memorised(width, seed):
+    torch.manual_seed(seed)
+    x = 2 * torch.rand(2210, 2, dtype=torch.float64) - 1
+    y = torch.sin(x[:, :1]) * x[:, 1:] + 0.1 * torch.randn(2210, 1, dtype=torch.float64)
+    model = problems.mlp(2, width, width, 1).double()
+    fitted(model, (x[:165], y[:165]), validation=(x[165:210], y[165:210]))
+    assert loss_of(model, (x[210:], y[210:])) <= 0.0125  # the noise alone has 0.01
+
+
+def test_without_noise_the_same_call_goes_for_digits():
+    x = torch.linspace(-1, 1, 80, dtype=torch.float64).unsqueeze(1)
+    y = torch.exp(-3 * x**2) * torch.cos(6 * x)
+    fit = fitted(network(1, 16, 1, seed=2), (x, y), validation=0.25, steps=150)
+    assert fit.validation < 1e-10
+
+
+def test_the_best_parameters_come_back_and_the_fit_says_which():
+    model, data, other = network(), noisy(), noisy(1, 30)
+    kept = {}
+    fit = fitted(
+        model, data, validation=other, callback=lambda fit: kept.update({fit.steps: values(model).clone()})
+    )
+    seen = [entry["validation"] for entry in fit.history]
+    assert fit.reason == "validation" and len(seen) == fit.steps
+    assert fit.best_step == seen.index(min(seen)) + 1 and fit.steps == fit.best_step + 6
+    assert torch.equal(values(model), kept[fit.best_step])
+    assert same(fit.validation, loss_of(model, other)) and same(fit.loss, loss_of(model, data))
+    assert f"(step {fit.best_step})" in repr(fit) and len(repr(fit)) < 200
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_patience_is_the_number_of_steps_that_follow_the_best(patience):
+    fit = fitted(network(), noisy(), validation=noisy(1, 30), patience=patience)
+    assert fit.reason == "validation" and fit.steps == fit.best_step + patience
+
+
+def test_a_sampler_has_patience_too():
+    def draw(count):
+        x = torch.rand(count, 1, dtype=torch.float64)
+        return x, x.sin() + 0.1 * torch.randn_like(x)
+
+    fit = fitted(network(1, 4, 1), draw, validation=draw(20), patience=3, samples=40, seed=0)
+    assert fit.reason == "validation" and fit.steps == fit.best_step + 3
+
+
+def test_a_share_is_split_off_by_the_seed():
+    data = noisy(samples=50)
+    fits = [fitted(network(), data, validation=0.2, steps=2, seed=seed) for seed in (None, 0, 1)]
+    train, others = fits[0].split
+    assert len(others) == 10 and sorted([*train.tolist(), *others.tolist()]) == list(range(50))
+    assert torch.equal(others, fits[1].split[1]) and not torch.equal(others, fits[2].split[1])
+    model = network()
+    by_hand = fitted(
+        model, (data[0][train], data[1][train]), validation=(data[0][others], data[1][others]), steps=2
+    )
+    assert by_hand.validation == fits[0].validation and by_hand.loss == fits[0].loss
+    assert "10 others for validation" in str(fits[0])
+
+
+def test_a_fit_with_validation_goes_on_from_its_state_bit_by_bit():
+    data, other = noisy(deviation=0.0), noisy(1, 30, deviation=0.0)
+    whole, half, again = network(), network(), network(seed=5)
+    first = fitted(whole, data, validation=other, steps=40)
+    state = fitted(half, data, validation=other, steps=25).state_dict()
+    second = fitted(again, data, validation=other, steps=40, resume=state)
+    assert [entry["loss"] for entry in first.history] == [entry["loss"] for entry in second.history]
+    assert torch.equal(values(whole), values(again)) and first.best_step == second.best_step
+
+
+def test_the_search_goes_on_where_plain_steps_creep_and_counts_if_it_halves_the_loss():
+    optimizer = woodbury.GaussNewton(network(), MSE)
+    descent = Descent(optimizer)
+    assert optimizer.search is None and optimizer.accept == 0.0
+    losses = [*(10.0 * 0.5**step for step in range(12)), *[2e-3] * 10, 1e-3]  # falls, then creeps
+    for step, loss in enumerate(losses):
+        assert not descent.in_search
+        assert descent.next(best := Best(loss, step, {}), 0 if step < 12 or step == 22 else 1) is None
+    assert descent.in_search and optimizer.search is not None and optimizer.accept is None
+    assert descent.next(Best(0.9e-3, 30, {}), 2) is None
+    assert descent.next(Best(0.9e-3, 30, {}), 3) is best  # no better than by luck
+    assert not descent.in_search and optimizer.search is None
+
+
+# -- by the evidence ------------------------------------------------------------------------------------------
+
+
+def test_a_linear_fit_has_the_decay_and_the_noise_of_the_largest_evidence():
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 1, bias=False).double(), torch.randn(40, 5, dtype=torch.float64)
+    y = x @ torch.tensor([[1.0], [0.5], [0.0], [-1.0], [0.1]], dtype=torch.float64) + 0.3 * torch.randn(40, 1)
+    run = EvidenceRun(model, MSE, (x, y), Limits(steps=120), starts=[Start(1.0, 0.3)], tolerance=0.0)
+    fit = run.go(None)
+    weight = model.weight.detach().T
+    delta, s = run.precisions["weight"], fit.noise
+    ridge = torch.linalg.solve(x.T @ x / s + delta * torch.eye(5, dtype=torch.float64), x.T @ y / s)
+    torch.testing.assert_close(weight, ridge, rtol=1e-8, atol=1e-10)
+    eigenvalues = torch.linalg.eigvalsh(x.T @ x / s)
+    gamma = (eigenvalues / (eigenvalues + delta)).sum().item()
+    assert fit.effective_parameters == pytest.approx(gamma, rel=1e-8)
+    assert delta * weight.square().sum().item() == pytest.approx(gamma, rel=1e-8)
+    assert s * (40 - gamma) == pytest.approx((x @ weight - y).square().sum().item(), rel=1e-8)
+
+
+def test_a_classifier_is_at_the_minimum_with_the_decay_found():
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2, generator=draws, dtype=torch.float64)
+    y = (x[:, 0] > 0).long() ^ (torch.rand(60, generator=draws) < 0.1).long()
+    model, loss = nn.Linear(2, 2, bias=False).double(), nn.CrossEntropyLoss()
+    run = EvidenceRun(model, loss, (x, y), Limits(steps=200), starts=[Start(1.0, 1.0)], tolerance=0.0)
+    fit = run.go(None)
+    assert fit.noise is None and 0 < fit.effective_parameters < 4
+    value = loss(model(x), y) * 60  # -log p(data)
+    prior = sum(run.precisions[name] * own.square().sum() / 2 for name, own in model.named_parameters())
+    gradient = torch.cat([own.flatten() for own in torch.autograd.grad(value + prior, list(model.parameters()))])
+    assert gradient.norm() < 1e-6 * value
+
+
+def test_the_posterior_of_a_fit_is_that_of_its_prior_and_noise():
+    model, data, other = network(), noisy(), noisy(1, 5)[0]
+    fit = fitted(model, data, weight_decay="evidence", validation=noisy(2, 40))
+    assert fit.reason == "evidence" and 0.1**2 < fit.noise < 0.3**2 and 2 < fit.effective_parameters < 33
+    assert same(fit.loss, loss_of(model, data)) and same(fit.validation, loss_of(model, noisy(2, 40)))
+    posterior = woodbury.posterior(fit)
+    by_hand = woodbury.posterior(model, MSE, *data, posterior.prior, posterior.noise)
+    assert torch.equal(posterior.covariance(other), by_hand.covariance(other))
+    assert posterior.log_evidence == by_hand.log_evidence and posterior.noise == fit.noise
+    with pytest.raises(TypeError, match="weight_decay='evidence'"):
+        woodbury.posterior(fitted(model, data, steps=1))
+
+
+def test_a_fit_by_evidence_goes_on_from_its_state():
+    data, whole, half, again = noisy(), network(), network(), network(seed=5)
+    first = fitted(whole, data, weight_decay="evidence", steps=120)
+    state = fitted(
+        half, data, weight_decay="evidence", steps=120, callback=lambda fit: fit.steps == 65
+    ).state_dict()
+    second = fitted(again, data, weight_decay="evidence", steps=120, resume=state)
+    assert second.steps == first.steps and second.log_evidence == first.log_evidence
+    assert torch.equal(values(whole), values(again))
+
+
+# -- bad input ------------------------------------------------------------------------------------------------
+
+
+def loader():
+    return DataLoader(TensorDataset(*noisy()), 20)
+
+
+BAD = {
+    "other columns": ({"validation": noisy(inputs=3)}, "samples of the data have the shapes"),
+    "other targets": ({"validation": (noisy()[0], noisy()[1][:, 0])}, "have the shapes"),
+    "nan": ({"validation": (noisy()[0] * math.nan, noisy()[1])}, "nan or inf"),
+    "nan to train on": ({"data": (noisy()[0] * math.nan, noisy()[1]), "validation": 0.2}, "nan or inf"),
+    "one sample": ({"data": noisy(samples=1), "validation": noisy()}, "one sample"),
+    "one sample to split": ({"data": noisy(samples=1), "validation": 0.5}, "leaves nothing"),
+    "nothing split off": ({"data": noisy(samples=4), "validation": 0.01}, "leaves nothing"),
+    "all split off": ({"validation": 1.5}, "leaves nothing"),
+    "constant targets": (
+        {"data": (noisy()[0], torch.ones_like(noisy()[1])), "validation": 0.2},
+        "all targets are",
+    ),
+    "constant, evidence": ({"data": (noisy()[0], noisy()[1] * 0), "weight_decay": "evidence"}, "all targets are"),
+    "patience alone": ({"patience": 3}, "patience= is for validation data"),
+    "patience, evidence": ({"weight_decay": "evidence", "validation": 0.2, "patience": 2}, "the evidence does"),
+    "curvature samples": ({"curvature_samples": 5}, "curvature_samples= is for the batches of a loader"),
+    "another word": ({"weight_decay": "auto"}, "a number or 'evidence'"),
+    "evidence, loader": ({"data": loader(), "weight_decay": "evidence"}, "with a loader pass a number"),
+    "evidence, sampler": ({"data": lambda count: noisy(), "weight_decay": "evidence"}, "a function that draws"),
+    "split of a loader": ({"data": loader(), "validation": 0.2}, "splits a pair"),
+    "loader, other columns": (
+        {"data": loader(), "validation": noisy(inputs=3)},
+        "does not go with model and loss",
+    ),
+    "no validation": ({"data": loader(), "validation": [(noisy()[0][:0], noisy()[1][:0])]}, "validation data"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_and_nothing_changes(case):
+    arguments, message = BAD[case]
+    model = network()
+    before = values(model)
+    with pytest.raises(ValueError, match=message):
+        fitted(model, **{"data": noisy(), **arguments})
+    assert torch.equal(values(model), before) and model.training
+
+
+# -- what a Fit says ------------------------------------------------------------------------------------------
+
+
+def dropout_network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Dropout(0.5), nn.Linear(12, 1)).double()
+
+
+KINDS = {
+    "pair": noisy,
+    "sampler": lambda: lambda count: noisy(samples=count),
+    "loader": loader,
+}
+
+
+@pytest.mark.parametrize("has_validation", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_the_model_returned(kind, decay, has_validation):
+    model, other = dropout_network(), noisy(3, 25)
+    settings = {"validation": other} if has_validation else {}
+    samples = {"samples": 60} if kind == "sampler" else {}
+    fit = fitted(model, KINDS[kind](), steps=7, weight_decay=decay, **settings, **samples)
+    assert same(fit.loss, loss_of(model, noisy())) and fit.samples in (20, 60)
+    assert fit.validation is None if not has_validation else same(fit.validation, loss_of(model, other))
+
+
+def test_the_tolerance_is_on_the_loss_without_decay():
+    model = network()
+    fit = fitted(model, noisy(deviation=0.0), weight_decay=0.05, tolerance=0.05, steps=50)
+    assert fit.reason == "tolerance" and same(fit.loss, loss_of(model, noisy(deviation=0.0)))
+    decay = 0.05 / 2 * values(model).square().sum().item()
+    assert fit.loss <= 0.05 < fit.loss + decay
+
+
+def test_losses_below_zero_are_losses():
+    loss = nn.PoissonNLLLoss()  # exp(y) - t y, whose minimum t - t log t is below zero from t = e on
+    x = torch.linspace(-1, 1, 30, dtype=torch.float64).unsqueeze(1)
+    data = x, 20 + (15 * torch.sin(12 * x)).round()
+    model = network(1, 8, 1)
+    fit = fitted(model, data, loss=loss, steps=60)
+    assert fit.loss < 0 and same(fit.loss, loss_of(model, data, loss), 30)
+    losses = [entry["loss"] for entry in fit.history]
+    assert losses[12] < 0 and losses[-1] < losses[12]  # it was not taken for stalled
+
+
+@pytest.mark.parametrize("kind", ["pair", "loader"])
+def test_flags_of_parts_come_back(kind):
+    model = dropout_network().eval()
+    model[2].train()
+    fitted(model, KINDS[kind](), steps=3, validation=noisy(1, 9))
+    assert [own.training for own in model.modules()] == [False, False, False, True, False]
+
+
+class Interrupted(nn.Module):
+    """Ctrl-C in a pass in evaluation mode."""
+
+    def __init__(self, passes):
+        super().__init__()
+        self.passes = passes
+
+    def forward(self, inputs):
+        self.passes -= not self.training
+        if not self.training and self.passes == 0:
+            raise KeyboardInterrupt
+        return inputs
+
+
+@pytest.mark.parametrize("kind, passes", [("pair", 6), ("pair", 7), ("loader", 3)])
+def test_an_interrupted_validation_pass_loses_nothing(kind, passes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), Interrupted(passes), nn.Linear(6, 1)).double()
+    other = noisy(3, 25)
+    fit = fitted(model, KINDS[kind](), steps=30, validation=other)
+    assert fit.reason == "interrupted" and all(own.training for own in model.modules())
+    assert len(fit.history) == (fit.steps if kind == "pair" else fit.steps // 3) > 0
+    assert same(fit.validation, loss_of(model, other)) and same(fit.loss, loss_of(model, noisy()))
+    seen = [entry["validation"] for entry in fit.history if "validation" in entry]
+    assert fit.validation <= min(seen) * (1 + bounds.rounding(25))
+
+
+def test_a_run_that_stops_inside_an_epoch_leaves_the_best_parameters():
+    model, other = network(), noisy(3, 25)
+
+    def spoil(fit):  # in the second epoch
+        if fit.steps == 4:
+            with torch.no_grad():
+                model[2].weight.mul_(-30)
+        return fit.steps == 5
+
+    fit = fitted(model, loader(), epochs=9, validation=other, callback=spoil)
+    assert fit.best_step == 3 and same(fit.validation, fit.history[0]["validation"])
+    assert same(fit.validation, loss_of(model, other)) and same(fit.loss, loss_of(model, noisy()))
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (
+            lambda state: state["parameters"].update({"0.weight": torch.zeros(3, 2)}),
+            r"'0.weight' has the shape \(3, 2\)",
+        ),
+        (lambda state: state["best"]["parameters"].pop("0.bias"), "'0.bias' is not in both"),
+        (lambda state: state.pop("limited"), "must be the state_dict"),
+        (lambda state: state["optimizer"].pop("param_groups"), "param_groups"),
+    ],
+)
+def test_a_failed_resume_changes_nothing(spoil, message):
+    state = fitted(network(), noisy(), steps=3, validation=noisy(1)).state_dict()
+    spoil(state)
+    model = network(seed=4)
+    before = values(model)
+    with pytest.raises((ValueError, KeyError), match=message):
+        fitted(model, noisy(), steps=5, validation=noisy(1), resume=state)
+    assert torch.equal(values(model), before)
+
+
+def test_weighted_classes_count_by_their_weights_in_validation():
+    draws = torch.Generator().manual_seed(0)
+    data = torch.randn(40, 2, generator=draws, dtype=torch.float64), torch.arange(40) % 2
+    loss, model = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0], dtype=torch.float64)), network(2, 4, 2)
+    order = data[1].sort().indices  # batches of one class each
+    other = DataLoader(TensorDataset(data[0][order], data[1][order]), 20)
+    fit = fitted(model, DataLoader(TensorDataset(*data), 10), loss=loss, epochs=1, validation=other)
+    assert same(fit.validation, loss_of(model, data, loss), 40)
+
+
+# -- inputs people have ----------------------------------------------------------------------------------------
+
+
+class Table:
+    """What pandas has of interest here."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return self.values.numpy()
+
+
+def test_arrays_tables_and_lists_are_data():
+    inputs, targets = noisy(samples=30)
+    forms = {
+        "tensors": (inputs, targets),
+        "arrays": [inputs.numpy(), targets.numpy()],
+        "tables": (Table(inputs), Table(targets)),
+        "lists": (inputs.tolist(), targets.tolist()),
+    }
+    fits = {name: fitted(network(), form, steps=3, validation=0.2) for name, form in forms.items()}
+    assert len({fit.validation for fit in fits.values()}) == 1
+    names = {name for entry in fits["lists"].history for name in entry}
+    assert {"step", "loss", "validation"} <= names
+    assert all(
+        set(entry) == names and not isinstance(own, list | dict)
+        for fit in fits.values()
+        for entry in fit.history
+        for own in entry.values()
+    )
+
+
+def test_floats_of_another_size_are_said_once_and_functions_are_losses():
+    inputs, targets = noisy(samples=30)
+    with pytest.warns(UserWarning, match="torch.float64 is converted to torch.float32") as warned:
+        first = fitted(network().float(), (inputs, targets), loss=nn.functional.mse_loss, steps=3)
+    assert len(warned) == 1
+    second = fitted(network().float(), (inputs.float(), targets.float()), steps=3)
+    assert first.loss == second.loss
+
+
+# -- the benchmark --------------------------------------------------------------------------------------------
+
+
+def test_networks_side_by_side_take_the_steps_of_adam():
+    problem = noise.PROBLEMS["few"]
+    batch, model = problem.draw(20, 0), problem.network(0)
+    networks, expected = noise.Networks(model, problem.loss), []
+    for _ in range(3):
+        networks.step(batch)
+    for rate in noise.RATES:
+        model = problem.network(0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        for _ in range(3):
+            optimizer.zero_grad()
+            problem.loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+        expected.append(values(model))
+    bound = 3 * bounds.rounding(20)
+    torch.testing.assert_close(networks.flat.detach(), torch.stack(expected), rtol=bound, atol=bound)
+
+
+def test_the_benchmark_compares_with_adam(monkeypatch, capsys):
+    from benchmarks import __main__ as program
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(noise, "MOST_STEPS", 30)
+    assert program.main(["noise", "--only", "few", "--seeds", "2", "--methods", "validation"]) == 0
+    assert "over all problems" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", noise.PROBLEMS)
+def test_problems_have_the_noise_they_say(name):
+    problem = noise.PROBLEMS[name]
+    inputs, targets = problem.draw(4000, 1)
+    clean = problem.function(inputs)
+    if problem.classes:
+        share = (targets != clean).double().mean().item()
+        assert share == pytest.approx(problem.noise, abs=5 * math.sqrt(problem.noise / 4000))
+    else:
+        slope = (targets * clean).mean() / clean.square().mean()
+        deviation = (targets - slope * clean).std() / (slope * clean.std())
+        assert deviation.item() == pytest.approx(problem.noise, rel=0.15)
