@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks import beside, gpu, laplacian, models, noise, peers, processes, scale, standings, step
+from benchmarks import beside, equations, gpu, laplacian, models, noise, peers, processes, scale, standings, step
 from benchmarks.common import Command
 from woodbury.runs.storage import round_numbers
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "processes": processes.COMMAND,
     "laplacian": laplacian.COMMAND,
     "models": models.COMMAND,
+    "equations": equations.COMMAND,
     "beside": beside.COMMAND,
 }
 

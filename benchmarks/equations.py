@@ -291,13 +291,13 @@ def inverse(device: str) -> Problem:
         return torch.exp(-c * PI**2 * x[:, :1]) * torch.sin(PI * x[:, 1:])
 
     def equation(model: nn.Module, x: Tensor) -> Tensor:
-        _, slopes, bend = woodbury.laplacian(model.net, x, weights=(0, 1))
-        return slopes[..., 0] - model.number * bend
+        _, slopes, bend = woodbury.laplacian(find.net, x, weights=(0, 1))
+        return slopes[..., 0] - find.number * bend
 
-    model = _WithNumber(network(device, 2, 20, 20, 1), 1.0).to(device)
+    find = _WithNumber(network(device, 2, 20, 20, 1), 1.0).to(device)
     places = box.inside(200)
     terms = {"equation": (box.inside, equation), "data": ((places, solution(places)), value)}
-    return Problem(model, terms, lambda model: abs(float(model.number) / c - 1))
+    return Problem(find, terms, lambda model: abs(float(find.number) / c - 1))
 
 
 def eigenvalue(device: str) -> Problem:
@@ -305,17 +305,17 @@ def eigenvalue(device: str) -> Problem:
     box = Box((-6.0,), (6.0,), device)
 
     def equation(model: nn.Module, x: Tensor) -> Tensor:
-        u, _, bend = woodbury.laplacian(model.net, x)
-        return -bend / 2 + x.square() * u / 2 - model.number * u
+        u, _, bend = woodbury.laplacian(find.net, x)
+        return -bend / 2 + x.square() * u / 2 - find.number * u
 
-    model = _WithNumber(network(device, 1, 20, 20, 1), 0.3).to(device)
+    find = _WithNumber(network(device, 1, 20, 20, 1), 0.3).to(device)
     middle, ends = torch.zeros(1, 1, dtype=torch.float64, device=device), box.faces(2, (0,))
     terms = {
         "equation": (box.inside, equation),
         "scale": ((middle, torch.ones_like(middle)), value),
         "ends": (torch.tensor([[-6.0], [6.0]], dtype=torch.float64).to(ends), value),
     }
-    return Problem(model, terms, lambda model: abs(float(model.number) / 0.5 - 1))
+    return Problem(find, terms, lambda model: abs(float(find.number) / 0.5 - 1))
 
 
 PROBLEMS: dict[str, Callable[[str], Problem]] = {

@@ -1,7 +1,7 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
 from woodbury._version import __version__
-from woodbury.fit import Fit, fit
+from woodbury.fit import Equations, Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
 from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
@@ -18,6 +18,7 @@ __all__ = [
     "KFAC",
     "Constant",
     "CurvedSearch",
+    "Equations",
     "Fit",
     "GaussNewton",
     "HessianFree",

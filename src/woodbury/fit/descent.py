@@ -32,6 +32,13 @@ def share_gained(before: float, after: float) -> float:
     return (before - after) / abs(before) if before else before - after
 
 
+def use_search(optimizer: GaussNewton, on: bool) -> None:
+    """From now on steps with a search, or plain ones that are taken if they gain."""
+    search, accept = (CurvedSearch(), None) if on else (None, 0.0)
+    optimizer.settings = replace(optimizer.settings, search=search, accept=accept)
+    optimizer.state.pop("search", None)
+
+
 class Descent:
     """Chooses between plain steps and those with a search, after every step."""
 
@@ -39,13 +46,7 @@ class Descent:
         self.optimizer = optimizer
         self.course: list[float] = []  # the lowest validation losses after plain steps since the last search
         self.before: Best | None = None  # the best point when the search began, while it lasts
-        self._set_search(False)
-
-    def _set_search(self, on: bool) -> None:
-        optimizer = self.optimizer
-        search, accept = (CurvedSearch(), None) if on else (None, 0.0)
-        optimizer.settings = replace(optimizer.settings, search=search, accept=accept)
-        optimizer.state.pop("search", None)
+        use_search(optimizer, False)
 
     @property
     def in_search(self) -> bool:
@@ -58,13 +59,13 @@ class Descent:
             if waited < TRIAL:
                 return None
             self.before, self.course = None, []
-            self._set_search(False)
+            use_search(self.optimizer, False)
             return best if share_gained(before.judged, best.judged) >= WORTH else before
         self.course.append(best.judged)
         is_creeping = len(self.course) > WINDOW and share_gained(self.course[-1 - WINDOW], best.judged) < CREEP
         if waited == 0 and is_creeping:
             self.before = best
-            self._set_search(True)
+            use_search(self.optimizer, True)
         return None
 
     def state(self) -> dict[str, Any]:
@@ -75,6 +76,6 @@ class Descent:
         if state["before"] is not None:
             memory = self.optimizer.state.get("search")
             self.before = Best(**state["before"])
-            self._set_search(True)
+            use_search(self.optimizer, True)
             if memory is not None:
                 self.optimizer.state["search"] = memory

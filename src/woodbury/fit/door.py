@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,24 +16,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from woodbury.fit.descent import PLAIN
+from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.evidence import EvidenceRun
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
 from woodbury.fit.run import Run, Validation
+from woodbury.fit.solving import SolvingRun
 from woodbury.fit.sources import (
     Data,
     Draw,
+    Drawn,
     MiniBatches,
     as_pair,
     as_tensors,
     check_learnable,
     check_validation,
+    drawing,
     is_batches,
-    source_of,
     split_off,
 )
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
+from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
@@ -41,8 +46,8 @@ from woodbury.policies.search import CurvedSearch
 
 def fit(
     model: nn.Module,
-    loss: Any,
-    data: Data | Draw | Iterable[Any],
+    loss: nn.Module | Callable[..., Any] | Equations,
+    data: Data | Draw | Iterable[Any] | None = None,
     *,
     forward: Forward | None = None,
     fallback: str | None = "autograd",
@@ -52,6 +57,7 @@ def fit(
     seconds: float | None = None,
     tolerance: float | None = None,
     samples: int | None = None,
+    points: str = "by residual",
     validation: Data | Iterable[Any] | float | None = None,
     patience: int | None = None,
     curvature_samples: int | float | str | None = "auto",
@@ -70,6 +76,7 @@ def fit(
     >>> print(fit)
     loss 1.14e-13 after 27 steps, 0.8 s, 200 samples per step: the tolerance is reached
     >>> woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
+    >>> woodbury.fit(model, woodbury.Equations(inside=(draw_inside, equation), edge=(draw_edge, condition)))
 
     With data that is used whole, or samples that are drawn, it goes for as many digits as there are: every step is
     one of `GaussNewton(model, loss, search=CurvedSearch())` on all of the data, or on fresh samples with as many
@@ -83,7 +90,7 @@ def fit(
     Args:
         model: any module; it is trained in place and ends with the best parameters.
         loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
-            as mse_loss, stand for their classes.
+            as mse_loss, stand for their classes. Or `Equations`, in place of loss and data.
         data: (inputs, targets), used whole at every step, tensors, NumPy arrays, tables of pandas or lists of
             numbers; a function draw(count) that returns as many fresh
             samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
@@ -96,9 +103,12 @@ def fit(
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
         epochs: how often to go through a loader.
-        samples: how many to draw at first; by default 1.5 per parameter, at least 256 and at most 4096 (32768 on a
-            GPU). There are four times as many, up to 8 per parameter, after three steps in a row that the samples
-            limit: other samples promise less than half of what the batch promises, or lengths are 1/16 or less.
+        samples: how many to draw at first; by default 512 (on a GPU 1.5 per parameter, from 2048 to 8192). There
+            are twice as many, up to 8 per parameter and as far as memory goes, after two steps in a row that the
+            samples limit: other samples promise less than half of what the batch promises.
+        points: "by residual" takes the samples of a step from eight times as many that are drawn, more often where
+            the residual is large, with weights that keep the expected loss (`woodbury.fit.equations`); for MSELoss
+            and `Equations`. "as drawn" takes them as they come.
         validation: other samples (inputs, targets), with a loader also one of such batches; then the best
             parameters are those with the lowest loss on them, in evaluation mode. With a pair steps go only as
             deep as that loss falls (`woodbury.fit.descent`), and a number, 0.2, sets this share of the samples
@@ -129,79 +139,140 @@ def fit(
     Returns:
         a `Fit`: loss, validation, best_step, steps, seconds, samples, reason, history.
     """
-    model, loss = written_model(model), written_model(_as_module(loss))
-    data, validation = as_tensors(data, model), as_tensors(validation, model)
-    settings: dict[str, Any] = {
-        "forward": forward,
-        "fallback": fallback,
-        "weight_decay": weight_decay,
-        "seed": seed,
-    }
+    model = written_model(model)
+    settings: dict[str, Any] = {"fallback": fallback, "weight_decay": weight_decay, "seed": seed}
+    if isinstance(loss, Equations):
+        _check_absent("data", data, "not for Equations, whose terms have their own")
+        _check_absent("forward", forward, "not for Equations, whose terms have their own functions")
+        _check_absent("validation", validation, "not for Equations: a step is judged on points of its own")
+        given: Any = loss
+        criterion: nn.Module = nn.MSELoss()
+    else:
+        criterion, settings["forward"] = written_model(_as_module(loss)), forward
+        given, validation = as_tensors(data, model), as_tensors(validation, model)
     if patience is not None:
         if validation is None:
             raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
         _check_whole("patience", patience)
+    limits = Limits(steps, seconds, tolerance, epochs)
     run: Run
-    split = None
-    if is_batches(data):
+    if is_batches(given):
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
         _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
-        has_budget = not (steps is None and seconds is None and epochs is None)
-        limits = Limits(steps, seconds, tolerance, epochs if has_budget else DEFAULT_EPOCHS)
         _check_batches(batches_per_step)
-        by_time = is_by_time(limits, model)
         settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
-        patience = patience or max(5, math.ceil((limits.epochs or DEFAULT_EPOCHS) / 4))
-        run = TrainingRun(
-            training_optimizer(model, loss, by_time, **settings),
-            MiniBatches(data, _device_of(model)),  # type: ignore[arg-type]
-            limits=limits,
-            validation=_validation(validation, patience),
-            callback=callback,
-            record=record,
-            batches_per_step=batches_per_step,
-        )
+        shared = {"callback": callback, "record": record, "batches_per_step": batches_per_step}
+        judged = _validation(validation, patience or max(5, math.ceil((epochs or DEFAULT_EPOCHS) / 4)))
+        run = _training(model, criterion, given, limits, judged, **shared, **settings)
     else:
         _check_no_batches(epochs, record, memory, batches_per_step, curvature_samples)
-        if not callable(data) and validation is not None:
-            data, validation, split = _split(data, validation, seed or 0)
-        source = source_of(data)
-        limits = Limits(DEFAULT_STEPS if steps is None and seconds is None else steps, seconds, tolerance)
-        if _is_evidence(weight_decay):
-            if callable(data):
-                _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
-            _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
-            _check_absent("patience", patience, "for fits that validation data ends, and here the evidence does")
-            _check_absent("metric", None if metric == "auto" else metric, "not for weight_decay='evidence'")
-            pair = source.draw(0)
-            check_learnable(pair)
-            run = EvidenceRun(
-                model,
-                loss,
-                pair,
-                limits,
-                forward=forward,
-                fallback=fallback,
-                callback=callback,
-                validation=_validation(validation, PATIENCE),
-            )
+        dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
+        settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
+        settings |= {"metric": None if metric == "auto" else metric, "search": CurvedSearch(), "damping": PLAIN}
+        if callable(given) or isinstance(given, Equations):
+            _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
+            if samples is not None:
+                _check_whole("samples", samples)
+            drawn = _drawn(model, criterion, given, forward, points)
+            judged = _validation(validation, patience or PATIENCE)
+            run = _solving(model, criterion, drawn, limits, judged, callback=callback, samples=samples, **settings)
         else:
-            settings["metric"] = None if metric == "auto" else metric
-            dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
-            settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
-            run = PreciseRun(
-                GaussNewton(model, loss, search=CurvedSearch(), damping=PLAIN, **settings),
-                source,
-                limits=limits,
-                validation=_validation(validation, patience or PATIENCE),
-                seed=seed,
-                callback=callback,
-                samples=samples,
-            )
-    run.fit.split = split
+            _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
+            judges: dict[str, Any] = {"validation": validation, "patience": patience, "callback": callback}
+            run = _whole(model, criterion, given, limits, **judges, **settings)
     if resume is not None:
         run.load(resume)
-    return run.go(Progress(limits) if progress else None)
+    return run.go(Progress(run.limits) if progress else None)
+
+
+def _training(
+    model: nn.Module, loss: nn.Module, data: Any, limits: Limits, validation: Validation | None, **options: Any
+) -> Run:
+    """A fit to the batches of a loader."""
+    if limits.steps is None and limits.seconds is None and limits.epochs is None:
+        limits = replace(limits, epochs=DEFAULT_EPOCHS)
+    names = ("callback", "record", "batches_per_step")
+    settings = {name: value for name, value in options.items() if name not in names}
+    optimizer = training_optimizer(model, loss, is_by_time(limits, model), **settings)
+    batches = MiniBatches(data, _device_of(model))
+    own = {name: options[name] for name in names}
+    return TrainingRun(optimizer, batches, limits=limits, validation=validation, **own)
+
+
+def _solving(
+    model: nn.Module,
+    loss: nn.Module,
+    source: TermSource | Drawn,
+    limits: Limits,
+    validation: Validation | None,
+    callback: Callable[[Fit], Any] | None,
+    samples: int | None,
+    **settings: Any,
+) -> Run:
+    """A fit to samples that are drawn."""
+    if isinstance(source, TermSource):
+        settings["forward"] = source.forward
+        if validation is not None:
+            validation = replace(validation, batches=[source.as_data(*own) for own in validation.batches])
+    return SolvingRun(
+        GaussNewton(model, loss, **settings),
+        source,
+        limits=_with_budget(limits),
+        validation=validation,
+        seed=settings["seed"],
+        callback=callback,
+        samples=samples,
+    )
+
+
+def _whole(
+    model: nn.Module,
+    loss: nn.Module,
+    data: Any,
+    limits: Limits,
+    validation: Any,
+    patience: int | None,
+    callback: Callable[[Fit], Any] | None,
+    **settings: Any,
+) -> Run:
+    """A fit to data that is used whole."""
+    run: Run
+    split, limits = None, _with_budget(limits)
+    if validation is not None:
+        data, validation, split = _split(data, validation, settings["seed"] or 0)
+    pair = as_pair(data, "data must be a function draw(count), a loader, or a pair")
+    judged = _validation(validation, patience or PATIENCE)
+    if _is_evidence(settings["weight_decay"]):
+        _check_absent("patience", patience, "for fits that validation data ends, and here the evidence does")
+        _check_absent("metric", settings["metric"], "not for weight_decay='evidence'")
+        check_learnable(pair)
+        own = {name: settings[name] for name in ("forward", "fallback")}
+        run = EvidenceRun(model, loss, pair, limits, callback=callback, validation=judged, **own)
+    else:
+        optimizer = GaussNewton(model, loss, **settings)
+        run = PreciseRun(optimizer, pair, limits=limits, validation=judged, callback=callback)
+    run.fit.split = split
+    return run
+
+
+def _with_budget(limits: Limits) -> Limits:
+    has_budget = limits.steps is not None or limits.seconds is not None
+    return limits if has_budget else replace(limits, steps=DEFAULT_STEPS)
+
+
+def _drawn(
+    model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str
+) -> TermSource | Drawn:
+    """Terms, or one of them, or the samples of another loss than a mean of squares."""
+    if points not in ("by residual", "as drawn"):
+        raise ValueError(f"fit: points must be 'by residual' or 'as drawn', got {points!r}")
+    by_residual = points == "by residual"
+    if isinstance(data, Equations):
+        return TermSource(model, data.terms, by_residual)
+    if type(loss) is not nn.MSELoss or loss.reduction != "mean":
+        return Drawn(drawing(data))
+    term = (drawing(data), forward or call_model)
+    return TermSource(model, Equations(samples=term).terms, by_residual)
 
 
 def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:

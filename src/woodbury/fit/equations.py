@@ -130,8 +130,9 @@ class _Source:
         parts = []
         for start in range(0, count, AT_ONCE):
             window = slice(start, min(start + AT_ONCE, count))
-            part = _batch.part((inputs, targets), window, count)
-            parts.append(self._values(model, *part, like.new_ones(window.stop - window.start, 1)))
+            own_inputs, own_targets = _batch.part((inputs, targets), window, count)
+            scale = like.new_ones(window.stop - window.start, 1)
+            parts.append(self._values(model, own_inputs, own_targets, scale))
         residual = torch.cat(parts)
         if not bool(torch.isfinite(residual).all()):
             raise ValueError(f"fit: term {self.name!r} gives residuals that are not finite: check its function")
@@ -192,7 +193,7 @@ class TermSource:
         return self._batch(count, by_residual=False)
 
     def as_data(self, inputs: Any, targets: Tensor | None) -> Data:
-        """Other points of the only term."""
+        """Other points of the only term, as a batch."""
         (source,) = self.sources.values()
         scale = self.like.new_ones(_batch.sample_count(inputs), 1)
         return (source.residual, inputs, targets, scale), None

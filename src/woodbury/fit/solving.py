@@ -1,159 +1,174 @@
-"""Fits of residuals on points that are drawn: steps with a search on more and more points, and plain ones before.
+"""Fits to samples that are drawn: steps with a search on more and more of them, and plain ones before.
 
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
-follow, taken if they gain, as long as they gain enough, and then searched steps for good. There are twice as many
-points after two searched steps in a row that the points limit: where other points promise less than half of what
-the batch promises.
+follow on a CPU, taken if they gain, as long as they gain enough, and then searched steps for good. There are
+twice as many samples after two searched steps in a row that the samples limit: where other samples promise less
+than half of what the batch promises.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from woodbury import _random
+from woodbury._memory import available_bytes
+from woodbury.fit.descent import use_search
 from woodbury.fit.equations import TermSource
 from woodbury.fit.limits import Limits
-from woodbury.fit.run import Callback, Run
+from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
-from woodbury.policies.damping import LevenbergMarquardt
-from woodbury.policies.search import CurvedSearch
 
-PLAIN = LevenbergMarquardt(initial=1e-2, boost=3.0, drop=1 / 3, floor=1e-10)
 LOOKED_AT = 24  # searched steps at first, of which
 SHORT, SHORT_STEPS = 1 / 8, 3  # if so many in a row are shorter than this, and
 FEW, LITTLE = 8, 1.0  # so many take less than this off the logarithm of the loss, plain steps follow:
 WINDOW = 32  # twice as many at least, and on as long as this many
 WORTH = 1.0  # take so much off the logarithm of the loss
-FIRST, FIRST_ON_DEVICE = 512, 8192  # points of a step at first
-GROWTH = 2  # times the points, after a step that they limit:
-LIMITED = 0.5  # where other points promise less than this of what the batch promises
+FIRST, MOST_ON_DEVICE = 512, 8192  # samples of a step at first; on a GPU 1.5 per parameter up to the second number
+GROWTH = 2  # times the samples, where they limit the steps:
+LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
-MOST_ROWS = 8  # points per parameter at most: more of them add little to the curvature
+MOST_ROWS = 8  # samples per parameter at most: more of them add little to the curvature
+COPIES = 6  # of the rows that a step holds at once, at most
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
-
-
-_COURSE = ("phase", "since", "rejected", "limited", "weights")  # what `resume` needs
+_COURSE = ("phase", "since", "rejected", "limited", "count", "most")  # what `resume` needs
 
 
 class SolvingRun(Run):
     """Plain steps, then steps with a search."""
 
-    needed: ClassVar[set[str]] = Run.needed | {"plain", "course"}
+    needed: ClassVar[set[str]] = Run.needed | {"course", "weights"}
 
     def __init__(
         self,
-        source: TermSource,
+        optimizer: GaussNewton,
+        source: TermSource | Drawn,
         limits: Limits,
-        callback: Callback | None,
+        validation: Validation | None,
         seed: int | None,
+        callback: Callback | None,
         samples: int | None,
-        **settings: Any,
     ) -> None:
-        model, loss = source.model, nn.MSELoss()
-        wide = torch.float64 if source.like.dtype == torch.float32 else None
-        settings = {**settings, "forward": source.forward, "gram_dtype": wide, "seed": seed}
-        super().__init__(GaussNewton(model, loss, search=CurvedSearch(), **settings), limits, callback)
-        self.plain = GaussNewton(model, loss, damping=PLAIN, accept=0.0, guard=None, **settings)
+        super().__init__(optimizer, limits, callback, validation)
         self.source = source
-        self.size = sum(own.numel() for own in model.parameters() if own.requires_grad)
-        first = FIRST if source.like.device.type == "cpu" else FIRST_ON_DEVICE
-        self.fit.samples = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
-        self.random: _random.Snapshot | None = None  # of the points, if they have a seed
-        if seed is not None:
-            now = _random.snapshot(source.like.device)
-            torch.manual_seed(seed)
-            self.random = _random.snapshot(source.like.device)
-            _random.restore(now)
-        self.phase, self.since = "look" if source.is_fresh else "search", 0  # the steps before a phase
+        self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
+        on_cpu = self.device.type == "cpu"
+        first = FIRST if on_cpu else min(max(round(1.5 * self.size), 4 * FIRST), MOST_ON_DEVICE)
+        self.count = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
+        self.most = MOST_ROWS * self.size  # samples of a step; fewer where memory has run out
+        # the steps before this phase
+        self.phase, self.since = "look" if source.is_fresh and on_cpu else "search", 0
         self.rejected = self.limited = 0  # steps in a row
-
-    @property
-    def weights(self) -> dict[str, float]:
-        return self.source.weights
-
-    @weights.setter
-    def weights(self, weights: Mapping[str, float]) -> None:
-        self.source.weights = dict(weights)
+        self.random: _random.Snapshot | None = None  # of the samples, if they have a seed
+        if seed is not None:
+            now = _random.snapshot(self.device)
+            torch.manual_seed(seed)
+            self.random = _random.snapshot(self.device)
+            _random.restore(now)
 
     def reached(self) -> str | None:
         return self.limits.reached(self.fit.steps, self.fit.seconds)
 
     def advance(self) -> Callable[[], str | None]:
+        self._decide()
         if self.fit.steps in BALANCED_AT:
             self._draw(self.source.balance)
-        batch = self._draw(lambda: self.source.batch(self.fit.samples))
-        loss = self.source.loss()
-        self._decide(loss)
-        if self.phase == "plain":
-            info = self.plain.step(*batch)
-        else:
-            others = self._draw(lambda: self.source.batch(self.fit.samples)) if self.source.is_fresh else None
-            info = self.optimizer.step(*batch, held_out=others)
+        while True:
+            batch = self._draw(lambda: self.source.batch(self.count))
+            loss = self.source.loss()
+            try:
+                info = self._step(batch)
+                break
+            except (torch.OutOfMemoryError, MemoryError):
+                if self.count < 2 * FIRST:
+                    raise
+                self.count, self.limited = self.count // 2, 0
+                self.most = self.count
+                message = f"fit: memory has run out: from now on a step has {self.count} samples"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self.fit.steps, self.fit.samples = self.fit.steps + 1, self.count
         return lambda: self._note(info, loss)
 
-    def _decide(self, loss: float) -> None:
+    def _step(self, batch: Any) -> StepInfo:
+        if self.phase == "plain":
+            return self.optimizer.step(*batch)
+        others = self._draw(lambda: self.source.batch(self.count)) if self.source.is_fresh else None
+        return self.optimizer.step(*batch, held_out=others)
+
+    def _decide(self) -> None:
         """Whether the next step is a plain one."""
-        history, begun = self.fit.history, len(self.fit.history) - self.since
+        history, begun = self.fit.history, self.fit.steps - self.since
         if self.phase == "look" and begun >= FEW:
             is_short = all(float(record["length"]) < SHORT for record in history[-SHORT_STEPS:])
-            if is_short and math.log(history[-FEW]["loss"] / loss) < LITTLE:
-                self.phase, self.since = "plain", len(history)
+            if is_short and self._gained(FEW) < LITTLE:
+                self.phase, self.since = "plain", self.fit.steps
+                use_search(self.optimizer, False)
             elif begun >= LOOKED_AT:
                 self.phase = "search"
-        elif self.phase == "plain" and begun >= 2 * WINDOW and math.log(history[-WINDOW]["loss"] / loss) < WORTH:
+        elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             self.phase = "search"
+            use_search(self.optimizer, True)
+
+    def _gained(self, steps: int) -> float:
+        """What the last steps took off the logarithm of the loss; not a number where the loss is no square."""
+        before, now = (self.fit.history[place]["loss"] for place in (-steps, -1))
+        return math.log(before / now) if before > 0 and now > 0 else math.nan
 
     def shown(self) -> tuple[str, float]:
         record = self.fit.history[-1]
-        return f"{record['kind']} step, {record['samples']} points", 0.0
+        if record["length"] is None:
+            return f"plain step, {record['samples']} samples", 0.0
+        path = "bent" if record["bent"] else "straight"
+        return f"length {record['length']:.3g} ({path}), {record['samples']} samples", 0.0
 
     def _note(self, info: StepInfo, loss: float) -> str | None:
-        fit, numbers, is_plain = self.fit, info.as_dict(), self.phase == "plain"
-        fit.steps += 1
-        fit.loss = loss
-        record = {"step": fit.steps, "seconds": fit.seconds, "loss": loss, "samples": fit.samples}
-        record |= {"kind": "plain" if is_plain else "searched", "terms": self.source.mean_squares()}
+        """Record a step, and decide whether to stop or to draw more."""
+        fit, numbers = self.fit, info.as_dict()
+        fit.loss = float(numbers["loss"]) if math.isnan(loss) else loss
+        record: dict[str, Any] = {
+            "step": fit.steps,
+            "seconds": fit.seconds,
+            "loss": fit.loss,
+            "samples": fit.samples,
+        }
         record |= {name: numbers.get(name) for name in ("length", "share", "bent", "accepted")}
+        if terms := self.source.mean_squares():
+            record["terms"] = terms
+        if self.validation is not None:
+            record["validation"] = self.validation_loss()
         fit.history.append(record)
-        if self.best is None or loss < self.best[0]:
-            self.best = loss, self.parameters()
-        if self.limits.tolerance is not None and loss <= self.limits.tolerance:
+        self.judge(record.get("validation", fit.loss))
+        if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
-        if is_plain:
+        if self.validation is not None and self.waited >= self.validation.patience:
+            return "validation"
+        if self.phase == "plain":
             return None
         self.rejected = 0 if numbers["accepted"] else self.rejected + 1
-        agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
-        self.limited = self.limited + 1 if agreement < LIMITED else 0
-        if (
-            self.source.is_fresh
-            and self.limited >= LIMITED_STEPS
-            and GROWTH * fit.samples <= MOST_ROWS * self.size
-        ):
-            fit.samples, self.rejected, self.limited = fit.samples * GROWTH, 0, 0
+        if self.source.is_fresh:
+            self._grow()
         return "stalled" if self.rejected >= STALLED else None
 
-    def finish(self) -> None:
-        """Leave the better of the last and the best parameters in the model, with the loss there."""
-        if self.fit.steps == 0:
+    def _grow(self) -> None:
+        """Draw more samples from now on, where they limit the steps and their rows fit into memory."""
+        agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
+        self.limited = self.limited + 1 if agreement < LIMITED else 0
+        if self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
             return
-        data = self._draw(lambda: self.source.draw(self.fit.samples))
-        last, judged = self.parameters(), float(self.loss_on(data))
-        if self.best is not None:
-            self.load_parameters(self.best[1])
-            other = float(self.loss_on(data))
-            if not other < judged:
-                self.load_parameters(last)
-            judged = min(other, judged)
-        self.fit.loss = judged
+        own = next(iter(self.model.parameters()))
+        needed = COPIES * GROWTH * self.count * self.size * own.element_size()
+        available = available_bytes(self.device)
+        if available is None or needed < available:
+            self.count, self.rejected, self.limited = GROWTH * self.count, 0, 0
 
     def _draw(self, function: Callable[[], Any]) -> Any:
-        """function(), with the random numbers of the points."""
+        """function(), with the random numbers of the samples."""
         if self.random is None:
             return function()
         now = _random.snapshot(self.random.device)
@@ -164,15 +179,34 @@ class SolvingRun(Run):
             self.random = _random.snapshot(self.random.device)
             _random.restore(now)
 
+    def finish(self) -> None:
+        fit = self.fit
+        fit.best_step = fit.steps
+        data = [self._draw(lambda: self.source.draw(self.count))]
+        if self.validation is not None:
+            self.finish_by_validation()
+            fit.loss = self.evaluate(data)
+        else:
+            fit.loss, last = self.evaluate(data), self.parameters()
+            if self.best is not None:  # by samples of its own: compared on the same ones
+                self.load_parameters(self.best.parameters)
+                other = self.evaluate(data)
+                if other < fit.loss:
+                    fit.loss, fit.best_step = other, self.best.step
+                else:
+                    self.load_parameters(last)
+        fit.samples = fit.history[fit.best_step - 1]["samples"] if fit.best_step else self.count
+
     def state(self) -> dict[str, Any]:
         course = {name: getattr(self, name) for name in _COURSE}
         random = {} if self.random is None else {"random": self.random.cpu}
-        return {**super().state(), "plain": self.plain.state_dict(), "course": course, **random}
+        return {**super().state(), "course": course, "weights": dict(self.source.weights), **random}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        self.plain.load_state_dict(state["plain"])
+    def load_rest(self, state: Mapping[str, Any]) -> None:
         for name in _COURSE:
             setattr(self, name, state["course"][name])
+        self.source.weights.update(state["weights"])
+        if self.phase == "plain":
+            use_search(self.optimizer, False)
         if "random" in state and self.random is not None:
             self.random = self.random._replace(cpu=state["random"])

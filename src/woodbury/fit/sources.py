@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,15 +20,26 @@ Draw = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the samples of a step come from, for steps with a search: the same at every step, or fresh ones."""
+class Drawn:
+    """Samples of a function that draws them, for any loss. See `woodbury.fit.equations.TermSource` for squares."""
 
-    draw: Callable[[int], Data]  # so many samples; where they are not fresh, all there are
-    is_fresh: bool  # then there can be more of them, and the loss of a batch is an estimate
+    draw: Callable[[int], Data]
+    is_fresh = True
+    weights: dict[str, float] = field(default_factory=dict)  # of terms: none
 
-    def batches(self, count: int) -> tuple[Data, Data | None]:
-        """The batch of a step, and as many others to judge it; None where the batch judges itself."""
-        return self.draw(count), self.draw(count) if self.is_fresh else None
+    def batch(self, count: int) -> Data:
+        """Samples for a step."""
+        return self.draw(count)
+
+    def balance(self) -> None:
+        """Nothing, as there are no terms."""
+
+    def loss(self) -> float:
+        """Not known before a step."""
+        return math.nan
+
+    def mean_squares(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass
@@ -235,19 +247,11 @@ def check_learnable(data: Data) -> None:
         raise ValueError("fit: all targets are the same: there is nothing to learn from them")
 
 
-def source_of(data: Any) -> Source:
-    """All samples at every step, or a sampler, by what the data is."""
-    if isinstance(data, tuple | list) and len(data) == 2 and not callable(data):
-        _batch.check_batch(data[0], data[1])
-        return Source(lambda count: (data[0], data[1]), is_fresh=False)
-    if not callable(data):
-        raise TypeError(
-            "fit: data must be a pair (inputs, targets), a function draw(count) or a loader of such pairs, got "
-            f"{type(data).__name__}"
-        )
+def drawing(data: Any) -> Callable[[int], Data]:
+    """draw(count) as it was given, with a pair as its result."""
 
     def draw(count: int) -> Data:
         drawn = data(count)
         return (drawn, None) if isinstance(drawn, Tensor) else as_pair(drawn, f"draw({count}) must return a pair")
 
-    return Source(draw, is_fresh=True)
+    return draw
