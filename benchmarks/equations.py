@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -123,7 +122,9 @@ def burgers(device: str, nu: float, width: int) -> Problem:
 
     def solution(points: Tensor) -> Tensor:
         """u = -int sin(pi y) g dz / int g dz,  g = exp(-cos(pi y) / (2 pi nu) - z^2),  y = x - 2 sqrt(nu t) z."""
-        z, weights = (torch.from_numpy(array).to(device) for array in np.polynomial.hermite.hermgauss(180))
+        from numpy.polynomial.hermite import hermgauss
+
+        z, weights = (torch.from_numpy(array).to(device) for array in hermgauss(180))
         y = PI * (points[:, 1:] - 2 * (nu * points[:, :1]).sqrt() * z)
         exponents = -torch.cos(y) / (2 * PI * nu)
         f = weights * torch.exp(exponents - exponents.amax(1, keepdim=True))
@@ -202,6 +203,8 @@ def allen_cahn(device: str) -> Problem:
 
 def _allen_cahn_reference(modes: int = 1024, steps: int = 4000) -> tuple[Tensor, Tensor]:
     """By Fourier series in x and fourth-order exponential steps in t (Cox and Matthews 2002)."""
+    import numpy as np
+
     x, h = -1 + 2 * np.arange(modes) / modes, 1 / steps
     linear = -1e-4 * (PI * np.fft.fftfreq(modes, 1 / modes)) ** 2 + 5
     roots = h * linear[:, None] + np.exp(1j * PI * (np.arange(1, 33) - 0.5) / 32)

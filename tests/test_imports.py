@@ -64,7 +64,7 @@ FLOORS = {
         ["equations"],
         ["run", "measured"],
         ["price", "growth", "descent", "evidence"],
-        ["precise", "training"],
+        ["precise", "solving", "training"],
         ["door"],
     ],
     "quadratic": [
