@@ -488,17 +488,6 @@ def words(**options):
         (Through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
         (OverSamples(), "vectors", r"what layer 'norm' gives for one sample depends on the inputs of another"),
         (Unbatched(), "vectors", r"what layer 'a' gives for one sample depends on the inputs of another"),
-        (nn.Sequential(Standardised(4, 2, 1), nn.Flatten()), "signals", r"'0\.weight' of Standardised"),
-        (
-            nn.Sequential(prune.l1_unstructured(nn.Conv1d(4, 2, 1), "weight", 0.3), nn.Flatten()),
-            "signals",
-            r"'0\.weight_orig' of Conv1d",
-        ),
-        (
-            nn.Sequential(parametrizations.weight_norm(nn.Conv1d(4, 2, 1)), nn.Flatten()),
-            "signals",
-            r"'0\.parametrizations\.weight\.original0'",
-        ),
         (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), "images", r"BatchNorm2d '0' is in training mode.*eval"),
     ],
 )
@@ -507,7 +496,6 @@ def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, mes
         "indices": torch.randint(6, (N, 4)),
         "vectors": torch.randn(N, 4),
         "square": torch.randn(N, N),
-        "signals": torch.randn(N, 4, 3),
         "images": torch.randn(N, 2, 3, 3),
     }[inputs]
     with pytest.raises(ValueError, match=message):
@@ -519,19 +507,10 @@ class Again(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.head = nn.Conv1d(3, 3, 3, padding=1), nn.Linear(9, CLASSES)
+        self.a, self.head = nn.Conv1d(2, 2, 3, padding=1), nn.Linear(6, CLASSES)
 
     def forward(self, x):
         return self.head(F.conv1d(torch.tanh(self.a(x)), self.a.weight, padding=1).flatten(1))
-
-
-def test_a_convolution_used_past_its_module_is_refused_or_exact_by_the_fallback():
-    torch.manual_seed(0)
-    model = Again().double()
-    inputs, targets = torch.randn(N, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    with pytest.raises(ValueError, match=r"'a\.weight' is used outside"):
-        woodbury.rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [3, 0], fallback="autograd")
 
 
 class Slope(nn.Module):
@@ -546,63 +525,58 @@ class Slope(nn.Module):
         return torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)[0].flatten(1)
 
 
-SLOPES = {
-    "linear": lambda: Slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
-    "one linear": lambda: Slope(nn.Linear(4, 1)),
-    "convolution": lambda: Slope(nn.Conv1d(2, 3, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 1)),
-    "norm last": lambda: Slope(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.GroupNorm(1, 3)),
-    "transposed": lambda: Slope(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.PReLU(), nn.Conv1d(3, 1, 1)),
+def computed(layer):
+    return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(4, CLASSES))
+
+
+OUTSIDE = r"weight' is used outside"
+PAST_THE_RULES = {
+    "a second time": (Again, OUTSIDE),
+    "slope of linear": (lambda: Slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), OUTSIDE),
+    "slope of one linear": (lambda: Slope(nn.Linear(4, 1)), OUTSIDE),
+    "slope of a convolution": (
+        lambda: Slope(nn.Conv1d(2, 3, 2), nn.LayerNorm(2), nn.Tanh(), nn.Linear(2, 1)),
+        OUTSIDE,
+    ),
+    "slope, norm last": (lambda: Slope(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.GroupNorm(1, 3)), OUTSIDE),
+    "slope of a transposed": (
+        lambda: Slope(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.PReLU(), nn.Conv1d(3, 1, 1)),
+        OUTSIDE,
+    ),
+    "standardised": (lambda: computed(Standardised(2, 2, 2)), r"'0\.weight' of Standardised"),
+    "pruned": (
+        lambda: computed(prune.l1_unstructured(nn.Conv1d(2, 2, 2), "weight", 0.3)),
+        r"'0\.weight_orig' of Conv1d",
+    ),
+    "weight norm": (
+        lambda: computed(parametrizations.weight_norm(nn.Conv1d(2, 2, 2))),
+        r"'0\.parametrizations\.weight\.original0'",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", list(SLOPES))
-def test_derivatives_in_the_inputs_are_refused_or_exact_by_the_fallback(name):
+@pytest.mark.parametrize("name", list(PAST_THE_RULES))
+def test_what_no_rule_covers_is_refused_or_exact_by_the_fallback(name):
     torch.manual_seed(0)
-    model = SLOPES[name]().double()
-    inputs = torch.randn(N, 4) if "linear" in name else torch.randn(N, 2, 3)
-    inputs = inputs.double()
-    targets = torch.randn_like(inputs).flatten(1)
-    with pytest.raises(ValueError, match=r"weight' is used outside"):
+    make, message = PAST_THE_RULES[name]
+    model, inputs = make().double(), torch.randn(N, *((4,) if "linear" in name else (2, 3))).double()
+    targets = torch.randn_like(model(inputs))
+    with pytest.raises(ValueError, match=message):
         woodbury.rows(model, nn.MSELoss(), inputs, targets)
     check_directions(model, nn.MSELoss(), inputs, targets, [3, 0], fallback="autograd")
 
 
 @pytest.mark.parametrize(
-    "layer",
+    "first, layer, message",
     [
-        lambda: prune.l1_unstructured(nn.Conv1d(3, 2, 2), "weight", 0.3),
-        lambda: parametrizations.weight_norm(nn.Conv1d(3, 2, 2)),
-        lambda: Standardised(3, 2, 2),
-    ],
-    ids=["pruned", "weight norm", "standardised"],
-)
-def test_convolutions_with_computed_weights_are_exact_by_the_fallback(layer):
-    torch.manual_seed(0)
-    model = nn.Sequential(layer(), nn.Tanh(), nn.Flatten(), nn.Linear(4, CLASSES)).double()
-    inputs, targets = torch.randn(N, 3, 3, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    for kind, method in METHODS.items():
-        p = method(model, LOSS, damping=0.05, fallback="autograd").direction(inputs, targets, subset=[3, 0])
-        expected, B, _ = reference.dense_direction(model, LOSS, inputs, targets, [3, 0], 0.05, kind)
-        assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.05)
-
-
-@pytest.mark.parametrize(
-    "model, message",
-    [
-        (
-            nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), nn.Flatten()),
-            r"on one vector per sample only and '1' is a Linear on several positions of a sample",
-        ),
-        (
-            nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1), nn.Flatten()),
-            r"on one vector per sample only and '1' is a Conv1d",
-        ),
-        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), r"on one vector per sample only and '1' is a LayerNorm"),
+        (nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), "Linear on several positions of a sample"),
+        (nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 1), "Conv1d"),
+        (nn.Linear(4, 4), nn.LayerNorm(4), "LayerNorm"),
     ],
 )
-def test_kfac_refuses_layers_it_has_no_factors_for(model, message):
-    with pytest.raises(ValueError, match=message):
-        woodbury.KFAC(model, nn.MSELoss()).step(torch.randn(N, 4), None)
+def test_kfac_refuses_layers_it_has_no_factors_for(first, layer, message):
+    with pytest.raises(ValueError, match=f"KFAC covers .* on one vector per sample only and '1' is a {message}"):
+        woodbury.KFAC(nn.Sequential(first, layer, nn.Flatten()), nn.MSELoss()).step(torch.randn(N, 4), None)
 
 
 @every_mixture
@@ -652,59 +626,54 @@ LOOKUP_METHODS = {
 REFUSED_OPTIONS = {"max_norm": 0.5, "scale_grad_by_freq": True, "sparse": True}
 
 
-@pytest.mark.parametrize("method", list(LOOKUP_METHODS))
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
+def check_refused(method, model, message):
+    """By an error, before the weight changes."""
+    before = model.words.weight.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        LOOKUP_METHODS[method](model, torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,)))
+    assert torch.equal(model.words.weight, before)
+
+
+every_lookup = every_pair(
+    method=list(LOOKUP_METHODS), kind=[nn.Embedding, nn.EmbeddingBag], option=list(REFUSED_OPTIONS)
+)
+
+
+@every_lookup
 def test_options_of_embeddings_that_leave_no_step_are_refused_everywhere(method, kind, option):
-    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
-    model = Lookup(kind, **{option: REFUSED_OPTIONS[option]})
-    before = model.words.weight.detach().clone()
-    with pytest.raises(ValueError, match=rf"{kind.__name__} 'words' with {option}="):
-        LOOKUP_METHODS[method](model, inputs, targets)
-    assert torch.equal(model.words.weight, before)
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("method", ["rows", "gauss-newton", "products", "hessian-free", "kfac"])
-def test_a_frozen_embedding_that_renormalises_is_refused_and_one_that_scales_is_not(kind, method):
-    torch.manual_seed(0)
-    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
-    model = Lookup(kind, frozen=True, max_norm=0.5)
-    before = model.words.weight.detach().clone()
-    with pytest.raises(ValueError, match=rf"{kind.__name__} 'words' with max_norm=0.5 renormalises"):
-        LOOKUP_METHODS[method](model, inputs, targets)
-    assert torch.equal(model.words.weight, before)
-    for option in ("scale_grad_by_freq", "sparse"):  # only gradients in the weight know of these
-        model = Lookup(kind, frozen=True, **{option: True}).double()
-        check_directions(model, LOSS, inputs, targets, [1, 3])
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@pytest.mark.parametrize("method", ["rows", "gauss-newton", "products", "hessian-free"])
-@pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
-def test_the_same_options_of_functions_are_refused(kind, method, option):
-    torch.manual_seed(0)
-    inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
-    model = Lookup(kind, by_function={option: REFUSED_OPTIONS[option]})
-    expected = "'words.weight' in place" if option == "max_norm" else f"{option}=True"
-    with pytest.raises(ValueError, match=expected):
-        LOOKUP_METHODS[method](model, inputs, targets)
+    """Of a module and of a function; a frozen table as well where it is renormalised."""
+    chosen = {option: REFUSED_OPTIONS[option]}
+    check_refused(method, Lookup(kind, **chosen), rf"{kind.__name__} 'words' with {option}=")
     if option == "max_norm":
-        model = Lookup(kind, frozen=True, by_function={"max_norm": 0.5})
-        with pytest.raises(ValueError, match=expected):
-            LOOKUP_METHODS[method](model, inputs, targets)
+        frozen = Lookup(kind, frozen=True, **chosen)
+        check_refused(method, frozen, rf"{kind.__name__} 'words' with max_norm=0.5 renormalises")
+    else:  # only gradients in the weight know of these
+        inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
+        check_directions(Lookup(kind, frozen=True, **chosen).double(), LOSS, inputs, targets, [1, 3])
 
 
-@pytest.mark.parametrize("option", list(REFUSED_OPTIONS))
-def test_an_option_set_after_the_first_step_is_seen(option):
-    torch.manual_seed(0)
+@every_lookup
+def test_the_same_options_of_functions_are_refused(method, kind, option):
+    chosen = {option: REFUSED_OPTIONS[option]}
+    if method == "kfac":
+        return
+    for frozen in (False, True)[: 2 if option == "max_norm" else 1]:
+        model = Lookup(kind, frozen, by_function=chosen)
+        with pytest.raises(
+            ValueError, match="'words.weight' in place" if option == "max_norm" else f"{option}=True"
+        ):
+            LOOKUP_METHODS[method](model, torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,)))
+
+
+def test_an_option_set_after_the_first_step_is_seen():
     inputs, targets = torch.randint(6, (N, 4)), torch.randint(CLASSES, (N,))
-    model = Lookup(nn.Embedding)
-    optimizer = woodbury.HessianFree(model, LOSS)
-    optimizer.step(inputs, targets)
-    setattr(model.words, option, REFUSED_OPTIONS[option])
-    with pytest.raises(ValueError, match=rf"'words' with {option}="):
+    for option, value in REFUSED_OPTIONS.items():
+        model = Lookup(nn.Embedding)
+        optimizer = woodbury.HessianFree(model, LOSS)
         optimizer.step(inputs, targets)
+        setattr(model.words, option, value)
+        with pytest.raises(ValueError, match=rf"'words' with {option}="):
+            optimizer.step(inputs, targets)
 
 
 class Clipped(nn.Module):
