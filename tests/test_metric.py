@@ -270,6 +270,7 @@ def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
         for other in (twin, loaded):
             assert all(torch.equal(a, b) for a, b in zip(expected[0], other.model.parameters(), strict=True))
             assert other.step(*batch).as_dict() == expected[1]
+            assert other.state["course"] == optimizer.state["course"]
 
 
 def test_rows_of_a_large_shared_layer_are_not_saved():

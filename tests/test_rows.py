@@ -99,16 +99,6 @@ def test_products_are_adjoint_and_gram_is_their_composition(widths, n, bias, see
     torch.testing.assert_close(K @ c, rows.matvec(rows.rmatvec(c)))
 
 
-def test_gram_accumulates_in_the_type_asked_for():
-    problem = problems.make("softmax", torch.float32)
-    rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
-    assert rows.gram().dtype == torch.float32
-    K = rows.gram(dtype=torch.float64)
-    assert K.dtype == torch.float64
-    dense = rows.dense().double()
-    assert reference.relative_error(K, dense @ dense.T) <= bounds.rounding(dense.shape[1], dtype=torch.float32)
-
-
 class ByFunction(nn.Module):
     """Uses the parameters of a layer without calling it, alone or beside the call."""
 

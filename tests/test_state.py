@@ -353,14 +353,3 @@ def together_and_each_its_own(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_processes_train_together_or_each_its_own(world):
     assert processes.run(together_and_each_its_own, world) == [True] * world
-
-
-def test_the_dictionary_of_a_step_is_what_its_tensors_show():
-    torch.manual_seed(0)
-    optimizer = woodbury.GaussNewton(torch.nn.Linear(3, 1), torch.nn.MSELoss())
-    info = optimizer.step(torch.randn(5, 3), torch.randn(5, 1))
-    shown = info.as_dict()
-    for name, value in shown.items():
-        own = getattr(info, name).item()
-        assert value == own and type(value) is type(own), name
-    assert shown["accepted"] is True and shown["step_norm"] > 0
