@@ -79,8 +79,9 @@ def test_the_trial_pass_of_an_encoder_in_eval_mode_is_that_of_the_step(name):
         fast = model(inputs)
     assert not torch.allclose(fast, model(inputs))  # else there is nothing to test
     optimizer = OPTIMIZERS[name](model)
-    for _ in range(3):
-        check_ratio(optimizer, inputs, targets)
+    loader = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
+    for full in (None, None, loader):
+        check_ratio(optimizer, inputs, targets, full=full)
 
 
 def test_the_ratio_of_a_small_step_of_an_encoder_is_one():
@@ -88,14 +89,6 @@ def test_the_ratio_of_a_small_step_of_an_encoder_is_one():
     model, inputs, targets = padded()
     info = woodbury.GaussNewton(model, LOSS, damping=1e4).step(inputs, targets)
     assert info.ratio.item() == pytest.approx(1, abs=0.01)
-
-
-def test_so_is_the_pass_over_a_loader():
-    model, inputs, targets = padded()
-    optimizer = woodbury.GaussNewton(model, LOSS, damping=0.5)
-    batches = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
-    for _ in range(2):
-        check_ratio(optimizer, inputs, targets, full=batches)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -39,8 +39,8 @@ def invoke(*arguments: object) -> Result:
 def assert_one_line(result: Result, *facts: str) -> None:
     """Status 2, one line that names the facts, no traceback."""
     assert result.exit_code == 2, result.output
-    assert len(result.output.strip().splitlines()) == 1, result.output
-    assert result.output.startswith("woodbury: ")
+    assert result.output.startswith("woodbury: ") and len(result.output.splitlines()) == 1, result.output
+    assert result.output.strip().isprintable()
     for fact in facts:
         assert fact in result.output
 
@@ -221,7 +221,20 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report
         (["train", "digits", "--set", "seed=abc"], "smw-gn: "),
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9]"], "adam: "),
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9,NaN]"], "adam: betas must be a finite"),
+        *(
+            (["train", "digits", "--set", entry], message)
+            for entry, message in {
+                "damping.bost=2": "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost",
+                "damping.initial=-1": "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18",
+                "momentum.initial=2": "smw-gn: momentum has no field 'initial': it is 0.9",
+                "dampin.initial=2": "smw-gn: there is no setting 'dampin', only ",
+                "damping.=2": "--set takes NAME=VALUE, got 'damping.=2'",
+                "damping.initial.x=2": "--set takes NAME=VALUE, got 'damping.initial.x=2'",
+                "damping=" + "[" * 100_000: "smw-gn: ",
+            }.items()
+        ),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(arguments, message, tmp_path):
     result = invoke(*arguments, "--out", tmp_path / "runs")
