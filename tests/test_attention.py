@@ -116,18 +116,17 @@ def test_rows_and_directions_of_an_encoder_with_padding():
         assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.5)
 
 
-class TrainedPart(Parts):
-    def __init__(self):
-        super().__init__(attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
+def attending():
+    def run(m, x):
+        return m.head(torch.tanh(m.attend(x, x, x, need_weights=False)[0]).mean(1))
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.attend(x, x, x, need_weights=False)[0]).mean(1))
+    return Parts(run, attend=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, CLASSES))
 
 
 def trained(seed, steps, started=None):
     """The parameters of an attention model after some steps, taken at the same time as those of other threads."""
     generator = torch.Generator().manual_seed(seed)
-    model = TrainedPart().double()
+    model = attending().double()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
@@ -185,7 +184,7 @@ def test_no_function_of_torch_is_exchanged_while_attention_runs():
             return super().__torch_function__(function, types, args, kwargs or {})
 
     before = dict(vars(F))
-    model = TrainedPart()
+    model = attending()
     inputs = torch.randn(N, LENGTH, 4).as_subclass(Inside)
     optimizer = woodbury.NaturalGradient(model, LOSS)
     optimizer.step(inputs, torch.randint(CLASSES, (N,)))

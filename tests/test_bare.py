@@ -9,6 +9,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import ExplicitRows
@@ -88,40 +89,34 @@ class Computed(nn.Module):
         return self.head((x / self.heat.exp()).mean(1)) * 2 + 1 / (1 + self.heat.square())
 
 
-class Masked(nn.Module):
+def masked():
     """A token in place of entries that are left out."""
 
-    def __init__(self):
-        super().__init__()
-        self.token, self.head = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, CLASSES)
+    def run(m, x):
+        return m.head(torch.tanh(torch.where(x[..., :1] > 0, x, m.token)).mean(1))
 
-    def forward(self, x):
-        return self.head(torch.tanh(torch.where(x[..., :1] > 0, x, self.token)).mean(1))
+    return Parts(run, token=nn.Parameter(torch.randn(WIDTH)), head=nn.Linear(WIDTH, CLASSES))
 
 
-class Filled(nn.Module):
+def filled():
     """The same by masked_fill, with a token of one number, and a table without some of its entries."""
 
-    def __init__(self):
-        super().__init__()
-        self.token, self.head = nn.Parameter(torch.randn(())), nn.Linear(WIDTH, CLASSES)
-        self.places = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+    def run(m, x):
+        places = m.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
+        return m.head((torch.tanh(x.masked_fill(x[..., :1] > 0, m.token)) * places).mean(1))
 
-    def forward(self, x):
-        places = self.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
-        return self.head((torch.tanh(x.masked_fill(x[..., :1] > 0, self.token)) * places).mean(1))
+    token, places = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+    return Parts(run, token=token, head=nn.Linear(WIDTH, CLASSES), places=places)
 
 
-class InPlace(nn.Module):
+def in_place():
     """Writes into the activations."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+    def run(m, x):
+        return m.head(torch.tanh(m.inner(x).add_(m.shift, alpha=0.5)).mean(1))
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.inner(x).add_(self.shift, alpha=0.5)).mean(1))
+    shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+    return Parts(run, inner=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, CLASSES), shift=shift)
 
 
 class PositionsFirst(nn.Module):
@@ -137,24 +132,15 @@ class PositionsFirst(nn.Module):
         return self.head(torch.tanh(x).mean(0))
 
 
-class Shared(nn.Module):
+def shared():
     """One parameter of two modules, each of which uses it, and of the model."""
 
-    class Part(nn.Module):
-        def __init__(self, gain):
-            super().__init__()
-            self.gain = gain
+    def run(m, x):
+        return m.head(torch.tanh(m.b(torch.tanh(m.a(x)))).mean(1) + m.gain)
 
-        def forward(self, x):
-            return x * self.gain
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(WIDTH))
-        self.a, self.b, self.head = Shared.Part(self.gain), Shared.Part(self.gain), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))).mean(1) + self.gain)
+    gain = nn.Parameter(torch.rand(WIDTH))
+    parts = {name: Parts(lambda m, x: x * m.gain, gain=gain) for name in ("a", "b")}
+    return Parts(run, gain=gain, **parts, head=nn.Linear(WIDTH, CLASSES))
 
 
 SEQUENCES = {
@@ -162,11 +148,11 @@ SEQUENCES = {
     "vision, repeated token": lambda: Vision("repeat"),
     "affine": Affine,
     "computed": Computed,
-    "masked": Masked,
-    "filled": Filled,
-    "in place": InPlace,
+    "masked": masked,
+    "filled": filled,
+    "in place": in_place,
     "positions first": PositionsFirst,
-    "shared": Shared,
+    "shared": shared,
 }
 LANGUAGE = {"table": Language, "embedding": lambda: Language("embedding")}
 
@@ -233,11 +219,8 @@ class Indexed(nn.Module):
 
     def __init__(self, by_place=False):
         super().__init__()
-        self.table, self.head, self.by_place = (
-            nn.Parameter(torch.randn(N, WIDTH)),
-            nn.Linear(WIDTH, CLASSES),
-            by_place,
-        )
+        self.table, self.head = nn.Parameter(torch.randn(N, WIDTH)), nn.Linear(WIDTH, CLASSES)
+        self.by_place = by_place
 
     def forward(self, x):
         x = x.mean(1)

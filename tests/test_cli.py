@@ -56,11 +56,15 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_report", lambda paths, folder: None)
 
 
+def fewer_digits() -> Dataset:
+    whole = load_dataset("digits")
+    return Dataset(*(getattr(whole, name)[:240] for name in SPLITS), classes=10)
+
+
 @pytest.fixture
 def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set digits with fewer samples."""
-    whole = load_dataset("digits")
-    few = Dataset(*(getattr(whole, name)[:240] for name in SPLITS), classes=10)
+    few = fewer_digits()
     monkeypatch.setitem(DATASETS, "digits", lambda files: few)
 
 
@@ -133,7 +137,9 @@ def test_train_takes_settings_overwrites_nothing_and_report_reads_several_folder
 
 
 def command_with_a_signal(*arguments: object) -> None:
-    """Ctrl-C arrives in the fifth step of smw-gn."""
+    """Ctrl-C arrives in the fifth step of smw-gn, on few samples."""
+    few = fewer_digits()
+    DATASETS["digits"] = lambda files: few
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
     step = training._Run._step
 
@@ -146,9 +152,9 @@ def command_with_a_signal(*arguments: object) -> None:
     processes.command(*arguments)
 
 
-def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(no_report, tmp_path):
+def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(few_digits, no_report, tmp_path):
     """The signal comes in the fifth step of the second of two runs."""
-    arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "1"]
+    arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "2"]
     arguments += ["--out", str(tmp_path)]
     done = processes.run_alone(command_with_a_signal, *arguments)
     folder, output = tmp_path / "digits-1", done.stdout + done.stderr

@@ -451,12 +451,7 @@ def test_data_without_information_give_the_dense_step_and_finite_numbers(kind, c
         assert torch.isfinite(getattr(info, number)), number
     assert torch.isfinite(info.ratio) or not info.accepted
     assert torch.isfinite(theta_of(problem.model)).all()
-
-
-@every_second_order
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_data_without_information_leave_finite_parameters_in_float32(kind, change):
-    problem = problems.make("softmax", torch.float32)
+    problem = problems.make(name, torch.float32)
     change(problem)
     optimizer = build(kind, problem)
     with warnings.catch_warnings():
@@ -486,13 +481,6 @@ def test_a_zero_gradient_is_a_step_of_zero_that_counts_as_good(kind, dtype, mome
     p = optimizer.direction(x, model(x).detach())
     assert all((value == 0).all() for value in p.values())
     assert optimizer.verify(x, model(x).detach()) == 0
-
-
-@every_second_order
-def test_a_single_class_is_refused_with_the_way_out(kind):
-    optimizer = OPTIMIZERS[kind](nn.Linear(3, 1), nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"C >= 2 classes.*BCEWithLogitsLoss"):
-        optimizer.step(torch.randn(4, 3), torch.zeros(4).long())
 
 
 # -- float32 with a gradient that is not made of rows ----------------------------------------------------------
@@ -541,7 +529,10 @@ def test_a_registered_loss_keeps_its_digits_in_float32(damping, register):
 @pytest.mark.parametrize("solver", ["cholesky", "cg", "products"])
 @pytest.mark.parametrize("gram_dtype", [None, torch.float64])
 def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
-    """Wherever p is off by more than 5 % there is a warning, once; with a gradient of other data there is none."""
+    """Wherever p is off by more than 5 % there is a warning, once; with a gradient of other data there is none.
+
+    In float64, the way out that it names, which speaks of 1 %, there is none either.
+    """
     curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
     settings = {"solver": solver, "gram_dtype": gram_dtype}
     for damping in (1e-2, *DAMPINGS):
@@ -557,25 +548,17 @@ def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
         assert told or reference.relative_error(p, exact) < 0.05
         if damping <= 1e-6:
             assert told
+        batch, wide = (x.double(), t.double()), copy.deepcopy(model).double()
+        if solver == "cholesky" and damping < 1e-2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                p = OPTIMIZERS[kind](wide, nn.MSELoss(), damping=damping).direction(*batch, full=[batch])
+            assert reference.relative_error(flatten(p), exact) < 0.01
     other = torch.randn(12, 5), torch.randn(12, 3)
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=1e-6, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.direction(x, t, full=[(x, t), other])
-
-
-@that_take("gram_dtype")
-def test_full_in_float64_keeps_its_digits(kind):
-    """The way out that the warning names, which speaks of 1 %."""
-    curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
-    for damping in DAMPINGS:
-        model, x, t, exact = single_precision(SQUARED, damping, curvature, blocks)
-        batch = x.double(), t.double()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer = OPTIMIZERS[kind](model.double(), nn.MSELoss(), damping=damping)
-            p = flatten(optimizer.direction(*batch, full=[batch]))
-        assert reference.relative_error(p, exact) < 0.01
 
 
 @that_take("gram_dtype")

@@ -15,13 +15,13 @@ import problems
 import reference
 import woodbury
 from cases import every_count, every_pair
+from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions, shared
 from woodbury.losses.rules import loss_rule
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 CLASSES = 3
-every_kind = pytest.mark.parametrize("kind", list(METHODS))
 
 
 def finish(layer, inputs):
@@ -124,60 +124,40 @@ def linears(draw):
     return nn.Linear(width, draw(st.integers(1, 4)), bias=draw(st.booleans())), (*lead, width)
 
 
+def per_axis(draw, axes, least, most):
+    """A number for each axis."""
+    return [draw(st.integers(least, most)) for _ in range(axes)]
+
+
 @st.composite
 def convolutions(draw, axes):
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-    each = st.integers(1, 2)
-    groups, c, o = draw(each), draw(each), draw(each)
-    kernel = [draw(st.integers(1, 3 if axes < 3 else 2)) for _ in range(axes)]
-    dilation = [draw(each) for _ in range(axes)]
-    sizes = [draw(st.integers(5, 6) if axes < 3 else st.integers(3, 4)) for _ in range(axes)]
-    stride = [draw(each) for _ in range(axes)]
+    groups, c, o = per_axis(draw, 3, 1, 2)
+    kernel, dilation = per_axis(draw, axes, 1, 3 if axes < 3 else 2), per_axis(draw, axes, 1, 2)
+    sizes, stride = per_axis(draw, axes, 5 if axes < 3 else 3, 6 if axes < 3 else 4), per_axis(draw, axes, 1, 2)
     padding = draw(
-        st.sampled_from(["same", "valid", 1]) | st.lists(st.integers(0, 2), min_size=axes, max_size=axes)
+        st.sampled_from(["same", "valid", 1])
+        | st.lists(st.integers(0, 2), min_size=axes, max_size=axes).map(tuple)
     )
-    mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
-    if padding == "same":
-        stride = [1] * axes
-    layer = kind(
-        groups * c,
-        groups * o,
-        kernel,
-        stride=stride,
-        padding=tuple(padding) if isinstance(padding, list) else padding,
-        dilation=dilation,
-        groups=groups,
-        bias=draw(st.booleans()),
-        padding_mode=mode,
-    )
+    options = {"stride": 1 if padding == "same" else stride, "padding": padding, "dilation": dilation}
+    options |= {"padding_mode": draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))}
+    layer = kind(groups * c, groups * o, kernel, groups=groups, bias=draw(st.booleans()), **options)
     return layer, (groups * c, *sizes)
 
 
 @st.composite
 def transposed(draw, axes):
     kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[axes - 1]
-    each = st.integers(1, 2)
-    groups, c, o = draw(each), draw(each), draw(each)
-    kernel = [draw(st.integers(1, 3 if axes < 3 else 2)) for _ in range(axes)]
-    dilation = [draw(st.integers(1, 3)) for _ in range(axes)]
-    stride = [draw(st.integers(1, 3)) for _ in range(axes)]
+    groups, c, o = per_axis(draw, 3, 1, 2)
+    kernel = per_axis(draw, axes, 1, 3 if axes < 3 else 2)
+    dilation, stride = per_axis(draw, axes, 1, 3), per_axis(draw, axes, 1, 3)
     extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
-    padding = [draw(st.integers(0, 2)) for _ in range(axes)]
-    sizes = [draw(st.integers(2, 3)) for _ in range(axes)]
+    padding, sizes = per_axis(draw, axes, 0, 2), per_axis(draw, axes, 2, 3)
     parts = zip(sizes, stride, padding, dilation, kernel, extra, strict=True)
     lengths = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for n, s, p, d, k, e in parts]
     assume(min(lengths) >= 1 and math.prod(lengths) <= 100)
-    layer = kind(
-        groups * c,
-        groups * o,
-        kernel,
-        stride=stride,
-        padding=padding,
-        output_padding=extra,
-        dilation=dilation,
-        groups=groups,
-        bias=draw(st.booleans()),
-    )
+    options = {"stride": stride, "padding": padding, "output_padding": extra, "dilation": dilation}
+    layer = kind(groups * c, groups * o, kernel, groups=groups, bias=draw(st.booleans()), **options)
     return layer, (groups * c, *sizes)
 
 
@@ -291,9 +271,7 @@ def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, 
     check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
-@every_mixture
-@every_kind
-@pytest.mark.parametrize("solver", ["cholesky", "cg", "products"])
+@every_pair(name=problems.SHARED, kind=list(METHODS), solver=["cholesky", "cg", "products"])
 def test_steps_verify_and_lower_the_loss_with_every_solver(name, kind, solver):
     model, inputs, targets = mixture(name)
     optimizer = METHODS[kind](model, LOSS, damping=1.0, solver=solver, solver_tolerance=1e-12)
@@ -311,22 +289,12 @@ def test_frozen_weights_and_biases_are_left_out(name, frozen):
     check_directions(model, LOSS, inputs, targets, [4, 0, 2])
 
 
-class Unused(nn.Module):
-    """One layer's output never reaches the outputs, another is not called at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.aside, self.idle = nn.Conv1d(2, 3, 2), nn.Conv1d(2, 3, 2), nn.Embedding(3, 2)
-        self.head = nn.Linear(9, CLASSES)
-
-    def forward(self, x):
-        self.aside(x)
-        return self.head(torch.tanh(self.a(x)).flatten(1))
-
-
 def test_layers_that_do_not_reach_the_outputs_stay_where_they_are():
+    """The output of one is not used, another is not called at all."""
     torch.manual_seed(0)
-    model = Unused().double()
+    layers = {"a": nn.Conv1d(2, 3, 2), "aside": nn.Conv1d(2, 3, 2), "idle": nn.Embedding(3, 2)}
+    run = lambda m, x: (m.aside(x), m.head(torch.tanh(m.a(x)).flatten(1)))[1]  # noqa: E731
+    model = Parts(run, **layers, head=nn.Linear(9, CLASSES)).double()
     inputs, targets = torch.randn(N, 2, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
     check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3])
@@ -412,15 +380,13 @@ def test_the_route_follows_the_shapes():
     assert not shared.pairs_are_cheaper((many,), (many,), (1, 4, 4))
 
 
-class Through(nn.Module):
+def through(pool):
     """An embedding of positions that enters otherwise than by a sum or a product with what the samples give."""
 
-    def __init__(self, pool):
-        super().__init__()
-        self.place, self.head, self.pool = nn.Embedding(N, 2), nn.Linear(2, CLASSES), pool
+    def run(m, x):
+        return m.head(pool(torch.maximum(x.unsqueeze(-1), m.place(torch.arange(x.shape[1])))))
 
-    def forward(self, x):
-        return self.head(self.pool(torch.maximum(x.unsqueeze(-1), self.place(torch.arange(x.shape[1])))))
+    return Parts(run, place=nn.Embedding(N, 2), head=nn.Linear(2, CLASSES))
 
 
 class Standardised(nn.Conv1d):
@@ -428,24 +394,9 @@ class Standardised(nn.Conv1d):
         return super()._conv_forward(x, weight - weight.mean(), bias)
 
 
-class OverSamples(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = nn.LayerNorm([N, 4]), nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.norm(x))
-
-
-class Unbatched(nn.Module):
-    """Takes the samples for channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.head = nn.Conv1d(N, N, 1), nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.a(x))
+def over_samples(layer, name):
+    """A layer that takes the samples for features or channels."""
+    return Parts(lambda m, x: m.head(getattr(m, name)(x)), **{name: layer}, head=nn.Linear(4, CLASSES))
 
 
 def words(**options):
@@ -458,11 +409,19 @@ def words(**options):
         (words(max_norm=1.0), "indices", r"Embedding '0' with max_norm=1.0"),
         (words(scale_grad_by_freq=True), "indices", r"Embedding '0' with scale_grad_by_freq=True"),
         (words(sparse=True), "indices", r"Embedding '0' with sparse=True"),
-        (Through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
-        (Through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
-        (Through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
-        (OverSamples(), "vectors", r"what layer 'norm' gives for one sample depends on the inputs of another"),
-        (Unbatched(), "vectors", r"what layer 'a' gives for one sample depends on the inputs of another"),
+        (through(lambda h: h.mean(1)), "square", r"depend on what layer 'place' gives for another"),
+        (through(lambda h: h[:, 0]), "square", r"depend on what layer 'place' gives for another"),
+        (through(lambda h: h.mean(1)), "vectors", r"layer 'place' has an input of shape \(4,\)"),
+        (
+            over_samples(nn.LayerNorm([N, 4]), "norm"),
+            "vectors",
+            r"what layer 'norm' gives for one sample depends on the inputs of another",
+        ),
+        (
+            over_samples(nn.Conv1d(N, N, 1), "a"),
+            "vectors",
+            r"what layer 'a' gives for one sample depends on the inputs of another",
+        ),
         (nn.Sequential(nn.BatchNorm2d(2), nn.Flatten()), "images", r"BatchNorm2d '0' is in training mode.*eval"),
     ],
 )
@@ -477,15 +436,13 @@ def test_layers_whose_rows_would_be_wrong_are_refused_by_name(model, inputs, mes
         woodbury.rows(model, nn.MSELoss(), made, None)
 
 
-class Again(nn.Module):
+def again():
     """Uses the weight of a convolution a second time, past its module."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.head = nn.Conv1d(2, 2, 3, padding=1), nn.Linear(6, CLASSES)
+    def run(m, x):
+        return m.head(F.conv1d(torch.tanh(m.a(x)), m.a.weight, padding=1).flatten(1))
 
-    def forward(self, x):
-        return self.head(F.conv1d(torch.tanh(self.a(x)), self.a.weight, padding=1).flatten(1))
+    return Parts(run, a=nn.Conv1d(2, 2, 3, padding=1), head=nn.Linear(6, CLASSES))
 
 
 class Slope(nn.Module):
@@ -506,7 +463,7 @@ def computed(layer):
 
 OUTSIDE = r"weight' is used outside"
 PAST_THE_RULES = {
-    "a second time": (Again, OUTSIDE),
+    "a second time": (again, OUTSIDE),
     "slope of linear": (lambda: Slope(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), OUTSIDE),
     "slope of one linear": (lambda: Slope(nn.Linear(4, 1)), OUTSIDE),
     "slope of a convolution": (

@@ -164,3 +164,28 @@ def test_gram_of_shared_parameters_keeps_to_its_limit():
     assert len(growths) == len(ROUTES)
     for route, growth in zip(ROUTES, growths, strict=True):
         assert growth < 2**26, route
+
+
+LANGUAGE = """
+torch.manual_seed(0)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(500, 32), nn.Linear(32, 32), nn.Linear(32, 500)
+    def forward(self, x):
+        return self.head(torch.tanh(self.mix(self.words(x)).cumsum(1))).transpose(1, 2)
+inputs, targets = torch.randint(500, (8, 64)), torch.randint(500, (8, 64))
+before = peak()
+optimizer = woodbury.GaussNewton(Model(), nn.CrossEntropyLoss(), solver="products", solver_tolerance=1e-4)
+assert optimizer.step(inputs, targets).accepted
+assert optimizer.verify(inputs, targets) < 1e-2
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@needs_proc
+def test_products_take_a_language_model_in_the_memory_of_its_outputs():
+    """512 tokens of 500 classes: 255488 rows, whose columns would take 33 GB and whose Gram matrix 261 GB."""
+    (growth,) = printed(START + LANGUAGE)
+    assert growth < 2**28

@@ -84,6 +84,11 @@ CASES = [
 ]
 
 
+def steps_of(name):
+    """Fewer of Hessian-free, whose iterations exchange a vector each."""
+    return 5 if name == "hf" else 20
+
+
 def train(rank, world, sizes, turn):
     """The parameters, the damping, the last numbers and the last iterations of each case.
 
@@ -99,7 +104,7 @@ def train(rank, world, sizes, turn):
         subset = None
         if half:
             subset = torch.arange(0, len(own), 2) if world > 1 else torch.cat([part[::2] for part in parts])
-        for _ in range(20):
+        for _ in range(steps_of(name)):
             info = optimizer.step(inputs[own], targets[own], subset=subset)
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         iterations = getattr(optimizer, "iterations", 1)  # of conjugate gradients
@@ -117,7 +122,7 @@ def test_twenty_steps_are_those_of_one_process(world, turn):
     everyone = processes.run(train, world, SPREAD[world], turn)
     for case, (flat, damping, info, iterations) in zip(CASES, expected, strict=True):
         index = CASES.index(case)
-        given = {"damping": info["damping"], "steps": 20 * iterations}
+        given = {"damping": info["damping"], "steps": steps_of(case[1]) * iterations}
         bound = bounds.of_step(MODELS[case[0]](), nn.CrossEntropyLoss(), *data(case[0]), **given)
         # f(theta) - f(theta + p) cancels in the ratio
         of_info = bound * max(1.0, abs(info["loss"] / (info["ratio"] * info["predicted"])))
@@ -131,7 +136,7 @@ def test_twenty_steps_are_those_of_one_process(world, turn):
 
 
 def many_steps(rank, world):
-    """200 steps in float32 with S2 drawn at random, momentum, dropout and uneven batches."""
+    """60 steps in float32 with S2 drawn at random, momentum, dropout and uneven batches."""
     torch.manual_seed(rank)  # the models differ until the optimizer is made
     model = nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Dropout(0.1), nn.Linear(20, 3))
     optimizer = woodbury.GaussNewton(
@@ -139,7 +144,7 @@ def many_steps(rank, world):
     )
     generator = torch.Generator().manual_seed(10 + rank)
     losses = []
-    for step in range(200):
+    for step in range(60):
         count = 1 + (step + 3 * rank) % 5
         inputs = torch.randn(count, 5, generator=generator)
         targets = (inputs[:, 0] > 0).long() + (inputs[:, 1] > 1).long()
@@ -149,7 +154,7 @@ def many_steps(rank, world):
 
 def test_processes_stay_bit_identical():
     (losses, state, parameters), (others, other_state, other_parameters) = processes.run(many_steps, 2)
-    assert losses == others and len(set(losses)) == 200
+    assert losses == others and len(set(losses)) == 60
     assert all(torch.equal(a, b) for a, b in zip(parameters, other_parameters, strict=True))
     assert torch.equal(state["state"]["generator"], other_state["state"]["generator"])
     assert float(state["state"]["damping"]) == float(other_state["state"]["damping"])

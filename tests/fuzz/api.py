@@ -208,7 +208,7 @@ def choose_options(rng, case):
     )
     if case.forward is not None:
         arguments["forward"] = case.forward
-    features |= arguments.keys()
+    features.update(arguments)
     _expect(case, options, rows)
     return options
 
