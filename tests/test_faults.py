@@ -101,33 +101,26 @@ class Division(nn.Module):
         return self.a(1 / x)
 
 
-def of_inputs(problem):
-    problem.inputs[BAD, 1] = NAN
-
-
-def of_targets(problem):
-    problem.targets[BAD, 0] = INF
-
-
-def of_the_loss(problem):
-    """Finite inputs and targets; the model itself gives inf."""
-    problem.model = Division().double()
+def with_model(problem, model):
+    """A model that the bad sample, 0 throughout, is too much for."""
+    problem.model = model.double()
     problem.inputs[BAD] = 0
 
 
-def of_the_gradient(problem):
-    """A finite loss; only its derivative is not."""
-    problem.model = Root().double()
-    problem.inputs[BAD] = 0
+FAULTS = {
+    "inputs": lambda problem: problem.inputs[BAD, 1:2].fill_(NAN),
+    "targets": lambda problem: problem.targets[BAD, :1].fill_(INF),
+    "loss": lambda problem: with_model(
+        problem, Division()
+    ),  # finite inputs and targets; the model itself gives inf
+    "gradient": lambda problem: with_model(problem, Root()),  # a finite loss; only its derivative is not
+}
 
 
 def with_fault(name):
     problem = problems.make("squared")
     FAULTS[name](problem)
     return problem
-
-
-FAULTS = {"inputs": of_inputs, "targets": of_targets, "loss": of_the_loss, "gradient": of_the_gradient}
 
 
 @every_pair(kind=SECOND_ORDER, fault=list(FAULTS), part=[None, 2])
@@ -398,38 +391,26 @@ def test_a_damping_that_is_no_positive_number_is_refused_before_anything_moves(k
 # -- data without information ---------------------------------------------------------------------------------
 
 
-def duplicated(problem):
-    problem.inputs, problem.targets = problem.inputs[[2] * 7], problem.targets[[2] * 7]
+def choose(problem, samples):
+    problem.inputs, problem.targets = problem.inputs[samples], problem.targets[samples]
 
 
-def constant_features(problem):
-    problem.inputs[:] = 1.0
-
-
-def zero_features(problem):
-    problem.inputs[:] = 0.0
-
-
-def equal_targets(problem):
-    problem.targets[:] = problem.targets[0]
-
-
-def one_sample(problem):
-    problem.inputs, problem.targets = problem.inputs[:1], problem.targets[:1]
-
-
-def saturated(problem):
+def saturate(problem):
     """Outputs of 1e4, some of them on the wrong side."""
     with torch.no_grad():
         problem.model[-1].weight.mul_(1e4)
         problem.model[-1].bias.mul_(1e4)
 
 
-def huge_values(problem):
-    problem.inputs *= 1e6
-
-
-CHANGES = [duplicated, constant_features, zero_features, equal_targets, one_sample, saturated, huge_values]
+CHANGES = {
+    "duplicated": lambda problem: choose(problem, [2] * 7),
+    "constant features": lambda problem: problem.inputs.fill_(1.0),
+    "zero features": lambda problem: problem.inputs.zero_(),
+    "equal targets": lambda problem: problem.targets.copy_(problem.targets[:1].clone().expand_as(problem.targets)),
+    "one sample": lambda problem: choose(problem, [0]),
+    "saturated": saturate,
+    "huge values": lambda problem: problem.inputs.mul_(1e6),
+}
 
 
 @every_pair(kind=SECOND_ORDER, change=CHANGES, name=["softmax", "logistic", "squared"])

@@ -328,7 +328,7 @@ def test_a_model_that_waits_takes_ordinary_steps_and_leaves_no_harm():
     assert is_recorded(other)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_the_numbers_is_seen_by_a_recording(change, monkeypatch):
     """Against ordinary steps on the same model, changed in the same way."""
     torch.manual_seed(1)

@@ -7,6 +7,7 @@ from torch import nn
 import bounds
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.linalg import minimize_quadratic
 
@@ -43,18 +44,6 @@ def test_progress_rule_stops_early_and_where_martens_says():
     assert found.iterations == expected < 59
 
 
-class Reused(nn.Module):
-    """A layer called twice, and a head that shares its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(torch.tanh(self.a(x)))))
-
-
 def pictures():
     layers = nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
     inputs, targets = torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,))
@@ -62,7 +51,10 @@ def pictures():
 
 
 def reused():
-    return Reused().double(), nn.MSELoss(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+    """A layer called twice, and a head that shares its weight."""
+    model = Parts(lambda m, x: m.b(torch.tanh(m.a(torch.tanh(m.a(x))))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    model.b.weight = model.a.weight
+    return model.double(), nn.MSELoss(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
 
 
 @pytest.mark.parametrize("make", [pictures, reused])

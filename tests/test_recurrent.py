@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import bounds
 import woodbury
 from cases import all_pairs, every_pair
+from fuzz.models import Parts
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows
 from woodbury.layers import ExplicitRows
 from woodbury.layers.recurrent import recurrent_forward
@@ -221,23 +222,21 @@ def test_a_state_that_torch_refuses_is_refused_by_torch():
         woodbury.rows(model, LOSS, batch()[0].float(), batch()[1])
 
 
-class Learnt(nn.Module):
+def learnt():
     """Learnt first states, the same for all samples: bare parameters with the samples on the second axis."""
 
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.GRU(FEATURES, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, CLASSES)
-        self.state = nn.Parameter(torch.randn(2, 1, WIDTH))
+    def run(m, x):
+        return m.head(m.cell(x, m.state.expand(-1, len(x), -1).contiguous())[0].mean(1))
 
-    def forward(self, x):
-        return self.head(self.cell(x, self.state.expand(-1, len(x), -1).contiguous())[0].mean(1))
+    cell, state = nn.GRU(FEATURES, WIDTH, num_layers=2, batch_first=True), torch.randn(2, 1, WIDTH)
+    return Parts(run, cell=cell, head=nn.Linear(WIDTH, CLASSES), state=nn.Parameter(state))
 
 
 CELL_PAIRS = all_pairs(list(CELLS), [False, True], [True, False])
 EXACT = {f"cells, {case}": (partial(Unrolled, *case), N) for case in CELL_PAIRS} | {
     "called twice and by keyword": (lambda: Called(after_itself, batch_first=True), N),
-    "learnt first states": (Learnt, N),
-    "learnt first states of two samples": (Learnt, 2),
+    "learnt first states": (learnt, N),
+    "learnt first states of two samples": (learnt, 2),
 }
 
 

@@ -41,16 +41,10 @@ def test_cross_gram_with_gradient_rows_gives_u_g(name):
     torch.testing.assert_close(factor.gram(grads).sum(1) / n**0.5, factor.dense() @ g)
 
 
-class Chain(nn.Module):
+def chain(function):
     """A chain of Linear layers that is no nn.Sequential, with any function between them."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3)
-        self.function = function
-
-    def forward(self, x):
-        return self.c(self.function(self.b(self.function(self.a(x)))))
+    layers = {"a": nn.Linear(5, 6), "b": nn.Linear(6, 4), "c": nn.Linear(4, 3)}
+    return Parts(lambda m, x: m.c(function(m.b(function(m.a(x))))), **layers)
 
 
 BETWEEN = {
@@ -75,7 +69,7 @@ BETWEEN = {
 def test_rows_are_exact_whatever_stands_between_the_layers(between):
     """Chains have a way of their own through the columns; what is no chain must not be taken for one."""
     problem = problems.make("softmax-probabilities")
-    problem.model = Chain(BETWEEN[between]).double()
+    problem.model = chain(BETWEEN[between]).double()
     check_rows(problem.model, problem.loss, problem.inputs, problem.targets)
 
 

@@ -827,7 +827,7 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
         (
             lambda m, s: woodbury.CurvedSearch(corrections=-1),
             ValueError,
-            "corrections must be a whole number from 0 on",
+            "corrections must be a whole number from 0",
         ),
         (lambda m, s: woodbury.CurvedSearch(corrections=1.5), ValueError, "corrections"),
         (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be below 1"),
