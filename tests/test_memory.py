@@ -115,7 +115,7 @@ class LanguageModel(nn.Module):
         places = self.places(torch.arange(x.shape[1]).expand(x.shape))
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         return self.head(self.blocks(self.words(x) + places, mask=mask, is_causal=True)).transpose(1, 2)
-words = torch.randint(96, (64, 257))
+words = torch.randint(96, (16, 257))
 optimizer = woodbury.NaturalGradient(LanguageModel(), nn.CrossEntropyLoss())
 assert torch.isfinite(optimizer.step(words[:, :-1], words[:, 1:]).ratio)
 print(peak())
@@ -124,10 +124,13 @@ print(peak())
 
 @takes_gigabytes
 @needs_proc
-def test_step_of_a_language_model_stays_within_four_gib():
-    """Four layers of width 256, 64 sequences of 256 positions, embedding tied to the head, one loss per token."""
+def test_step_of_a_language_model_stays_within_one_and_a_half_gib():
+    """Four layers of width 256, 16 sequences of 256 positions, embedding tied to the head, one loss per token.
+
+    torch itself takes a third of a GiB. A row of all parameters for each token would take 52.
+    """
     (peak,) = printed(START + WORDS)
-    assert peak < 4 * 2**30
+    assert peak < 1.5 * 2**30
 
 
 GRAM = """
