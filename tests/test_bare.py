@@ -244,9 +244,8 @@ def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
     model = make().double()
     inputs, targets = batch("affine", N)
     name = "table" if make is Indexed else "weight"
-    with pytest.raises(
-        ValueError, match=rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
-    ):
+    message = rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
+    with pytest.raises(ValueError, match=message):
         woodbury.rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
 

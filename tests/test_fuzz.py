@@ -62,9 +62,8 @@ def test_random_problems_are_right_or_refused(first):
 def test_cases_that_once_failed(number):
     features, _ = KNOWN[number]
     result = run_case(3, number)
-    assert (
-        set(features.split()) <= result.features
-    )  # else the generator draws another problem: choose a new number
+    # else the generator draws another problem: choose a new number
+    assert set(features.split()) <= result.features
     assert failures([result]) == []
 
 

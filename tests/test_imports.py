@@ -113,9 +113,7 @@ def place_of(name):
     room, _, inside = name.partition(".")
     assert room in ROOMS, f"module {name!r} is in no room of the map"
     if not inside:
-        return ROOMS.index(
-            room
-        ), -1 if room in FLOORS else 0  # what a package itself gives comes from all its floors
+        return ROOMS.index(room), -1 if room in FLOORS else 0  # what a package gives comes from all its floors
     for floor, names in enumerate(FLOORS[room]):
         if inside in names:
             return ROOMS.index(room), floor

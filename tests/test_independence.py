@@ -180,9 +180,8 @@ def test_lists_and_arrays_with_one_entry_per_sample_follow_the_samples(kind, fal
     torch.manual_seed(0)
     model, inputs, targets = Scaled().double(), batch(3), batch(1)
     weights = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
-    given = {"list": list, "tuple": tuple, "strings": lambda w: list(map(str, w)), "array": numpy.array}[kind](
-        weights
-    )
+    make = {"list": list, "tuple": tuple, "strings": lambda w: list(map(str, w)), "array": numpy.array}[kind]
+    given = make(weights)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, fallback=fallback)
     p = optimizer.direction({"x": inputs, "weights": given}, targets, subset=[4, 1])
     expected = optimizer.direction({"x": inputs, "weights": torch.tensor(weights)}, targets, subset=[4, 1])

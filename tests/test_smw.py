@@ -182,9 +182,8 @@ def test_user_layer_and_user_loss_take_part_exactly(kind):
     for blocks in ("full", "layer"):
         optimizer = METHODS[kind](model, Poisson(), damping=0.1, blocks=blocks)
         for subset in ([0, 3, 5], list(range(6))):
-            expected, B, _ = reference.dense_direction(
-                model, Poisson(), inputs, targets, subset, 0.1, kind, blocks
-            )
+            batch = model, Poisson(), inputs, targets
+            expected, B, _ = reference.dense_direction(*batch, subset, 0.1, kind, blocks)
             p = optimizer.direction(inputs, targets, subset=subset)
             assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
         assert optimizer.step(inputs, targets).accepted
@@ -305,9 +304,8 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
 
 def test_forming_pays_for_large_batches_on_wide_layers_only():
     def rows(n, width, samples):
-        form = OuterRows(
-            torch.empty(n, width, device="meta"), torch.empty(n, width, device="meta"), Layout(((n, 1),))
-        )
+        values = torch.empty(n, width, device="meta")
+        form = OuterRows(values, values, Layout(((n, 1),)))
         form.affine = True
         made = Rows.__new__(Rows)
         made.forms, made.row_count = {"a": form, "b": form}, n

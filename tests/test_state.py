@@ -167,9 +167,8 @@ def test_parameters_of_several_types_are_refused_by_name(kind):
     optimizer = OPTIMIZERS[kind](problem.model, problem.loss)
     optimizer.step(problem.inputs, problem.targets)
     problem.model[-1].float()
-    with pytest.raises(
-        ValueError, match=r"parameter '\d\.weight' is of type torch.float32, another of torch.float64"
-    ):
+    message = r"parameter '\d\.weight' is of type torch.float32, another of torch.float64"
+    with pytest.raises(ValueError, match=message):
         optimizer.step(problem.inputs, problem.targets)
 
 
