@@ -314,7 +314,7 @@ def part(n, k, s, g, o, i, seed=0):
     return positions.Part(inputs, grads, lambda block: block)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_both_routes_agree_for_parts_of_different_length_in_any_memory(data):
     sizes = st.integers(1, 4)
