@@ -19,8 +19,12 @@ demo: $(STAMP)  ## Fit a function to many digits beside L-BFGS and Adam, then tr
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 	$(BIN)/woodbury compare digits --optimizers smw-gn,smw-ng,smw-ng-bd,sgd
 
-test: lint  ## Check format, lint and types, then run the tests that take seconds
-	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
+test: $(STAMP)  ## Check format and lint, then types while the tests that take seconds run
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal; tests=$$?; \
+	wait $$types && exit $$tests
 
 test-slow: $(STAMP)  ## Run the tests marked slow, two at a time, those that take gigabytes one by one
 	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup

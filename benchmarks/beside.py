@@ -54,17 +54,9 @@ def trajectories(source: Path, *arguments: str) -> Any:
     """What `benchmarks.trajectories` saves when it runs with this version of woodbury."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "result.pt")
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.trajectories",
-            str(source),
-            str(file),
-            *arguments,
-        ]
+        program = [sys.executable, "-W", "ignore", "-m", "benchmarks.trajectories"]
         environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        command = [*program, str(source), str(file), *arguments]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{source}: {done.stderr}")
@@ -200,9 +192,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("commit", metavar="COMMIT", help="anything that git knows as one, such as HEAD~3")
     text = "numbers of steps to compare after (default 1,5,20); differences after the fewest of them are faults"
     parser.add_argument("--steps", type=_numbers, default=(1, 5, 20), metavar="NUMBERS", help=text)
-    parser.add_argument(
-        "--only", nargs="+", default=[], choices=PROBLEMS, metavar="PROBLEM", help=", ".join(PROBLEMS)
-    )
+    text = ", ".join(PROBLEMS)
+    parser.add_argument("--only", nargs="+", default=[], choices=PROBLEMS, metavar="PROBLEM", help=text)
     text = "count the aten operations of a step of GaussNewton on 8-50-50-1 instead (10 seconds)"
     parser.add_argument("--operations", action="store_true", help=text)
 

@@ -9,6 +9,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 from test_layers import CLASSES, LOSS, METHODS, check_directions, check_rows, shaken
 from woodbury._vector import flatten
 from woodbury.layers import ExplicitRows
@@ -88,40 +89,34 @@ class Computed(nn.Module):
         return self.head((x / self.heat.exp()).mean(1)) * 2 + 1 / (1 + self.heat.square())
 
 
-class Masked(nn.Module):
+def masked():
     """A token in place of entries that are left out."""
 
-    def __init__(self):
-        super().__init__()
-        self.token, self.head = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, CLASSES)
+    def run(m, x):
+        return m.head(torch.tanh(torch.where(x[..., :1] > 0, x, m.token)).mean(1))
 
-    def forward(self, x):
-        return self.head(torch.tanh(torch.where(x[..., :1] > 0, x, self.token)).mean(1))
+    return Parts(run, token=nn.Parameter(torch.randn(WIDTH)), head=nn.Linear(WIDTH, CLASSES))
 
 
-class Filled(nn.Module):
+def filled():
     """The same by masked_fill, with a token of one number, and a table without some of its entries."""
 
-    def __init__(self):
-        super().__init__()
-        self.token, self.head = nn.Parameter(torch.randn(())), nn.Linear(WIDTH, CLASSES)
-        self.places = nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+    def run(m, x):
+        places = m.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
+        return m.head((torch.tanh(x.masked_fill(x[..., :1] > 0, m.token)) * places).mean(1))
 
-    def forward(self, x):
-        places = self.places.expand(len(x), -1, -1).masked_fill(x > 1, 0.0)
-        return self.head((torch.tanh(x.masked_fill(x[..., :1] > 0, self.token)) * places).mean(1))
+    token, places = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(1, LENGTH, WIDTH))
+    return Parts(run, token=token, head=nn.Linear(WIDTH, CLASSES), places=places)
 
 
-class InPlace(nn.Module):
+def in_place():
     """Writes into the activations."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+    def run(m, x):
+        return m.head(torch.tanh(m.inner(x).add_(m.shift, alpha=0.5)).mean(1))
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.inner(x).add_(self.shift, alpha=0.5)).mean(1))
+    shift = nn.Parameter(torch.randn(LENGTH, WIDTH))
+    return Parts(run, inner=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, CLASSES), shift=shift)
 
 
 class PositionsFirst(nn.Module):
@@ -137,24 +132,15 @@ class PositionsFirst(nn.Module):
         return self.head(torch.tanh(x).mean(0))
 
 
-class Shared(nn.Module):
+def shared():
     """One parameter of two modules, each of which uses it, and of the model."""
 
-    class Part(nn.Module):
-        def __init__(self, gain):
-            super().__init__()
-            self.gain = gain
+    def run(m, x):
+        return m.head(torch.tanh(m.b(torch.tanh(m.a(x)))).mean(1) + m.gain)
 
-        def forward(self, x):
-            return x * self.gain
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(WIDTH))
-        self.a, self.b, self.head = Shared.Part(self.gain), Shared.Part(self.gain), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))).mean(1) + self.gain)
+    gain = nn.Parameter(torch.rand(WIDTH))
+    parts = {name: Parts(lambda m, x: x * m.gain, gain=gain) for name in ("a", "b")}
+    return Parts(run, gain=gain, **parts, head=nn.Linear(WIDTH, CLASSES))
 
 
 SEQUENCES = {
@@ -162,11 +148,11 @@ SEQUENCES = {
     "vision, repeated token": lambda: Vision("repeat"),
     "affine": Affine,
     "computed": Computed,
-    "masked": Masked,
-    "filled": Filled,
-    "in place": InPlace,
+    "masked": masked,
+    "filled": filled,
+    "in place": in_place,
     "positions first": PositionsFirst,
-    "shared": Shared,
+    "shared": shared,
 }
 LANGUAGE = {"table": Language, "embedding": lambda: Language("embedding")}
 
@@ -187,10 +173,11 @@ def test_rows_and_steps_of_bare_parameters_are_the_dense_ones(name, n, fallback)
     check_directions(model, LOSS, inputs, targets, list(range(n))[::-2], fallback=fallback)
 
 
-@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
-@pytest.mark.parametrize("kind", METHODS)
-def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(name, kind):
+@pytest.mark.parametrize("index, name", enumerate([*SEQUENCES, *LANGUAGE]))
+def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(index, name):
+    """Of both methods in turn."""
     torch.manual_seed(0)
+    kind = list(METHODS)[index % 2]
     model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
     optimizer = METHODS[kind](model, LOSS, damping=1.0, blocks="layer" if kind == "empirical" else "full")
     for n in (N, LENGTH, 2, N, LENGTH):  # t = n comes late as well
@@ -213,11 +200,11 @@ def test_dropout_leaves_bare_parameters_their_rule():
         assert optimizer._plan().findings.fallback_method is None
 
 
-@pytest.mark.parametrize("kind", METHODS)
-@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
-def test_bare_parameters_under_autocast(name, kind):
-    """Rows have the type of the parameters, and what bfloat16 leaves of their digits."""
+@pytest.mark.parametrize("index, name", enumerate([*SEQUENCES, *LANGUAGE]))
+def test_bare_parameters_under_autocast(index, name):
+    """Rows have the type of the parameters, and what bfloat16 leaves of their digits; both methods in turn."""
     torch.manual_seed(0)
+    kind = list(METHODS)[1 - index % 2]
     model = {**SEQUENCES, **LANGUAGE}[name]()
     inputs, targets = batch(name, N)
     inputs = inputs.float() if inputs.is_floating_point() else inputs
@@ -233,11 +220,8 @@ class Indexed(nn.Module):
 
     def __init__(self, by_place=False):
         super().__init__()
-        self.table, self.head, self.by_place = (
-            nn.Parameter(torch.randn(N, WIDTH)),
-            nn.Linear(WIDTH, CLASSES),
-            by_place,
-        )
+        self.table, self.head = nn.Parameter(torch.randn(N, WIDTH)), nn.Linear(WIDTH, CLASSES)
+        self.by_place = by_place
 
     def forward(self, x):
         x = x.mean(1)
@@ -261,9 +245,8 @@ def test_other_uses_are_left_to_the_fallback_or_refused_by_name(make):
     model = make().double()
     inputs, targets = batch("affine", N)
     name = "table" if make is Indexed else "weight"
-    with pytest.raises(
-        ValueError, match=rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
-    ):
+    message = rf"no layer rule covers parameter '{name}' of {make.__name__}.*fallback="
+    with pytest.raises(ValueError, match=message):
         woodbury.rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
 

@@ -279,11 +279,8 @@ def test_a_summary_takes_medians_the_best_rate_and_ratios():
     assert row[EQUAL_SECONDS]["ratio"] == pytest.approx(1.2) and not row[WOODBURY]["edge"]
     assert row[ADAM]["test"] == pytest.approx(0.2) and row[ADAM]["test_range"] == (0.2, 0.2)
     assert row[WOODBURY]["left"] == 0.9 / 2.0  # the worst of the seeds
-
-
-def test_a_run_that_failed_counts_as_the_worst():
     records = [record(ADAM, 0.5, 0, 0.1), record(WOODBURY, 0.01, error="ValueError: no", test=0.0)]
-    summary = standings.summarise(records)
+    summary = standings.summarise(records)  # a run that failed counts as the worst
     entry = summary["problems"]["one"][WOODBURY]
     assert entry["train_loss"] == entry["ratio"] == entry["test"] == math.inf
     assert summary["bars"]["equal epochs: training loss not above that of tuned Adam"] == (0, 1)

@@ -39,8 +39,8 @@ def invoke(*arguments: object) -> Result:
 def assert_one_line(result: Result, *facts: str) -> None:
     """Status 2, one line that names the facts, no traceback."""
     assert result.exit_code == 2, result.output
-    assert len(result.output.strip().splitlines()) == 1, result.output
-    assert result.output.startswith("woodbury: ")
+    assert result.output.startswith("woodbury: ") and len(result.output.splitlines()) == 1, result.output
+    assert result.output.strip().isprintable()
     for fact in facts:
         assert fact in result.output
 
@@ -56,11 +56,15 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_report", lambda paths, folder: None)
 
 
+def fewer_digits() -> Dataset:
+    whole = load_dataset("digits")
+    return Dataset(*(getattr(whole, name)[:240] for name in SPLITS), classes=10)
+
+
 @pytest.fixture
 def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The data set digits with fewer samples."""
-    whole = load_dataset("digits")
-    few = Dataset(*(getattr(whole, name)[:240] for name in SPLITS), classes=10)
+    few = fewer_digits()
     monkeypatch.setitem(DATASETS, "digits", lambda files: few)
 
 
@@ -133,7 +137,9 @@ def test_train_takes_settings_overwrites_nothing_and_report_reads_several_folder
 
 
 def command_with_a_signal(*arguments: object) -> None:
-    """Ctrl-C arrives in the fifth step of smw-gn."""
+    """Ctrl-C arrives in the fifth step of smw-gn, on few samples."""
+    few = fewer_digits()
+    DATASETS["digits"] = lambda files: few
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
     step = training._Run._step
 
@@ -146,9 +152,9 @@ def command_with_a_signal(*arguments: object) -> None:
     processes.command(*arguments)
 
 
-def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(no_report, tmp_path):
+def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it(few_digits, no_report, tmp_path):
     """The signal comes in the fifth step of the second of two runs."""
-    arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "1"]
+    arguments = ["compare", "digits", "--optimizers", "sgd,smw-gn", "--seeds", "1", "--epochs", "2"]
     arguments += ["--out", str(tmp_path)]
     done = processes.run_alone(command_with_a_signal, *arguments)
     folder, output = tmp_path / "digits-1", done.stdout + done.stderr
@@ -221,7 +227,20 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report
         (["train", "digits", "--set", "seed=abc"], "smw-gn: "),
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9]"], "adam: "),
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9,NaN]"], "adam: betas must be a finite"),
+        *(
+            (["train", "digits", "--set", entry], message)
+            for entry, message in {
+                "damping.bost=2": "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost",
+                "damping.initial=-1": "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18",
+                "momentum.initial=2": "smw-gn: momentum has no field 'initial': it is 0.9",
+                "dampin.initial=2": "smw-gn: there is no setting 'dampin', only ",
+                "damping.=2": "--set takes NAME=VALUE, got 'damping.=2'",
+                "damping.initial.x=2": "--set takes NAME=VALUE, got 'damping.initial.x=2'",
+                "damping=" + "[" * 100_000: "smw-gn: ",
+            }.items()
+        ),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(arguments, message, tmp_path):
     result = invoke(*arguments, "--out", tmp_path / "runs")

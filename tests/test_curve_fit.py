@@ -1,6 +1,7 @@
 """examples/curve_fit.py in small form: fits agree with scipy's to 1e-8 in no more than twice its Jacobians."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -28,11 +29,16 @@ def flatness(problem, parameters):
     return min(worst, 1e-4)  # where J is singular at the minimum the bound says nothing
 
 
+@cache
+def compared(name):
+    """A fit beside scipy's from the last start, made once."""
+    return curve_fit.compare(name, len(curve_fit.PROBLEMS[name].starts))
+
+
 @pytest.mark.parametrize("name", curve_fit.PROBLEMS)
 def test_fit_agrees_with_scipy_to_1e_8_in_twice_its_jacobians(name):
     """Within 1e-8 of the minimum scipy was heading for; within 1e-8 of scipy, or what it may be off by itself."""
-    problem = curve_fit.PROBLEMS[name]
-    row = curve_fit.compare(name, len(problem.starts))  # from the last start
+    problem, row = curve_fit.PROBLEMS[name], compared(name)
     assert row.from_minimum <= 1e-8
     assert row.agreement <= max(1e-8, flatness(problem, row.ours.parameters))
     assert row.ours.jacobians <= 2 * row.scipys.jacobians
@@ -82,7 +88,7 @@ def test_fit_is_at_the_minimum_where_scipy_ends_short_of_it(name):
 
     So a fit within 1e-8 of scipy's end would be wrong. How far scipy is off depends on rounding: no bound on that.
     """
-    row = curve_fit.compare(name, len(curve_fit.PROBLEMS[name].starts))
+    row = compared(name)
     minimum = minimum_in_forty_digits(name)
     assert curve_fit.distance(row.ours.parameters, minimum) <= 1e-9
     assert curve_fit.distance(row.minimum, minimum) <= 1e-9
@@ -93,7 +99,7 @@ def test_fit_is_at_the_minimum_where_scipy_ends_short_of_it(name):
 @pytest.mark.parametrize("name", ["Thurber", "MGH09", "Freudenstein-Roth", "Brown-Dennis"])
 def test_fit_with_large_residuals_takes_fewer_jacobians_than_scipy(name):
     """J^T J alone converges by a factor of 0.6 to 0.95 a step there, or not at all without damping."""
-    row = curve_fit.compare(name, len(curve_fit.PROBLEMS[name].starts))
+    row = compared(name)
     assert row.ours.jacobians < row.scipys.jacobians
     assert row.from_minimum < curve_fit.distance(row.scipys.parameters, row.minimum)
 

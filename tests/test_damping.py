@@ -28,15 +28,6 @@ def test_a_number_is_a_constant():
     assert rule.next(0.7, -math.inf) == 0.5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"initial": 0}, {"boost": 0.9}, {"drop": 1.1}, {"drop": 0}, {"threshold": 0.5}, {"floor": -1}],
-)
-def test_senseless_constants_are_refused_by_name(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        woodbury.LevenbergMarquardt(**settings)
-
-
 @pytest.mark.parametrize("kind", ["smw-gn", "smw-ng", "smw-ng-bd", "hf", "kfac"])
 @pytest.mark.parametrize("policy", [woodbury.LevenbergMarquardt(), woodbury.Constant(0.5, floor=0.25)])
 def test_the_current_damping_is_that_of_the_next_step_and_can_be_set(kind, policy):

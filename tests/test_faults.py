@@ -101,33 +101,26 @@ class Division(nn.Module):
         return self.a(1 / x)
 
 
-def of_inputs(problem):
-    problem.inputs[BAD, 1] = NAN
-
-
-def of_targets(problem):
-    problem.targets[BAD, 0] = INF
-
-
-def of_the_loss(problem):
-    """Finite inputs and targets; the model itself gives inf."""
-    problem.model = Division().double()
+def with_model(problem, model):
+    """A model that the bad sample, 0 throughout, is too much for."""
+    problem.model = model.double()
     problem.inputs[BAD] = 0
 
 
-def of_the_gradient(problem):
-    """A finite loss; only its derivative is not."""
-    problem.model = Root().double()
-    problem.inputs[BAD] = 0
+FAULTS = {
+    "inputs": lambda problem: problem.inputs[BAD, 1:2].fill_(NAN),
+    "targets": lambda problem: problem.targets[BAD, :1].fill_(INF),
+    "loss": lambda problem: with_model(
+        problem, Division()
+    ),  # finite inputs and targets; the model itself gives inf
+    "gradient": lambda problem: with_model(problem, Root()),  # a finite loss; only its derivative is not
+}
 
 
 def with_fault(name):
     problem = problems.make("squared")
     FAULTS[name](problem)
     return problem
-
-
-FAULTS = {"inputs": of_inputs, "targets": of_targets, "loss": of_the_loss, "gradient": of_the_gradient}
 
 
 @every_pair(kind=SECOND_ORDER, fault=list(FAULTS), part=[None, 2])
@@ -398,38 +391,26 @@ def test_a_damping_that_is_no_positive_number_is_refused_before_anything_moves(k
 # -- data without information ---------------------------------------------------------------------------------
 
 
-def duplicated(problem):
-    problem.inputs, problem.targets = problem.inputs[[2] * 7], problem.targets[[2] * 7]
+def choose(problem, samples):
+    problem.inputs, problem.targets = problem.inputs[samples], problem.targets[samples]
 
 
-def constant_features(problem):
-    problem.inputs[:] = 1.0
-
-
-def zero_features(problem):
-    problem.inputs[:] = 0.0
-
-
-def equal_targets(problem):
-    problem.targets[:] = problem.targets[0]
-
-
-def one_sample(problem):
-    problem.inputs, problem.targets = problem.inputs[:1], problem.targets[:1]
-
-
-def saturated(problem):
+def saturate(problem):
     """Outputs of 1e4, some of them on the wrong side."""
     with torch.no_grad():
         problem.model[-1].weight.mul_(1e4)
         problem.model[-1].bias.mul_(1e4)
 
 
-def huge_values(problem):
-    problem.inputs *= 1e6
-
-
-CHANGES = [duplicated, constant_features, zero_features, equal_targets, one_sample, saturated, huge_values]
+CHANGES = {
+    "duplicated": lambda problem: choose(problem, [2] * 7),
+    "constant features": lambda problem: problem.inputs.fill_(1.0),
+    "zero features": lambda problem: problem.inputs.zero_(),
+    "equal targets": lambda problem: problem.targets.copy_(problem.targets[:1].clone().expand_as(problem.targets)),
+    "one sample": lambda problem: choose(problem, [0]),
+    "saturated": saturate,
+    "huge values": lambda problem: problem.inputs.mul_(1e6),
+}
 
 
 @every_pair(kind=SECOND_ORDER, change=CHANGES, name=["softmax", "logistic", "squared"])
@@ -451,12 +432,7 @@ def test_data_without_information_give_the_dense_step_and_finite_numbers(kind, c
         assert torch.isfinite(getattr(info, number)), number
     assert torch.isfinite(info.ratio) or not info.accepted
     assert torch.isfinite(theta_of(problem.model)).all()
-
-
-@every_second_order
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_data_without_information_leave_finite_parameters_in_float32(kind, change):
-    problem = problems.make("softmax", torch.float32)
+    problem = problems.make(name, torch.float32)
     change(problem)
     optimizer = build(kind, problem)
     with warnings.catch_warnings():
@@ -486,13 +462,6 @@ def test_a_zero_gradient_is_a_step_of_zero_that_counts_as_good(kind, dtype, mome
     p = optimizer.direction(x, model(x).detach())
     assert all((value == 0).all() for value in p.values())
     assert optimizer.verify(x, model(x).detach()) == 0
-
-
-@every_second_order
-def test_a_single_class_is_refused_with_the_way_out(kind):
-    optimizer = OPTIMIZERS[kind](nn.Linear(3, 1), nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"C >= 2 classes.*BCEWithLogitsLoss"):
-        optimizer.step(torch.randn(4, 3), torch.zeros(4).long())
 
 
 # -- float32 with a gradient that is not made of rows ----------------------------------------------------------
@@ -541,7 +510,10 @@ def test_a_registered_loss_keeps_its_digits_in_float32(damping, register):
 @pytest.mark.parametrize("solver", ["cholesky", "cg", "products"])
 @pytest.mark.parametrize("gram_dtype", [None, torch.float64])
 def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
-    """Wherever p is off by more than 5 % there is a warning, once; with a gradient of other data there is none."""
+    """Wherever p is off by more than 5 % there is a warning, once; with a gradient of other data there is none.
+
+    In float64, the way out that it names, which speaks of 1 %, there is none either.
+    """
     curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
     settings = {"solver": solver, "gram_dtype": gram_dtype}
     for damping in (1e-2, *DAMPINGS):
@@ -557,25 +529,17 @@ def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
         assert told or reference.relative_error(p, exact) < 0.05
         if damping <= 1e-6:
             assert told
+        batch, wide = (x.double(), t.double()), copy.deepcopy(model).double()
+        if solver == "cholesky" and damping < 1e-2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                p = OPTIMIZERS[kind](wide, nn.MSELoss(), damping=damping).direction(*batch, full=[batch])
+            assert reference.relative_error(flatten(p), exact) < 0.01
     other = torch.randn(12, 5), torch.randn(12, 3)
     optimizer = OPTIMIZERS[kind](model, nn.MSELoss(), damping=1e-6, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.direction(x, t, full=[(x, t), other])
-
-
-@that_take("gram_dtype")
-def test_full_in_float64_keeps_its_digits(kind):
-    """The way out that the warning names, which speaks of 1 %."""
-    curvature, blocks = method(kind).curvature, arguments(kind)["blocks"]
-    for damping in DAMPINGS:
-        model, x, t, exact = single_precision(SQUARED, damping, curvature, blocks)
-        batch = x.double(), t.double()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer = OPTIMIZERS[kind](model.double(), nn.MSELoss(), damping=damping)
-            p = flatten(optimizer.direction(*batch, full=[batch]))
-        assert reference.relative_error(p, exact) < 0.01
 
 
 @that_take("gram_dtype")
@@ -882,17 +846,6 @@ def test_values_of_a_group_out_of_range_are_refused_at_the_next_step(kind, name,
         assert_same(state_of(problem.model), before)
     optimizer.param_groups[0][name] = good
     assert optimizer.step(problem.inputs, problem.targets).accepted
-
-
-def test_options_of_a_loss_that_make_no_sense_are_refused_by_name():
-    for value in (1.5, -0.1, NAN):
-        loss = nn.CrossEntropyLoss()
-        loss.label_smoothing = value
-        with pytest.raises(ValueError, match=r"label_smoothing must lie in \[0, 1\]"):
-            woodbury.GaussNewton(nn.Linear(2, 3), loss)
-    for value in (-1.0, NAN, INF):
-        with pytest.raises(ValueError, match="pos_weight"):
-            woodbury.GaussNewton(nn.Linear(2, 2), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([value, 1.0])))
 
 
 class TwoOutputs(nn.Linear):

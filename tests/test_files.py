@@ -18,11 +18,10 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner, Result
-
 import processes
 from fuzz.files import DATA, stop_after, tiny_config
 from run_folders import assert_same_end, contents
+from test_cli import assert_one_line, invoke
 from woodbury import cli
 from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
@@ -55,18 +54,6 @@ def refusal(call: Callable[[], Any], *facts: object) -> None:
     assert message.isprintable() and len(message) <= 2000
     for fact in facts:
         assert str(fact) in message
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def assert_one_line(result: Result, *facts: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.output.startswith("woodbury: ") and len(result.output.splitlines()) == 1
-    assert result.output.strip().isprintable()
-    for fact in facts:
-        assert fact in result.output
 
 
 @pytest.fixture(scope="module")
@@ -230,12 +217,7 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [
-        ('"seed": 1', '"seed": 2'),
-        ('"lr": 0.3', '"lr": 0.8'),
-        ("[\n    6", "[\n    7"),
-        ('"sha256"', '"sha255"'),
-    ],
+    [('"seed": 1', '"seed": 2'), ('"lr": 0.3', '"lr": 0.8'), ("[\n    6", "[\n    7"), ('"sha256"', '"sha255"')],
 )
 def test_a_changed_value_of_a_configuration_is_noticed(old, new, whole, copied):
     path = copied / "config.json"
@@ -461,23 +443,6 @@ def test_a_field_of_a_policy_can_be_set(entries, expected, tmp_path, monkeypatch
     ((name, fields),) = expected.items()
     ((saved_name, saved),) = configs[0].settings["damping"].items()
     assert saved_name == name and fields.items() <= saved.items()
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("damping.bost=2", "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost"),
-        ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18, got -1"),
-        ("momentum.initial=2", "smw-gn: momentum has no field 'initial': it is 0.9"),
-        ("dampin.initial=2", "smw-gn: there is no setting 'dampin', only "),
-        ("damping.=2", "--set takes NAME=VALUE, got 'damping.=2'"),
-        ("damping.initial.x=2", "--set takes NAME=VALUE, got 'damping.initial.x=2'"),
-        ("damping=" + "[" * 100_000, "smw-gn: "),
-    ],
-)
-def test_a_field_that_cannot_be_set_is_named(entry, message, tmp_path):
-    result = invoke("train", "digits", "--set", entry, "--out", tmp_path / "runs")
-    assert_one_line(result, f"woodbury: {message}")
 
 
 def test_the_help_says_how_to_set_a_field():

@@ -167,23 +167,3 @@ def test_relative_damping_is_refused_where_there_is_no_gram_matrix():
         woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), damping=policy, solver="products")
     with pytest.raises(TypeError, match="relative"):
         woodbury.LevenbergMarquardt(relative=1)
-
-
-def test_a_state_with_a_scale_and_a_course_goes_on_bit_by_bit():
-    def build():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        policy = woodbury.LevenbergMarquardt(initial=0.1, relative=True)
-        return model, woodbury.GaussNewton(model, nn.MSELoss(), damping=policy, momentum=0.9, seed=1)
-
-    inputs, targets = torch.randn(12, 3), torch.randn(12, 1)
-    model, optimizer = build()
-    other, second = build()
-    for _ in range(3):
-        optimizer.step(inputs, targets)
-    other.load_state_dict(model.state_dict())
-    second.load_state_dict(optimizer.state_dict())
-    for _ in range(3):
-        optimizer.step(inputs, targets), second.step(inputs, targets)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert second.state["course"] == optimizer.state["course"]

@@ -114,9 +114,7 @@ def place_of(name):
     room, _, inside = name.partition(".")
     assert room in ROOMS, f"module {name!r} is in no room of the map"
     if not inside:
-        return ROOMS.index(
-            room
-        ), -1 if room in FLOORS else 0  # what a package itself gives comes from all its floors
+        return ROOMS.index(room), -1 if room in FLOORS else 0  # what a package gives comes from all its floors
     for floor, names in enumerate(FLOORS[room]):
         if inside in names:
             return ROOMS.index(room), floor
@@ -215,10 +213,18 @@ def test_every_place_on_the_map_is_a_module():
 
 
 def test_the_core_needs_torch_alone():
-    """With everything but torch (and what torch brings) hidden, the core and the benchmarks still import."""
-    extras = ["numpy", "scipy", "sklearn", "matplotlib", "typer", "rich", "pandas"]
+    """With everything but torch (and what torch brings) hidden, the core and the benchmarks still import.
+
+    Where the others are at hand, to import woodbury is to import none of them.
+    """
+    extras = ["numpy", "scipy", "sklearn", "matplotlib", "typer", "rich", "pandas", "pooch"]
     program = (
         "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import woodbury\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        f"assert not new & {set(extras)!r}, new\n"
+        "for loaded in [m for m in sys.modules if m.startswith('woodbury')]: del sys.modules[loaded]\n"
         f"for name in {extras!r}:\n"
         "    for loaded in [m for m in sys.modules if m == name or m.startswith(name + '.')]:\n"
         "        del sys.modules[loaded]\n"

@@ -127,18 +127,17 @@ def test_a_model_that_takes_no_part_of_a_batch_is_refused_subsampling_only():
         optimizer.step(batch(3), subset=[1, 4])
 
 
-class Exchangeable(Parts):
-    def __init__(self):
-        super().__init__(inner=nn.Linear(3, 4), between=nn.Identity(), head=nn.Linear(4, 1))
+def exchangeable():
+    def run(m, x):
+        return m.head(torch.tanh(m.between(m.inner(x))))
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.between(self.inner(x))))
+    return Parts(run, inner=nn.Linear(3, 4), between=nn.Identity(), head=nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("place", ["between", "new"])
 def test_a_batch_norm_inserted_later_is_seen(place):
     torch.manual_seed(0)
-    model, inputs = Exchangeable().double(), batch(3)
+    model, inputs = exchangeable().double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     optimizer.step(inputs)
     setattr(model, place, nn.BatchNorm1d(4, affine=False).double())
@@ -149,16 +148,12 @@ def test_a_batch_norm_inserted_later_is_seen(place):
 
 
 def test_a_module_exchanged_later_is_looked_at_again():
-    class Centre(nn.Module):
-        def forward(self, x):
-            return x - x.mean(0)
-
     torch.manual_seed(0)
-    model, inputs = Exchangeable().double(), batch(3)
+    model, inputs = exchangeable().double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss())
     for _ in range(3):
         optimizer.step(inputs)
-    model.between = Centre()
+    model.between = Parts(lambda m, x: x - x.mean(0))
     with pytest.raises(ValueError, match=MIXED):
         optimizer.step(inputs)
 
@@ -185,9 +180,8 @@ def test_lists_and_arrays_with_one_entry_per_sample_follow_the_samples(kind, fal
     torch.manual_seed(0)
     model, inputs, targets = Scaled().double(), batch(3), batch(1)
     weights = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
-    given = {"list": list, "tuple": tuple, "strings": lambda w: list(map(str, w)), "array": numpy.array}[kind](
-        weights
-    )
+    make = {"list": list, "tuple": tuple, "strings": lambda w: list(map(str, w)), "array": numpy.array}[kind]
+    given = make(weights)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, fallback=fallback)
     p = optimizer.direction({"x": inputs, "weights": given}, targets, subset=[4, 1])
     expected = optimizer.direction({"x": inputs, "weights": torch.tensor(weights)}, targets, subset=[4, 1])

@@ -47,14 +47,8 @@ class Squared(nn.Linear):
 
 
 def network(activation=nn.Tanh, d=2, outputs=2, bias=True):
-    layers = (
-        nn.Linear(d, 6, bias),
-        activation(),
-        nn.Linear(6, 5, bias),
-        activation(),
-        nn.Linear(5, outputs, bias),
-    )
-    return nn.Sequential(*layers)
+    first, middle, last = nn.Linear(d, 6, bias), nn.Linear(6, 5, bias), nn.Linear(5, outputs, bias)
+    return nn.Sequential(first, activation(), middle, activation(), last)
 
 
 def build(make, *args, **kwargs):
@@ -250,18 +244,10 @@ def test_gradients_of_each_sample_by_torch_func(make):
             torch.testing.assert_close(ours[name][i], theirs, atol=derivative_bound(model), rtol=0)
 
 
-class Bound(Parts):
-    def __init__(self, model, function):
-        super().__init__(model=model, function=function)
-
-    def forward(self, points):
-        return self.function(self.model, points)
-
-
 def _call(model, function, values, points):
     """function(model, points) with other parameters."""
     named = {f"model.{name}": value for name, value in values.items()}
-    return torch.func.functional_call(Bound(model, function), named, (points,))
+    return torch.func.functional_call(Parts(lambda m, x: function(m.model, x), model=model), named, (points,))
 
 
 @every_model

@@ -84,9 +84,7 @@ def test_a_log_records_the_steps_and_epochs_of_training():
     assert [step for step, numbers in log.written if "step/loss" in numbers] == [1, 2, 3, 4, 5, 6]
 
 
-def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(
-    monkeypatch,
-):
+def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(monkeypatch):
     reads = []
     item = Tensor.item
     monkeypatch.setattr(readings, "on_device", lambda tensor: True)

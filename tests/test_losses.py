@@ -117,12 +117,10 @@ def test_ignored_targets_add_nothing_wherever_their_outputs_are():
 
 
 def test_softmax_factor_has_one_column_less_than_classes():
-    _, outputs = outputs_of("softmax")
-    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(nn.CrossEntropyLoss(), outputs, torch.zeros(7).long())
-    assert columns.shape == (7, 3, 4)
-    _, outputs = outputs_of("softmax-two-classes")
-    columns, _ = loss_rule(nn.CrossEntropyLoss()).factor(nn.CrossEntropyLoss(), outputs, torch.zeros(7).long())
-    assert columns.shape == (7, 1, 2)
+    for name, classes in (("softmax", 4), ("softmax-two-classes", 2)):
+        problem, outputs = outputs_of(name)
+        columns, _ = loss_rule(problem.loss).factor(problem.loss, outputs, torch.zeros(7).long())
+        assert columns.shape == (7, classes - 1, classes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -143,6 +141,13 @@ def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
         assert (image - residual).abs().max() <= bounds.rounding(3, dtype=dtype)  # of sums of numbers up to 1
 
 
+def smoothed(value):
+    """A loss that torch itself would not make."""
+    loss = nn.CrossEntropyLoss()
+    loss.label_smoothing = value
+    return loss
+
+
 @pytest.mark.parametrize(
     "loss, option",
     [
@@ -155,16 +160,17 @@ def test_saturated_outputs_stay_finite_and_keep_the_residual(dtype, size):
         (nn.HuberLoss(delta=0.0), "delta"),
         (nn.SmoothL1Loss(beta=-1.0), "beta"),
         (nn.SmoothL1Loss(beta=float("nan")), "beta"),
+        *((smoothed(value), r"label_smoothing must lie in \[0, 1\]") for value in (1.5, -0.1, float("nan"))),
+        *(
+            (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([value, 1.0])), "pos_weight")
+            for value in (-1.0, float("nan"), float("inf"))
+        ),
+        (nn.SoftMarginLoss(), r"SoftMarginLoss.*register_loss"),  # a way out
     ],
 )
-def test_unsupported_options_are_refused_by_name(loss, option):
-    with pytest.raises(ValueError, match=option):
+def test_unsupported_losses_and_options_are_refused_by_name(loss, option):
+    with pytest.raises(TypeError if isinstance(loss, nn.SoftMarginLoss) else ValueError, match=option):
         woodbury.GaussNewton(nn.Linear(2, 3), loss)
-
-
-def test_unknown_loss_is_refused_with_the_way_out():
-    with pytest.raises(TypeError, match=r"SoftMarginLoss.*register_loss"):
-        woodbury.GaussNewton(nn.Linear(2, 3), nn.SoftMarginLoss())
 
 
 @pytest.mark.parametrize(

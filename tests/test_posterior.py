@@ -223,10 +223,22 @@ def test_samples_have_the_mean_and_the_covariance_of_the_posterior(name):
     assert torch.equal(again, once_more)
 
 
-@pytest.mark.parametrize("name", ["squared", "few-parameters", "conv-squared", "squared-sum"])
-@pytest.mark.parametrize("prior, noise", [("evidence", "evidence"), ("evidence", NOISE), (PRIOR, "evidence")])
+@pytest.mark.parametrize(
+    "name, prior, noise",
+    [
+        *(
+            (name, *chosen)
+            for name in ("squared", "few-parameters", "conv-squared", "squared-sum")
+            for chosen in (("evidence", "evidence"), ("evidence", NOISE), (PRIOR, "evidence"))
+        ),
+        ("squared", "by tensor", "evidence"),
+        *((name, "evidence", None) for name in ("softmax", "pictures", "few-parameters-softmax", "logistic-many")),
+    ],
+)
 def test_evidence_is_largest_at_what_it_chooses(name, prior, noise):
+    """Of a classifier the prior alone."""
     problem = make(name)
+    prior = priors(problem.model) if prior == "by tensor" else prior
     posterior = make_posterior(problem, prior, noise)
     dense = Dense(problem, posterior.prior, posterior.noise)
     close(posterior.log_evidence, dense.log_evidence, bound_of(dense))
@@ -251,24 +263,6 @@ def test_the_fixed_point_of_mackay_holds_at_the_evidence(name):
     if posterior.noise is not None:
         error = float((problem.model(problem.inputs) - problem.targets).square().sum().detach())
         assert abs(posterior.noise * (problem.targets.numel() - gamma) - error) <= posterior.noise * bound
-
-
-def test_noise_by_evidence_with_a_prior_by_tensor():
-    problem = make("squared")
-    prior = priors(problem.model)
-    posterior = make_posterior(problem, prior, "evidence")
-    assert posterior.prior == prior
-    for factor in (0.9, 1.1):
-        assert Dense(problem, prior, posterior.noise * factor).log_evidence < posterior.log_evidence
-
-
-@pytest.mark.parametrize("name", ["softmax", "pictures", "few-parameters-softmax", "logistic-many"])
-def test_prior_of_a_classifier_by_evidence(name):
-    problem = make(name)
-    posterior = make_posterior(problem, "evidence")
-    assert posterior.noise is None
-    for factor in (0.9, 1.1):
-        assert Dense(problem, posterior.prior * factor).log_evidence < posterior.log_evidence
 
 
 @every_name

@@ -4,8 +4,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -426,18 +424,6 @@ def test_a_compact_file_keeps_what_was_not_measured_apart_from_what_diverged(tmp
     assert (again.steps, again.epochs) == (runs[0].steps, runs[0].epochs)
     assert "test_loss" not in again.epochs[0] and again.epochs[1]["test_loss"] is None
     assert len(read(tmp_path / "run", tmp_path / "records.json")) == 1  # the same run
-
-
-def test_to_import_woodbury_is_to_import_nothing_but_torch():
-    program = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import woodbury\n"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "assert not new & {'numpy', 'matplotlib', 'sklearn', 'typer', 'rich', 'pooch'}, new\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
     assert isinstance(optimizer.state["damping"], float) and optimizer._replay.recordings._given_up
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_fingerprint_sees_what_changes_the_numbers(change, monkeypatch):
     model = Scaled().double()
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples=5)

@@ -23,7 +23,6 @@ SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}
 
 every_kind = pytest.mark.parametrize("kind", list(METHODS))
 every_blocks = pytest.mark.parametrize("blocks", BLOCKS)
-every_subset = pytest.mark.parametrize("subset", list(SUBSETS.values()), ids=list(SUBSETS))
 
 
 def dense(problem, subset, damping, kind, **options):
@@ -32,19 +31,10 @@ def dense(problem, subset, damping, kind, **options):
     )
 
 
-@every_pair(name=list(problems.PROBLEMS), kind=list(METHODS), blocks=BLOCKS, subset=SUBSETS)
-def test_direction_equals_the_dense_solve(name, kind, blocks, subset):
-    problem = problems.make(name)
-    optimizer = METHODS[kind](problem.model, problem.loss, damping=0.03, blocks=blocks)
-    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
-    expected, B, _ = dense(problem, subset, 0.03, kind, blocks=blocks)
-    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.03)
-
-
-@problems.every_problem
-@every_subset
-def test_gauss_newton_equals_the_papers_equations_6_and_7(name, subset):
-    problem = problems.make(name)
+@pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
+def test_gauss_newton_equals_the_papers_equations_6_and_7(index, name):
+    """With each kind of subset in turn."""
+    problem, subset = problems.make(name), list(SUBSETS.values())[index % 3]
     optimizer = woodbury.GaussNewton(problem.model, problem.loss, damping=0.1)
     p = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
     samples = reference.per_sample(problem.model, problem.loss, problem.inputs[subset], problem.targets[subset])
@@ -58,81 +48,6 @@ def test_gauss_newton_equals_the_papers_equations_6_and_7(name, subset):
     if not isinstance(problem.loss, nn.CrossEntropyLoss | nn.NLLLoss) and name != "counts-by-rate":
         bound *= max(float(torch.linalg.cond(H)) for _, _, H in samples)
         assert reference.relative_error(p, reference.equation_6(samples, g, 0.1)) <= bound
-
-
-@every_pair(
-    name=["softmax", "logistic", "squared-no-bias", "residual", "tokens-ignored"],
-    kind=list(METHODS),
-    blocks=BLOCKS,
-    subset=SUBSETS,
-    weight_decay=[0.0, 0.2],
-)
-def test_momentum_and_weight_decay_give_the_dense_minimiser(name, kind, blocks, subset, weight_decay):
-    problem = problems.make(name)
-    optimizer = METHODS[kind](
-        problem.model, problem.loss, damping=0.05, blocks=blocks, momentum=0.7, weight_decay=weight_decay
-    )
-    previous = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
-    optimizer.step(problem.inputs, problem.targets, subset=subset)
-    decay = weight_decay * torch.ones_like(previous)
-    expected, B, g = dense(problem, subset, 0.05, kind, blocks=blocks, decay=decay, shift=0.7 * previous)
-    p = flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset))
-    assert reference.relative_error(p, expected) <= bounds.of_solve(B + torch.diag(decay), 0.05, steps=2)
-    theta = reference.flat([q.detach() for q in reference.parameters(problem.model).values()])
-    predicted = -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
-    info = optimizer.step(problem.inputs, problem.targets, subset=subset)
-    torch.testing.assert_close(info.predicted, predicted)
-
-
-@every_kind
-@every_subset
-def test_weight_decay_of_each_group_enters_the_one_system(kind, subset):
-    problem = problems.make("softmax")
-    names = reference.parameters(problem.model)
-    weights = [p for name, p in names.items() if name.endswith("weight")]
-    biases = [p for name, p in names.items() if name.endswith("bias")]
-    optimizer = METHODS[kind](
-        problem.model,
-        problem.loss,
-        damping=0.05,
-        params=[{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": 0.5}],
-    )
-    decay = reference.flat(
-        [(0.3 if name.endswith("weight") else 0.0) * torch.ones_like(p) for name, p in names.items()]
-    ).detach()
-    expected, B, _ = dense(problem, subset, 0.05, kind, decay=decay)
-    p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
-    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B + torch.diag(decay), 0.05)
-    before = {name: q.detach().clone() for name, q in names.items()}
-    optimizer.step(problem.inputs, problem.targets, subset=subset)
-    for name, q in names.items():
-        torch.testing.assert_close(q.detach(), before[name] + (0.5 if name.endswith("bias") else 1.0) * p[name])
-
-
-@every_pair(name=list(problems.PROBLEMS), kind=list(METHODS), blocks=BLOCKS, subset=SUBSETS)
-def test_predicted_decrease_norm_and_ratio_match_the_dense_model(name, kind, blocks, subset):
-    problem = problems.make(name)
-    lr, damping = 0.3, 0.2
-    optimizer = METHODS[kind](problem.model, problem.loss, lr=lr, damping=damping, blocks=blocks, guard=None)
-    p, B, g = dense(problem, subset, damping, kind, blocks=blocks)
-    theta = {n: q.detach().clone() for n, q in reference.parameters(problem.model).items()}
-    loss = reference.value_of(problem.loss, problem.model(problem.inputs), problem.targets)
-    info = optimizer.step(problem.inputs, problem.targets, subset=subset)
-    decrease = -g @ p - 0.5 * p @ B @ p
-    torch.testing.assert_close(info.predicted, decrease)
-    torch.testing.assert_close(info.step_norm, p.norm())
-    torch.testing.assert_close(info.loss, loss.detach())
-    torch.testing.assert_close(info.damping, torch.tensor(damping, dtype=torch.float64))
-    moved = reference.flat([q.detach() for q in reference.parameters(problem.model).values()])
-    torch.testing.assert_close(moved, reference.flat(list(theta.values())) + lr * p)
-    # rho is measured at theta + p, although theta moved by lr p
-    shifts = dict(zip(theta, p.split([q.numel() for q in theta.values()]), strict=True))
-    with torch.no_grad():
-        for n, q in reference.parameters(problem.model).items():
-            q.copy_(theta[n] + shifts[n].reshape(q.shape))
-        trial = reference.value_of(problem.loss, problem.model(problem.inputs), problem.targets)
-    bound = bounds.of_info(info, bounds.of_solve(B, damping))
-    assert float(info.ratio) == pytest.approx(float((loss.detach() - trial) / decrease), rel=bound)
 
 
 @every_pair(
@@ -186,11 +101,10 @@ def test_counts_of_a_loader_add_up_over_its_batches(name, kind, blocks):
     torch.testing.assert_close((before - after).detach(), info.ratio * info.predicted)
 
 
-@every_kind
-@pytest.mark.parametrize("gram_dtype, bound", [(None, 1e-2), (torch.float64, 1e-4)])
-@pytest.mark.parametrize("name", ["softmax", "logistic", "squared"])
-@pytest.mark.parametrize("seed", range(3))
-def test_small_damping_keeps_float32_accurate(kind, gram_dtype, bound, name, seed):
+@every_pair(
+    kind=list(METHODS), gram_dtype=[None, torch.float64], name=["softmax", "logistic", "squared"], seed=range(3)
+)
+def test_small_damping_keeps_float32_accurate(kind, gram_dtype, name, seed):
     """lambda = 1e-6 lambda_max with N1 = N2, on a wider network than the tiny ones."""
     torch.manual_seed(seed)
     n, outputs = 40, {"softmax": 10, "logistic": 1, "squared": 3}[name]
@@ -201,16 +115,15 @@ def test_small_damping_keeps_float32_accurate(kind, gram_dtype, bound, name, see
         "logistic": (nn.BCEWithLogitsLoss(), torch.randint(2, (n, 1)).float()),
         "squared": (nn.MSELoss(), torch.randn(n, 3)),
     }[name]
-    largest = torch.linalg.eigvalsh(woodbury.rows(model, loss, inputs, targets, curvature=kind).gram().double())[
-        -1
-    ]
-    damping = float(1e-6 * largest)
+    gram = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram()
+    damping = float(1e-6 * torch.linalg.eigvalsh(gram.double())[-1])
     single = METHODS[kind](model, loss, damping=damping, gram_dtype=gram_dtype).direction(inputs, targets)
     twin = problems.mlp(50, 64, 64, outputs).double()
     twin.load_state_dict(model.state_dict())
     wide = targets.double() if targets.is_floating_point() else targets
     double = METHODS[kind](twin, loss, damping=damping).direction(inputs.double(), wide)
     assert torch.isfinite(flatten(single)).all()
+    bound = 1e-2 if gram_dtype is None else 1e-4
     assert reference.relative_error(flatten(single).double(), flatten(double)) <= bound
 
 
@@ -269,9 +182,8 @@ def test_user_layer_and_user_loss_take_part_exactly(kind):
     for blocks in ("full", "layer"):
         optimizer = METHODS[kind](model, Poisson(), damping=0.1, blocks=blocks)
         for subset in ([0, 3, 5], list(range(6))):
-            expected, B, _ = reference.dense_direction(
-                model, Poisson(), inputs, targets, subset, 0.1, kind, blocks
-            )
+            batch = model, Poisson(), inputs, targets
+            expected, B, _ = reference.dense_direction(*batch, subset, 0.1, kind, blocks)
             p = optimizer.direction(inputs, targets, subset=subset)
             assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
         assert optimizer.step(inputs, targets).accepted
@@ -279,8 +191,6 @@ def test_user_layer_and_user_loss_take_part_exactly(kind):
 
 @every_kind
 def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kind):
-    from woodbury.layers import Layout, OuterRows
-
     class Embedded(nn.Module):
         """A linear map with fixed work before and after it."""
 
@@ -305,28 +215,6 @@ def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kin
     torch.testing.assert_close(info.predicted, -g @ p - 0.5 * p @ B @ p)
     after = nn.MSELoss()(model(inputs), targets)  # lr = 1: the trial point is where we are
     torch.testing.assert_close((info.loss - after).detach(), info.ratio * info.predicted)
-
-
-def test_unsolvable_system_raises_the_damping_and_says_so():
-    """In float32 a Gram matrix of rank one with tiny damping is not numerically positive definite."""
-    model = nn.Linear(3, 1)
-    inputs = 100 * torch.ones(20, 3) + 1e-3 * torch.randn(20, 3)
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=woodbury.LevenbergMarquardt(1e-9, floor=0.0))
-    with pytest.warns(RuntimeWarning, match="not numerically positive definite"):
-        info = optimizer.step(inputs, torch.ones(20, 1))
-    assert info.damping > 1e-9 and torch.isfinite(info.predicted)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert optimizer.state["damping"] > 5e-9
-
-
-def test_a_gram_matrix_that_overflows_is_a_rejected_step_and_not_an_enormous_damping():
-    model = nn.Linear(3, 1)
-    before = model.weight.detach().clone()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss())
-    info = optimizer.step(torch.full((4, 3), 1e30), torch.zeros(4, 1))  # v . v' is beyond float32
-    assert torch.isfinite(info.loss) and not info.accepted
-    assert optimizer.state["damping"] == 1.01
-    assert torch.equal(model.weight, before)
 
 
 def test_small_system_gives_p_and_u_p_of_the_dense_problem():
@@ -416,9 +304,8 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
 
 def test_forming_pays_for_large_batches_on_wide_layers_only():
     def rows(n, width, samples):
-        form = OuterRows(
-            torch.empty(n, width, device="meta"), torch.empty(n, width, device="meta"), Layout(((n, 1),))
-        )
+        values = torch.empty(n, width, device="meta")
+        form = OuterRows(values, values, Layout(((n, 1),)))
         form.affine = True
         made = Rows.__new__(Rows)
         made.forms, made.row_count = {"a": form, "b": form}, n

@@ -1,10 +1,5 @@
 """The other ways to solve for p: in the space of parameters, and through products without any row."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -14,8 +9,8 @@ import bounds
 import problems
 import reference
 import woodbury
-from benchmarks.peers import RETURNS_MEMORY
 from cases import every_pair
+from fuzz.models import Parts
 from woodbury._memory import available_bytes
 from woodbury._vector import flatten
 from woodbury.model.capture import GraphCapture
@@ -43,15 +38,14 @@ def few_parameters(kind):
     """More rows than the model has parameters, for either method and four samples."""
     torch.manual_seed(0)
     if kind == "gauss-newton":  # 2 + 12 parameters, 5 words of 2 rows each a sample
-        model = nn.Sequential(nn.Embedding(4, 1), nn.Linear(1, 3, bias=False), Transposed())
+        model = nn.Sequential(nn.Embedding(4, 1), nn.Linear(1, 3, bias=False), transposed())
         return model.double(), nn.CrossEntropyLoss(), torch.randint(4, (12, 5)), torch.randint(3, (12, 5))
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1))  # 3 parameters
     return model.double(), nn.MSELoss(), torch.randn(12, 1).double(), torch.randn(12, 1).double()
 
 
-class Transposed(nn.Module):
-    def forward(self, x):
-        return x.transpose(1, 2)
+def transposed():
+    return Parts(lambda m, x: x.transpose(1, 2))
 
 
 @every_kind
@@ -175,17 +169,9 @@ def test_products_give_the_dense_direction_without_a_row(name, kind, blocks, sub
     assert reference.relative_error(flatten(p), expected) <= bound
 
 
-class Idle(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.idle = nn.Linear(3, 2), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.a(x)
-
-
 def test_products_leave_a_layer_alone_that_is_not_called():
-    model, x, t = Idle().double(), torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    model = Parts(lambda m, x: m.a(x), a=nn.Linear(3, 2), idle=nn.Linear(2, 2)).double()
+    x, t = torch.randn(5, 3).double(), torch.randn(5, 2).double()
     for blocks in ("full", "layer"):
         optimizer = woodbury.GaussNewton(model, nn.MSELoss(), solver="products", blocks=blocks)
         p = optimizer.direction(x, t)
@@ -225,42 +211,11 @@ def test_fused_attention_can_be_differentiated_twice():
     assert optimizer.step(inputs, targets).accepted
 
 
-LANGUAGE = """
-import torch, woodbury
-from torch import nn
-torch.manual_seed(0)
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.mix, self.head = nn.Embedding(500, 32), nn.Linear(32, 32), nn.Linear(32, 500)
-    def forward(self, x):
-        return self.head(torch.tanh(self.mix(self.words(x)).cumsum(1))).transpose(1, 2)
-model, loss = Model(), nn.CrossEntropyLoss()
-inputs, targets = torch.randint(500, (8, 64)), torch.randint(500, (8, 64))
-def peak():
-    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-before = peak()
-optimizer = woodbury.GaussNewton(model, loss, solver="products", solver_tolerance=1e-4)
-assert optimizer.step(inputs, targets).accepted
-assert optimizer.verify(inputs, targets) < 1e-2
-print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
-def test_products_take_a_language_model_in_the_memory_of_its_outputs():
-    """512 tokens of 500 classes: 255488 rows, whose columns would take 33 GB and whose Gram matrix 261 GB."""
-    command, environment = [sys.executable, "-c", LANGUAGE], os.environ | RETURNS_MEMORY
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert int(done.stdout) < 2**28
-
-
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
 def many_rows():
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), Transposed())
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 40), transposed())
     return model, nn.CrossEntropyLoss(), torch.randint(5, (30, 50)), torch.randint(40, (30, 50))
 
 

@@ -35,10 +35,7 @@ class Meeting(nn.Module):
 def run_overlapping(method, is_inside):
     """Two threads that ask for a direction: the second is inside when the first leaves, and leaves last."""
     first_inside, second_inside, first_done = threading.Event(), threading.Event(), threading.Event()
-    models = [
-        Meeting(is_inside, first_inside, second_inside),
-        Meeting(is_inside, second_inside, first_done),
-    ]
+    models = [Meeting(is_inside, first_inside, second_inside), Meeting(is_inside, second_inside, first_done)]
     inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
     errors = []
 

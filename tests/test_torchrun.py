@@ -69,12 +69,7 @@ def train_all(rank: int, world: int, folder: Path) -> list[tuple[int, float]]:
     """A run of each optimizer; then what the first of them showed."""
     shown: list[tuple[int, float]] = []
     for name, settings in OPTIMIZERS.items():
-        train(
-            tiny_run(name, **settings),
-            folder / name,
-            lambda now: shown.append((now.step, now.loss)),
-            data=DATA,
-        )
+        train(tiny_run(name, **settings), folder / name, lambda now: shown.append((now.step, now.loss)), data=DATA)
     return shown
 
 

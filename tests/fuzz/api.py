@@ -39,9 +39,18 @@ MEANT = (ValueError, TypeError, NotImplementedError, RuntimeError, MemoryError)
 class WrongError(Exception):
     """A number or a state is not what it should be."""
 
+    outcome = "wrong"
+
 
 class GeneratorError(Exception):
     """The problem could not be made or the reference not computed."""
+
+    outcome = "generator"
+
+
+def require(right, what):
+    if not right:
+        raise WrongError(what)
 
 
 @dataclass
@@ -50,7 +59,6 @@ class Result:
     outcome: str
     detail: str = ""
     features: set = field(default_factory=set)
-    calls: int = 0
     text: str = ""  # a traceback, for a single case
 
 
@@ -62,6 +70,8 @@ def is_refusal(error):
 
 
 def short(error):
+    if isinstance(error, WrongError | GeneratorError):
+        return str(error)
     return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
 
 
@@ -100,8 +110,7 @@ def check_state(before, after, what, only=None):
     keys = [k for k in before if only is None or k.startswith(only)]
     changed = [k for k in keys if k not in after or not same(before[k], after[k])]
     changed += [k for k in after if k not in before and (only is None or k.startswith(only))]
-    if changed:
-        raise WrongError(f"{what} changed {', '.join(changed[:4])}")
+    require(not changed, f"{what} changed {', '.join(changed[:4])}")
 
 
 def tensors_of(tree):
@@ -147,18 +156,14 @@ def choose_options(rng, case):
     if rows:
         arguments["blocks"] = rng.choice(["full", "full", "layer"])
         arguments["solver"] = rng.choices(["cholesky", "cg", "products"], [6, 1, 1])[0]
-        features |= {f"blocks={arguments['blocks']}", f"solver={arguments['solver']}"}
         if arguments["solver"] != "cholesky":
             options.relative = max(options.relative, 1e-3)
         if rng.random() < 0.15:
             arguments["gram_dtype"] = torch.float64
-            features.add("gram_dtype")
         if rng.random() < 0.1:
             arguments["max_bytes"] = rng.choice([1, 3000])
-            features.add("max_bytes")
         if rng.random() < (0.93 if case.needs_fallback else 0.3):
             arguments["fallback"] = "autograd"
-            features.add("fallback")
     elif method == "HessianFree":
         options.relative = max(options.relative, 1e-3)
         arguments |= {"progress": 0.0, "max_iterations": 400, "warm_start": rng.choice([0.0, 0.95])}
@@ -172,24 +177,16 @@ def choose_options(rng, case):
         if kind_of_subset == "drawn":
             options.drawn = rng.choice([1, case.n - 1])  # few subsets to compare with
             arguments["curvature_samples"] = rng.choice([options.drawn, options.drawn / case.n])
-            features.add("curvature_samples")
         options.full = kind_of_subset == "full" and not case.style.startswith("per-sample")
-        if options.full:
-            features.add("full")
     arguments["lr"] = rng.choice([1.0, 0.5, 0.1, 2.0])
     arguments["accept"] = rng.choices([None, 0.0, 0.25, math.inf, -math.inf], [6, 1, 1, 0.5, 0.5])[0]
-    if arguments["accept"] is not None:
-        features.add(f"accept={arguments['accept']}")
     base = {"lr": arguments["lr"], "momentum": 0.0, "weight_decay": 0.0}
     if rng.random() < 0.25:
         base["weight_decay"] = arguments["weight_decay"] = 10 ** rng.uniform(-3, 0)
-        features.add("weight_decay")
     if rows and rng.random() < 0.3:
         base["momentum"] = arguments["momentum"] = rng.choice([0.5, 0.9])
-        features.add("momentum")
     settings = {name: dict(base) for name in trainable}
     if rng.random() < 0.2 and len(trainable) > 1:
-        features.add("groups")
         cut = rng.randint(1, len(trainable) - 1)
         left_out = rng.randint(0, 1) if cut + 1 < len(trainable) else 0
         parts = [trainable[:cut], trainable[cut : len(trainable) - left_out]]
@@ -204,7 +201,6 @@ def choose_options(rng, case):
         for name in parts[1]:
             settings[name] |= own
         if left_out:
-            features.add("left-out")
             options.names = tuple(parts[0] + parts[1])
             settings = {name: settings[name] for name in options.names}
     options.lr, options.momentum, options.decay = (
@@ -212,7 +208,7 @@ def choose_options(rng, case):
     )
     if case.forward is not None:
         arguments["forward"] = case.forward
-        features.add("forward=")
+    features.update(arguments)
     _expect(case, options, rows)
     return options
 
@@ -244,20 +240,15 @@ class Trial:
         self.caught = caught  # warnings of its calls
         self.case, self.rng = make_case(seed, number)
         self.options = choose_options(self.rng, self.case)
-        self.calls = 0
         self.model = self.case.model
         if self.rng.random() < 0.3:  # a gradient that is not the optimizer's to touch
             for p in self.model.parameters():
                 if p.requires_grad:
                     p.grad = torch.randn_like(p)
         self.inputs, self.targets = self.case.batch()
-        self.guard = contextlib.nullcontext
-        if self.rng.random() < 0.05:
-            self.guard = torch.no_grad
-            self.case.features.add("no_grad")
+        self.guard = torch.no_grad if self.rng.random() < 0.05 else contextlib.nullcontext
         if isinstance(self.inputs, torch.Tensor) and self.inputs.is_floating_point() and self.rng.random() < 0.05:
             self.inputs.requires_grad_()
-            self.case.features.add("inputs-require-grad")
         self.tensors = tensors_of(self.inputs) + tensors_of(self.targets)
         self.random = torch.get_rng_state()
         self.dense = None
@@ -328,14 +319,12 @@ class Trial:
 
     def compare(self, p, references, tolerance, what, slack):
         """Raise unless p is one of the references, to this relative error and this slack; returns which."""
-        if not torch.isfinite(p).all():
-            raise WrongError(f"{what} is not finite")
+        require(torch.isfinite(p).all(), f"{what} is not finite")
         errors = [float((p - r).norm()) for r in references]
         bounds = [tolerance * float(r.norm()) + slack for r in references]
         best = min(range(len(errors)), key=errors.__getitem__)
-        if not errors[best] <= bounds[best]:
-            size = max(float(references[best].norm()), 1e-300)
-            raise WrongError(f"{what}: relative error {errors[best] / size:.2g}, bound {bounds[best] / size:.2g}")
+        error, bound = (own[best] / max(float(references[best].norm()), 1e-300) for own in (errors, bounds))
+        require(errors[best] <= bounds[best], f"{what}: relative error {error:.2g}, bound {bound:.2g}")
         return best
 
     def slack(self, damping, center):
@@ -345,7 +334,6 @@ class Trial:
 
     def call(self, function, loader=True):
         """One of the calls that take a batch, with the subset and the loader of the options."""
-        self.calls += 1
         keywords = {}
         if self.options.subset is not None:
             keywords["subset"] = torch.tensor(self.options.subset)
@@ -426,13 +414,13 @@ class Trial:
         if rng.random() >= 0.2 or self.options.expect == "refused":
             vector = self.unchanged(lambda: self.call(self.optimizer.direction), "direction")
             if dense is not None:
-                if set(vector) != set(dense.parameters):
-                    raise WrongError(f"direction has the names {sorted(vector)}, not {sorted(dense.parameters)}")
+                names = sorted(vector), sorted(dense.parameters)
+                require(names[0] == names[1], f"direction has the names {names[0]}, not {names[1]}")
                 p = dense.flatten(vector)
             if comparable and not self.warned:
                 which = self.compare(p, references, tolerance, "direction", slack)
-            elif p is not None and not torch.isfinite(p).all():
-                raise WrongError("direction is not finite")
+            elif p is not None:
+                require(torch.isfinite(p).all(), "direction is not finite")
         if rng.random() < 0.4 and self.case.twice and not options.full:
             self.check_verify(p, which, damping, center, comparable, tolerance)
         if rng.random() < 0.25:
@@ -445,9 +433,7 @@ class Trial:
     def check_verify(self, p, which, damping, center, comparable, tolerance):
         residual = float(self.unchanged(lambda: self.call(self.optimizer.verify, loader=False), "verify"))
         if self.options.method == "KFAC" or self.dense is None:
-            if not math.isfinite(residual):
-                raise WrongError("verify of KFAC is not finite")
-            return
+            return require(math.isfinite(residual), "verify of KFAC is not finite")
         if not comparable or self.warned:
             return
         dense = self.dense
@@ -456,21 +442,18 @@ class Trial:
         # residuals s - t, see slack
         rounded = 100 * torch.finfo(self.case.dtype).eps * float(dense.J.norm()) / size
         bound = 10 * tolerance * max(1.0, damping * float(center.norm()) / size) + rounded
-        if not residual <= bound:
-            raise WrongError(f"verify gives {residual:.2g}, bound {bound:.2g}")
+        require(residual <= bound, f"verify gives {residual:.2g}, bound {bound:.2g}")
         if which is None:
             return
         B = self.B[which]
         own = B @ p + (self.decay + damping) * p - rhs
         expected = float(own.norm() / rhs.norm())
         scale = float((B.norm() + damping) * p.norm() / rhs.norm() + 1)
-        if not abs(residual - expected) <= self.eps * scale + rounded:
-            raise WrongError(f"verify gives {residual:.2g}, the reference {expected:.2g}")
+        self.near(residual, expected, self.eps * scale + rounded, "verify")
 
     def check_rows(self):
         """woodbury.rows of the batch against J^T H J of every sample."""
         options, case = self.options, self.case
-        self.calls += 1
         fallback = options.arguments.get("fallback")
         if options.method in ("HessianFree", "KFAC"):
             fallback = "autograd"
@@ -491,14 +474,14 @@ class Trial:
             return
         U = rows.dense().double()
         n = dense.n
-        if rows.shape != tuple(U.shape) or U.shape[0] % n or U.shape[1] != len(dense.theta):
-            raise WrongError(f"rows of shape {tuple(U.shape)}, {rows.shape}")
+        whole = rows.shape == tuple(U.shape) and U.shape[0] % n == 0 and U.shape[1] == len(dense.theta)
+        require(whole, f"rows of shape {tuple(U.shape)}, {rows.shape}")
         B = dense.curvature(options.kind, list(range(n)), n)
         scale = float(dense.J.square().sum()) * (1 + float(dense.slope(dense.outputs, dense.targets).norm()) ** 2)
 
         def near(a, b, what):
-            if not float((a - b).norm()) <= self.eps * (float(b.norm()) + scale * 1e-3):
-                raise WrongError(f"rows: {what} off by {float((a - b).norm()):.2g} of {float(b.norm()):.2g}")
+            off, size = float((a - b).norm()), float(b.norm())
+            require(off <= self.eps * (size + scale * 1e-3), f"rows: {what} off by {off:.2g} of {size:.2g}")
 
         near(U.T @ U, B, "U^T U")
         near(rows.gram().double(), U @ U.T, "gram")
@@ -526,30 +509,29 @@ class Trial:
         kept = ("grad", "identity", "module", "input", "F.linear", "python", "numpy")
         check_state(before, after, "a step", kept if case.random else (*kept, "random"))
         numbers = info.as_dict()
-        if self.optimizer.last is not info:
-            raise WrongError("last is not the StepInfo of the step")
+        require(self.optimizer.last is info, "last is not the StepInfo of the step")
         if not numbers["accepted"]:
             check_state(before, after, "a rejected step", ("parameter", "buffer"))
         elif case.running and dense is not None and self.at_once:
             for name, expected in dense.buffers.items():
-                if not torch.allclose(after[f"buffer {name}"].double(), expected.double(), 1e-4, 1e-6):
-                    raise WrongError(f"buffer {name} is not as after one pass")
+                right = torch.allclose(after[f"buffer {name}"].double(), expected.double(), 1e-4, 1e-6)
+                require(right, f"buffer {name} is not as after one pass")
         if dense is None or self.warned:
             return
         trained = set(dense.parameters)
         for name, _ in self.model.named_parameters():
-            if name not in trained and not same(before[f"parameter {name}"], after[f"parameter {name}"]):
-                raise WrongError(f"a step changed {name}, which it is not to train")
+            kept = same(before[f"parameter {name}"], after[f"parameter {name}"])
+            require(name in trained or kept, f"a step changed {name}, which it is not to train")
         theta = dense.flatten({name: after[f"parameter {name}"] for name in dense.parameters})
         moved = (theta - dense.theta) / self.lr
-        if not math.isfinite(numbers["loss"]) or not torch.isfinite(theta).all():
-            raise WrongError(f"not finite after a step: {numbers}")
+        finite = math.isfinite(numbers["loss"]) and torch.isfinite(theta).all()
+        require(finite, f"not finite after a step: {numbers}")
         eps = self.eps
         self.near(numbers["loss"], self.f, eps * (1 + abs(self.f)), "loss")
         if not comparable:
             apart = 0.0 if p is None else float((moved - p).norm())
-            if numbers["accepted"] and not apart <= 1e-3 * float(moved.norm() + dense.theta.norm()):
-                raise WrongError("the step does not move by lr times direction")
+            near = apart <= 1e-3 * float(moved.norm() + dense.theta.norm())
+            require(near or not numbers["accepted"], "the step does not move by lr times direction")
             self.last_p = moved if numbers["accepted"] else None
             return
         self.near(numbers["damping"], damping, 1e-6 * damping, "damping")
@@ -557,10 +539,9 @@ class Trial:
         if numbers["accepted"]:
             if p is None:
                 which = self.compare(moved, references, tolerance, "the step", slack)
-            elif not float((moved - p).norm()) <= (10 * eps + tolerance) * float(p.norm()) + 10 * slack:
-                raise WrongError(
-                    f"the step moves by {float(moved.norm()):.3g}, {float((moved - p).norm()):.2g} from direction"
-                )
+            else:
+                apart, bound = float((moved - p).norm()), (10 * eps + tolerance) * float(p.norm()) + 10 * slack
+                require(apart <= bound, f"the step moves {apart:.2g} from direction, bound {bound:.2g}")
         elif p is None:
             return
         q = moved if p is None else p
@@ -598,14 +579,13 @@ class Trial:
             return
         self.near(numbers["ratio"], expected, bound, "ratio")
         accept = self.options.arguments["accept"]
-        clear = accept is not None and abs(expected - accept) > bound
-        if clear and numbers["accepted"] != (expected >= accept):
-            raise WrongError(f"accepted is {numbers['accepted']} at ratio {expected:.3g}, accept {accept}")
+        if accept is not None and abs(expected - accept) > bound:
+            right = numbers["accepted"] == (expected >= accept)
+            require(right, f"accepted is {numbers['accepted']} at ratio {expected:.3g}, accept {accept}")
 
     @staticmethod
     def near(a, b, bound, what):
-        if not abs(a - b) <= bound:
-            raise WrongError(f"{what} is {a:.10g}, the reference {b:.10g}, bound {bound:.2g}")
+        require(abs(a - b) <= bound, f"{what} is {a:.10g}, the reference {b:.10g}, bound {bound:.2g}")
 
     def check_copies(self):
         """state_dict and deepcopy carry everything that the next step needs."""
@@ -616,8 +596,7 @@ class Trial:
         except ArithmeticError:  # the step before it went so far that numbers overflow: documented
             return
         twin = copy.deepcopy(self.optimizer)
-        if twin.model is self.model:
-            raise WrongError("deepcopy shares the model")
+        require(twin.model is not self.model, "deepcopy shares the model")
         model = copy.deepcopy(self.model)
         loaded = self.build(model)
         loaded.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
@@ -625,15 +604,14 @@ class Trial:
             own = self.call(other.direction)
             for name, value in expected.items():
                 size = max(float(value.abs().max()), 1e-30) if value.numel() else 1.0
-                if not float((own[name] - value).abs().max()) <= 1e-3 * size:
-                    raise WrongError(f"{what}: direction of {name} differs")
+                near = float((own[name] - value).abs().max()) <= 1e-3 * size
+                require(near, f"{what}: direction of {name} differs")
 
     def second_round(self, numeric):
         """Another step where the first one left off: momentum and damping carry over."""
         last = getattr(self, "last_p", None)
         taken = self.optimizer.last is not None
         self.random = torch.get_rng_state()
-        self.case.features.add("second-step")
         value = self.optimizer.state_dict()["state"]["damping"]
         floor = self.policy.floor if isinstance(self.policy, woodbury.LevenbergMarquardt) else 0.0
         damping = float(value) + floor
@@ -666,9 +644,17 @@ class Trial:
             parameters[name].requires_grad_(False)
             self.options.names = tuple(own for own in self.before_names if own != name)
         elif kind == "scale":
-            self.case.features.add("changed-later")
             with torch.no_grad():
                 parameters[name].mul_(0.8)
+
+    def judge(self, error):
+        """The outcome of a case that raised this."""
+        if isinstance(error, WrongError | GeneratorError):
+            return error.outcome
+        if not is_refusal(error):
+            documented = not self.case.twice and "not implemented" in str(error)
+            return "refused" if documented else "crashed"
+        return "false-refusal" if self.options.expect == "right" else "refused"
 
 
 def run_case(seed, number):
@@ -679,54 +665,34 @@ def run_case(seed, number):
             trial = Trial(seed, number, caught)
         except Exception as error:
             return Result(number, "generator", short(error), text=traceback.format_exc())
-        options = trial.options
-
-        def result(outcome, detail="", text=""):
-            return Result(number, outcome, detail, trial.case.features, trial.calls, text)
-
         try:
             trial.run()
-        except GeneratorError as error:
-            return result("generator", str(error), traceback.format_exc())
-        except WrongError as error:
-            return result("wrong", str(error), traceback.format_exc())
         except Exception as error:
-            text = traceback.format_exc()
-            if not is_refusal(error):
-                if not trial.case.twice and "not implemented" in str(error):  # documented
-                    return result("refused", short(error))
-                return result("crashed", short(error), text)
-            if options.expect in ("refused", "either"):
-                return result("refused", short(error), text)
-            return result("false-refusal", short(error), text)
-        if options.expect == "refused":
-            return result("missed", options.why)
-        return result("right")
+            outcome, features = trial.judge(error), trial.case.features
+            return Result(number, outcome, short(error), features, traceback.format_exc())
+        if trial.options.expect == "refused":
+            return Result(number, "missed", trial.options.why, trial.case.features)
+        return Result(number, "right", features=trial.case.features)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000, help="number of cases")
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="run this case alone and tell about it")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many seconds")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.case is not None:
         return tell(given.seed, given.case)
     results, start = [], time.perf_counter()
-    for number in range(given.first, given.first + given.count):
+    for number in range(given.count):
         results.append(run_case(given.seed, number))
-        seconds = time.perf_counter() - start
-        if len(results) % 50 == 0 and sys.stderr.isatty():
-            failed = sum(r.outcome in FAILURES for r in results)
-            told = f"\r{len(results)} cases, {failed} failures, {seconds:.0f} s"
-            print(told, end="", file=sys.stderr, flush=True)
-        if seconds > given.seconds:
-            break
-    report(results, given.seed, time.perf_counter() - start)
-    return int(any(r.outcome in FAILURES for r in results))
+        if number % 50 == 49 and sys.stderr.isatty():
+            print(f"\r{number + 1} cases", end="", file=sys.stderr, flush=True)
+    failures = [r for r in results if r.outcome in FAILURES]
+    report(results, failures)
+    print(f"{given.count} cases, seed {given.seed}, {time.perf_counter() - start:.0f} s")
+    return int(bool(failures))
 
 
 def tell(seed, number):
@@ -742,27 +708,17 @@ def tell(seed, number):
     return int(result.outcome in FAILURES)
 
 
-def report(results, seed, seconds):
-    """Print counts per outcome and per feature, and the failures."""
-    outcomes = Counter(r.outcome for r in results)
-    calls = sum(r.calls for r in results)
+def report(results, failures):
+    """Print counts of each outcome over all and per feature, and the failures."""
     names = ["right", "refused", *FAILURES]
-    print(f"\n{len(results)} cases, {calls} calls, {seconds:.0f} s, seed {seed}")
-    print("  ".join(f"{name} {outcomes[name]}" for name in names))
-    per_feature = {}
-    for r in results:
-        for feature in r.features:
-            per_feature.setdefault(feature, Counter())[r.outcome] += 1
-    width = max(map(len, per_feature), default=0)
-    print(f"\n{'feature':{width}}  " + "  ".join(names))
-    for feature in sorted(per_feature):
-        own = per_feature[feature]
-        print(f"{feature:{width}}  " + "  ".join(f"{own[name]:{len(name)}}" for name in names))
-    failures = [r for r in results if r.outcome in FAILURES]
-    if failures:
-        print("\nfailures:")
-        for r in failures:
-            print(f"  {r.number}: {r.outcome}: {r.detail}")
+    counts = Counter((feature, r.outcome) for r in results for feature in ("all", *r.features))
+    features = sorted({feature for feature, _ in counts})
+    width = max(map(len, features))
+    print(f"{'feature':{width}}  " + "  ".join(names))
+    for feature in features:
+        print(f"{feature:{width}}  " + "  ".join(f"{counts[feature, name]:{len(name)}}" for name in names))
+    for r in failures:
+        print(f"{r.number}: {r.outcome}: {r.detail}")
 
 
 if __name__ == "__main__":

@@ -110,46 +110,46 @@ def _range(content: bytearray, draw: random.Random) -> tuple[int, int]:
     return start, start + min(longest, int(longest ** draw.random()) + draw.randrange(8))
 
 
-def _flip(content: bytearray, draw: random.Random) -> None:
+def flip(content: bytearray, draw: random.Random) -> None:
     for _ in range(draw.choice((1, 1, 2, 8))):
         if content:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
 
 
-def _truncate(content: bytearray, draw: random.Random) -> None:
+def truncate(content: bytearray, draw: random.Random) -> None:
     del content[draw.choice((0, draw.randrange(len(content) + 1), max(0, len(content) - draw.randrange(1, 40)))) :]
 
 
-def _insert(content: bytearray, draw: random.Random) -> None:
+def insert(content: bytearray, draw: random.Random) -> None:
     at = draw.randrange(len(content) + 1)
     random_bytes = draw.randbytes(draw.choice((1, 2, 16, 1000)))
     content[at : at + draw.choice((0, 1, 64))] = draw.choice((random_bytes, *HOSTILE))
 
 
-def _delete(content: bytearray, draw: random.Random) -> None:
+def delete(content: bytearray, draw: random.Random) -> None:
     start, stop = _range(content, draw)
     del content[start:stop]
 
 
-def _repeat(content: bytearray, draw: random.Random) -> None:
+def repeat(content: bytearray, draw: random.Random) -> None:
     start, stop = _range(content, draw)
     at = draw.choice((stop, draw.randrange(len(content) + 1)))
     content[at:at] = content[start:stop]
 
 
-def _zero(content: bytearray, draw: random.Random) -> None:
+def zero(content: bytearray, draw: random.Random) -> None:
     start, stop = _range(content, draw)
     stop = min(stop, len(content))
     content[start:stop] = bytes(stop - start)
 
 
-def _digit(content: bytearray, draw: random.Random) -> None:
+def digit(content: bytearray, draw: random.Random) -> None:
     places = [place for place, byte in enumerate(content) if 48 <= byte < 58]
     if places:
         content[draw.choice(places)] = draw.randrange(48, 58)
 
 
-def _line(content: bytearray, draw: random.Random) -> None:
+def line(content: bytearray, draw: random.Random) -> None:
     """Remove, repeat or exchange whole lines."""
     lines = bytes(content).splitlines(keepends=True)
     if lines:
@@ -164,7 +164,7 @@ def _line(content: bytearray, draw: random.Random) -> None:
         content[:] = b"".join(lines)
 
 
-def _value(content: bytearray, draw: random.Random) -> None:
+def value(content: bytearray, draw: random.Random) -> None:
     """Put another value in place of one somewhere in JSON, or in one line of it."""
     lines = bytes(content).splitlines(keepends=True)
     parts = [(0, bytes(content))]
@@ -190,15 +190,7 @@ def _value(content: bytearray, draw: random.Random) -> None:
 
 
 DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
-    "flip": _flip,
-    "truncate": _truncate,
-    "insert": _insert,
-    "delete": _delete,
-    "repeat": _repeat,
-    "zero": _zero,
-    "digit": _digit,
-    "line": _line,
-    "value": _value,
+    damage.__name__: damage for damage in (flip, truncate, insert, delete, repeat, zero, digit, line, value)
 }
 
 
@@ -246,10 +238,6 @@ def finished(folder: Path) -> Any:
     return (folder / "model.pt").read_bytes()
 
 
-def loaded(folder: Path) -> Any:
-    return report.load([folder])
-
-
 def reported(folder: Path) -> Any:
     """The runs that a report reads; its tables and its page are made from them as well."""
     runs = report.load([folder])
@@ -274,20 +262,13 @@ def commanded(folder: Path) -> Any:
 
 def read_by(parse: Callable[[bytearray], Any], sha256: str | None) -> Callable[[Path], Any]:
     """What a reader of data sets makes of a file `set/file`, plain or compressed."""
-
-    def use(folder: Path) -> Any:
-        file = DataFile("file", sha256, Home("https://example.org/file", None))
-        return training.as_bytes(Files("set", folder).read(file, parse))
-
-    return use
+    file = DataFile("file", sha256, Home("https://example.org/file", None))
+    return lambda folder: training.as_bytes(Files("set", folder).read(file, parse))
 
 
 def member(sha256: str) -> Callable[[Path], Any]:
-    def use(folder: Path) -> Any:
-        file = DataFile("file", sha256, Home("https://example.org/a.tar.gz", None), member="inside/file")
-        return bytes(_read_member(folder / "archive.tar.gz", file))
-
-    return use
+    file = DataFile("file", sha256, Home("https://example.org/a.tar.gz", None), member="inside/file")
+    return lambda folder: bytes(_read_member(folder / "archive.tar.gz", file))
 
 
 # -- the files -------------------------------------------------------------------------------------------------
@@ -328,7 +309,11 @@ def make_targets(root: Path) -> dict[str, Target]:
         ("records", "complete", Target("records.jsonl", reported)),
         ("records by command", "complete", Target("records.jsonl", commanded, 1)),
         ("mark of records", "complete", Target("complete", reported, 5)),
-        ("unfinished records", "checkpoint smw-gn", Target("records.jsonl", loaded, checked=False)),
+        (
+            "unfinished records",
+            "checkpoint smw-gn",
+            Target("records.jsonl", lambda folder: report.load([folder]), checked=False),
+        ),
     ):
         shutil.copytree(root / source, root / name)
         targets[name] = target
@@ -416,34 +401,28 @@ class Fuzzer:
             self._whole[name] = self._use(name, None)
         return self._whole[name]
 
-    def case(self, seed: int, number: int, only: str | None = None, show: bool = False) -> Outcome:
+    def case(self, seed: int, number: int, only: str | None = None) -> Outcome:
         """One case, which depends on its two numbers alone."""
         draw = random.Random(f"{seed}:{number}")
         names = [only] if only else list(self.targets)
         name = draw.choices(names, [self.targets[name].weight for name in names])[0]
         content, damage = damaged((self.root / name / self.targets[name].file).read_bytes(), draw)
-        return Outcome(name, damage, *self.judge(name, content, show))
+        return Outcome(name, damage, *self.judge(name, content))
 
-    def judge(self, name: str, content: bytes, show: bool = False) -> tuple[str, str]:
+    def judge(self, name: str, content: bytes) -> tuple[str, str]:
         """The outcome of a target with this content in its file, and details."""
-        target, whole = self.targets[name], self.whole(name)
+        whole = self.whole(name)
         try:
             with _limits():
                 result = self._use(name, content)
         except (RunFolderError, DataError) as error:
-            if show:
-                print(error)
             message = str(error)
             return "refused" if message.isprintable() and len(message) <= 2000 else "crashed", message
-        except (Exception, _TooLongError) as error:
-            if show:
-                traceback.print_exc()
-            return "crashed", f"{type(error).__name__}: {error}"
+        except (Exception, _TooLongError):
+            return "crashed", traceback.format_exc()
         if result == whole:
             return "right", ""
-        if show:
-            print(f"got      {str(result)[:2000]}\nexpected {str(whole)[:2000]}")
-        return "wrong" if target.checked else "open", "another result"
+        return "wrong" if self.targets[name].checked else "open", f"got {result}, expected {whole}"
 
     def _use(self, name: str, content: bytes | None) -> Any:
         """The result of a target with this content in its file, in a fresh copy of its folder."""
@@ -464,29 +443,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", help="damage files of this kind alone")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as root:
-        fuzzer = Fuzzer(Path(root))
+        fuzzer, started = Fuzzer(Path(root)), time.monotonic()
         if options.case is not None:
-            print(fuzzer.case(options.seed, options.case, options.target, show=True))
+            print(fuzzer.case(options.seed, options.case, options.target))
             return 0
         counts: Counter[tuple[str, str]] = Counter()
         failures = []
-        started = time.monotonic()
         for number in range(options.count):
             found = fuzzer.case(options.seed, number, options.target)
-            counts[found.target, found.outcome] += 1
-            counts["all", found.outcome] += 1
+            counts.update([(found.target, found.outcome), ("all", found.outcome)])
             if found.outcome in ("wrong", "crashed"):
-                failures.append((number, found))
-            if number % 100 == 99 or number + 1 == options.count:
-                print(f"\r{number + 1} of {options.count} cases, {len(failures)} failed", end="", file=sys.stderr)
-        print(file=sys.stderr)
-        width = max(map(len, fuzzer.targets))
-        print(f"{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
-        for name in (*fuzzer.targets, "all"):
-            print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
-        print(f"{options.count} cases, seed {options.seed}, {time.monotonic() - started:.0f} s")
-        for number, found in failures:
-            print(f"--case {number}: {found.target}, {found.damage}: {found.outcome}, {found.detail[:300]}")
+                failures.append(f"--case {number}: {found.target}, {found.damage}: {found.outcome}")
+            print(f"\r{number + 1} of {options.count} cases, {len(failures)} failed", end="", file=sys.stderr)
+    width = max(map(len, fuzzer.targets))
+    print(f"\n{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
+    for name in (*fuzzer.targets, "all"):
+        print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
+    print(f"{options.count} cases, seed {options.seed}, {time.monotonic() - started:.0f} s", *failures, sep="\n")
     return 1 if failures else 0
 
 

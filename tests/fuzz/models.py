@@ -18,12 +18,16 @@ ACTIVATIONS = [nn.Tanh, nn.Sigmoid, nn.Softplus, nn.GELU, nn.SiLU, nn.ReLU, nn.E
 
 
 class Parts(nn.Module):
-    """Arguments become attributes: layers, parameters and settings."""
+    """Arguments become attributes: layers, parameters and settings; `run(self, *inputs)` is what it computes."""
 
-    def __init__(self, **parts):
+    def __init__(self, run=None, **parts):
         super().__init__()
+        self.run = run
         for name, part in parts.items():
             setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.run(self, *inputs)
 
 
 class Gain(Parts):
@@ -54,13 +58,13 @@ def twice_rows(layer, inputs, grads):
     return {"gain": grads * (inner + layer.gain.detach() * inputs * (1 - inner**2)).unsqueeze(1)}
 
 
-class Bare(nn.Module):
+class Bare(Parts):
     """A parameter of a module without a rule."""
 
     def __init__(self, width):
-        super().__init__()
-        self.scale = nn.Parameter(1 + 0.3 * torch.randn(width))
-        self.shift = nn.Parameter(0.3 * torch.randn(()))
+        super().__init__(
+            scale=nn.Parameter(1 + 0.3 * torch.randn(width)), shift=nn.Parameter(0.3 * torch.randn(()))
+        )
 
     def forward(self, x):
         return self.scale * x + self.shift
@@ -89,64 +93,25 @@ class ListTwice(nn.Module):
         return torch.tanh(x @ self.both[0]) @ self.both[1]
 
 
-class Unused(Parts):
-    """A layer that the outputs do not depend on."""
-
-    def __init__(self, width):
-        super().__init__(idle=nn.Linear(width, 2))
-
-    def forward(self, x):
-        self.idle(x)
-        return x
-
-
-class Residual(Parts):
-    def __init__(self, inner):
-        super().__init__(inner=inner)
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
-class Twice(Parts):
+def twice(width):
     """A module called twice."""
-
-    def __init__(self, inner, between):
-        super().__init__(inner=inner, between=between)
-
-    def forward(self, x):
-        return self.inner(self.between(self.inner(x)))
+    return Parts(lambda m, x: m.inner(torch.tanh(m.inner(x))), inner=nn.Linear(width, width))
 
 
-class PastModule(Parts):
+def pairs(width, out):
+    return Parts(lambda m, x: m.form(x, torch.tanh(x)), form=nn.Bilinear(width, width, out))
+
+
+def past_module(width):
     """F.linear with the weight of a layer, which is also called."""
-
-    def __init__(self, width):
-        super().__init__(layer=nn.Linear(width, width))
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x)) + F.linear(x, self.layer.weight.t())
+    layer = nn.Linear(width, width)
+    return Parts(lambda m, x: torch.tanh(m.layer(x)) + F.linear(x, m.layer.weight.t()), layer=layer)
 
 
-class Pairs(Parts):
-    def __init__(self, width, out):
-        super().__init__(form=nn.Bilinear(width, width, out))
-
-    def forward(self, x):
-        return self.form(x, torch.tanh(x))
-
-
-class Cell(Parts):
-    """A recurrent cell, two steps."""
-
-    def __init__(self, cell):
-        super().__init__(cell=cell)
-
-    def forward(self, x):
-        state = None
-        for _ in range(2):
-            state = self.cell(x, state)
-        return state[0] if isinstance(state, tuple) else state
+def two_steps(module, x):
+    """Of a recurrent cell."""
+    state = module.cell(x, module.cell(x))
+    return state[0] if isinstance(state, tuple) else state
 
 
 class Recurrent(Parts):
@@ -184,15 +149,14 @@ class Function(Parts):
         return self.function(x, *self.arguments)
 
 
-class Places(Parts):
+def places(length, width, expanded):
     """A position embedding, with a sample axis or without."""
 
-    def __init__(self, length, width, expanded):
-        super().__init__(table=nn.Embedding(length, width), expanded=expanded)
+    def run(module, x):
+        positions = torch.arange(x.shape[1])
+        return x + module.table(positions.expand(x.shape[:2]) if expanded else positions)
 
-    def forward(self, x):
-        places = torch.arange(x.shape[1])
-        return x + self.table(places.expand(x.shape[:2]) if self.expanded else places)
+    return Parts(run, table=nn.Embedding(length, width))
 
 
 class Padded(Parts):
@@ -235,21 +199,6 @@ MIXTURES = {
     "BatchNorm-train": None,  # a layer
     "batch_norm-function": lambda x: F.batch_norm(x, None, None, training=True),
 }
-
-
-class First(Parts):
-    """The first of several outputs."""
-
-    def __init__(self, inner):
-        super().__init__(inner=inner)
-
-    def forward(self, x):
-        return self.inner(x)[0]
-
-
-class SelfAttention(First):
-    def forward(self, x):
-        return self.inner(x, x, x, need_weights=False)[0]
 
 
 class Net(Parts):
@@ -352,7 +301,7 @@ class Builder:
                 self.add("tied-embedding", nn.Sequential(nn.Tanh(), head))
         if self.h.dim() == 3 and self.chance(0.3):
             expanded = self.chance(0.5)
-            self.add("places", Places(self.length, self.width, expanded), fallback=not expanded)
+            self.add("places", places(self.length, self.width, expanded), fallback=not expanded)
 
     # -- what follows a stage ----------------------------------------------------------------------------
 
@@ -522,9 +471,11 @@ class Builder:
         if kind == "BatchNorm-train":
             self.add(kind, (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[h.dim() - 2](h.shape[1]))
         elif kind == "RNN-positions-first":
-            self.add(kind, First(rng.choice([nn.RNN, nn.LSTM, nn.GRU])(h.shape[2], 2)), True)
+            layer = rng.choice([nn.RNN, nn.LSTM, nn.GRU])(h.shape[2], 2)
+            self.add(kind, Parts(lambda m, x: m.inner(x)[0], inner=layer), True)
         elif kind == "attention-positions-first":
-            self.add(kind, SelfAttention(nn.MultiheadAttention(h.shape[2], 1)))
+            layer = nn.MultiheadAttention(h.shape[2], 1)
+            self.add(kind, Parts(lambda m, x: m.inner(x, x, x, need_weights=False)[0], inner=layer))
         else:
             self.add(kind, Function(MIXTURES[kind]))
 
@@ -545,15 +496,17 @@ def either(b):
 
 ON_VECTORS = {
     "Linear": Kind(6, lambda b: nn.Linear(b.width, b.out, b.chance(0.8)), after=Builder.activation),
-    "residual": Kind(1, lambda b: Residual(nn.Sequential(nn.Tanh(), nn.Linear(b.width, b.width)))),
-    "called-twice": Kind(1, lambda b: Twice(nn.Linear(b.width, b.width), nn.Tanh())),
+    "residual": Kind(
+        1, lambda b: Parts(lambda m, x: x + m.inner(torch.tanh(x)), inner=nn.Linear(b.width, b.width))
+    ),
+    "called-twice": Kind(1, lambda b: twice(b.width)),
     "tied": Kind(1, lambda b: b.tied(bias=b.chance(0.5))),
     "LayerNorm": Kind(1, lambda b: nn.LayerNorm(b.width, bias=not b.chance(0.3))),
     "RMSNorm": Kind(1, lambda b: nn.RMSNorm(b.width)),
     "GroupNorm": Kind(1, lambda b: b.group_norm(1)),
     "BatchNorm-eval": Kind(1, lambda b: b.still(nn.BatchNorm1d)),
     "PReLU": Kind(1, lambda b: nn.PReLU(b.rng.choice([1, b.width]))),
-    "Bilinear": Kind(1, lambda b: Pairs(b.width, b.out)),
+    "Bilinear": Kind(1, lambda b: pairs(b.width, b.out)),
     "bare": Kind(1, lambda b: Bare(b.width), fallback=True),
     "Gain": Kind(0.7, lambda b: Gain(b.width)),
     "TwiceInside": Kind(0.7, lambda b: TwiceInside(b.width)),
@@ -566,10 +519,12 @@ ON_VECTORS = {
     "two-names": Kind(0.4, lambda b: TwoNames(b.width), fallback=True),
     "ParameterList": Kind(0.4, lambda b: ListTwice(b.width), fallback=True),
     "cell": Kind(
-        0.6, lambda b: Cell(b.rng.choice([nn.RNNCell, nn.LSTMCell, nn.GRUCell])(b.width, b.out)), fallback=True
+        0.6,
+        lambda b: Parts(two_steps, cell=b.rng.choice([nn.RNNCell, nn.LSTMCell, nn.GRUCell])(b.width, b.out)),
+        fallback=True,
     ),
-    "past-module": Kind(0.6, lambda b: PastModule(b.width), fallback=True),
-    "unused": Kind(0.4, lambda b: Unused(b.width)),
+    "past-module": Kind(0.6, lambda b: past_module(b.width), fallback=True),
+    "unused": Kind(0.4, lambda b: Parts(lambda m, x: (m.idle(x), x)[1], idle=nn.Linear(b.width, 2))),
     "hooked": Kind(0.5, Builder.hooked),
     "shared-module": Kind(0.7, Builder.shared),
     "to-sequence": Kind(1.2, Builder.sequence),
@@ -589,9 +544,9 @@ ON_SEQUENCES = {
     "TransformerEncoder-padded": Kind(0.8, lambda b: b.encoder(padded=True)),
     "bias_kv": Kind(0.4, Builder.extended_attention, fallback=True),
     "RNN": Kind(1.5, Builder.recurrent, fallback=True),
-    "Bilinear": Kind(0.5, lambda b: Pairs(b.width, b.out)),
+    "Bilinear": Kind(0.5, lambda b: pairs(b.width, b.out)),
     "bare": Kind(0.5, lambda b: Bare(b.width), fallback=True),
-    "called-twice": Kind(0.7, lambda b: Twice(nn.Linear(b.width, b.width), nn.Tanh())),
+    "called-twice": Kind(0.7, lambda b: twice(b.width)),
     "tied": Kind(0.7, Builder.tied),
     "cumsum": Kind(0.5, lambda b: Function(torch.cumsum, 1)),
     "folded": Kind(
