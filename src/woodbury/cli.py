@@ -206,18 +206,14 @@ def reproduce(
 
 @app.command("report")
 def report_runs(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Run folders, folders that hold run folders, or the records.json of a report."),
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold run folders.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report.", show_default="the folder of the first run")
     ] = None,
 ) -> None:
     """Write figures and a page for finished or unfinished runs."""
-    folder = out if out is not None else runs[0].parent if runs[0].is_file() else runs[0]
-    with _one_line_errors(folder):
-        _report(runs, folder)
+    with _one_line_errors(out or runs[0]):
+        _report(runs, out or runs[0])
 
 
 # -- parts of the commands ------------------------------------------------------------------------------------
@@ -282,29 +278,32 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
     """Print the table, write the figures and the page."""
     runs = report.load(paths)
     for dataset, ends in report.ends_tables(runs).items():
-        _print_table(ends["columns"], ends["rows"], title=escape(f"{dataset}: medians over seeds"))
+        _print_table(ends["columns"], ends["rows"], title=escape(printable(f"{dataset}: medians over seeds")))
     page, *_ = report.write(runs, folder)
-    console.print(f"wrote [bold]{escape(str(page))}[/], with figures and records beside it", soft_wrap=True)
+    console.print(f"wrote [bold]{escape(str(page))}[/], with figures beside it", soft_wrap=True)
 
 
 @contextmanager
 def _progress_bars(configs: Sequence[RunConfig], visible: bool) -> Iterator[Callable[[RunConfig, Progress], None]]:
-    """Show one progress bar per optimizer, for its current run; yields a function of a run and its `Progress`."""
-    numbers = bars.TextColumn("{task.fields[numbers]}")
-    columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn(), numbers)
-    runs = Counter(config.optimizer for config in configs)
-    current: dict[str, int] = {}  # optimizer -> seed of its current run
-    with bars.Progress(*columns, console=console, disable=not visible) as shown:
-        tasks = {name: shown.add_task(name, start=False, total=None, numbers="") for name in runs}
+    """Show one progress bar per optimizer, over its seeds; yields a function of a run and its `Progress`."""
+    columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn())
+    seeds = Counter(config.optimizer for config in configs)
+    with bars.Progress(
+        *columns, bars.TextColumn("{task.fields[numbers]}"), console=console, disable=not visible
+    ) as shown:
+        tasks = {name: shown.add_task(name, start=False, total=None, numbers="") for name in seeds}
 
         def show(config: RunConfig, now: Progress) -> None:
-            name, task = config.optimizer, tasks[config.optimizer]
-            if current.get(name) != config.seed:
-                current[name] = config.seed
-                label = f"{name} {config.seed + 1}/{runs[name]}" if runs[name] > 1 else name
-                shown.reset(task, total=now.steps, completed=now.step, description=label)
+            task, runs = tasks[config.optimizer], seeds[config.optimizer]
+            before = config.seed % runs  # several seeds are 0, 1, ...
+            shown.start_task(task)
             damping = f"{now.damping:.3g}".replace("nan", "-")  # of an optimizer without damping
-            shown.update(task, completed=now.step, numbers=f"loss {now.loss:9.3g}  damping {damping:>8}")
+            shown.update(
+                task,
+                total=runs * now.steps,
+                completed=before * now.steps + now.step,
+                numbers=f"loss {now.loss:9.3g}  damping {damping:>8}",
+            )
 
         yield show
 
@@ -315,7 +314,7 @@ def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: 
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < words else "right")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(printable(text)) for text in row))
     console.print(table, "")
 
 
@@ -368,7 +367,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"woodbury: {printable(message, 2000)}", err=True)
+    typer.echo(f"woodbury: {printable(message)}", err=True)
 
 
 if __name__ == "__main__":

@@ -107,19 +107,13 @@ _WEBSPAM_RATES = {
     "kfac": {"lr": 0.1},
 }
 
-
-def _as_webspam(features: int, epochs: int = 1, evaluations: int = 10) -> Preset:
-    """The paper's settings for webspam with another number of features, evaluated several times in one epoch."""
-    return Preset((features, 400, 400, 1), 60, epochs, 30, _WEBSPAM_RATES, evaluations)
-
-
 # Damping is not set anywhere here: the Levenberg-Marquardt rule with the paper's constants is the default.
 PAPER: dict[str, Preset] = {
     "mnist": Preset((784, 500, 10), 60, 10, 30, _one_rate(0.1)),
     # A factor of KFAC has 3073 rows here: it is inverted every 20 steps, as Martens & Grosse (2015) do.
     "cifar10": Preset((3072, 400, 400, 10), 100, 10, 50, _one_rate(0.01, kfac={"refresh": 20})),
-    "webspam": _as_webspam(254),
-    "covtype": _as_webspam(54),  # not in the paper
+    "webspam": Preset((254, 400, 400, 1), 60, 1, 30, _WEBSPAM_RATES, evaluations=10),
+    "covtype": Preset((54, 400, 400, 1), 60, 1, 30, _WEBSPAM_RATES, evaluations=10),  # not in the paper
 }
 
 PRESETS: dict[str, Preset] = {
@@ -141,6 +135,4 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     **PAPER,
-    "w8a": _as_webspam(300, epochs=5, evaluations=1),
-    "a9a": _as_webspam(123, epochs=5, evaluations=1),
 }

@@ -36,16 +36,9 @@ from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.runs.checkpoint import as_bytes, read_checkpoint, write_checkpoint
-from woodbury.runs.config import CONFIG_FILE, RunConfig, check_same_run
-from woodbury.runs.records import (
-    COMPLETE_FILE,
-    RECORDS_FILE,
-    Records,
-    is_complete,
-    mark_complete,
-    read_complete,
-)
-from woodbury.runs.storage import RunFolderError, one_line, remove_unfinished, write_whole
+from woodbury.runs.config import RunConfig
+from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
+from woodbury.runs.storage import RunFolderError, one_line, write_whole
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
@@ -92,21 +85,15 @@ def train(
     group = all_processes()
     writes = group.rank == 0
     with group.together():
-        complete = writes and _is_done(config, folder, resume)
-    if group.of_first([complete])[0]:
-        return
-    with group.together():
-        own = load_dataset(config.dataset) if data is None else data
-    run = _Run(config, own, group)
-    with group.together():
-        opened = Records(folder) if writes else None
+        opened = _open(folder, resume) if writes else None
     with nullcontext() if opened is None else opened as records:
         with group.together():
-            if writes:
-                _remove_leftovers(folder)
-            complete = writes and is_complete(folder)  # another command has just ended it
+            complete = writes and _is_done(config, folder)
         if group.of_first([complete])[0]:
             return
+        with group.together():
+            own = load_dataset(config.dataset) if data is None else data
+        run = _Run(config, own, group)
         run.restore(folder / _CHECKPOINT, records)
         run.finish(folder, records, progress, stop, checkpoint_seconds)
         with group.together():
@@ -119,26 +106,21 @@ def train(
                 (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
-def _is_done(config: RunConfig, folder: Path, resume: bool) -> bool:
-    """Whether the run is complete; if it is not, its folder is made."""
-    if resume:
-        check_same_run(config, folder)
-        if is_complete(folder):
-            read_complete(folder, _MODEL)
-            _remove_leftovers(folder)
-            return True
+def _open(folder: Path, resume: bool) -> Records:
+    """The records of a run, in a new folder or the one to resume; no other process has them."""
     folder.mkdir(parents=True, exist_ok=resume)
+    return Records(folder)
+
+
+def _is_done(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds this run and it is complete; one that is not there begins."""
     if not RunConfig.is_in(folder):
         config.save(folder)
-    return False
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what a run that was killed left behind."""
-    for name in (_CHECKPOINT, _MODEL, CONFIG_FILE, COMPLETE_FILE):
-        remove_unfinished(folder / name)
+    RunConfig.load(folder).check_same(config, folder)
     if is_complete(folder):
-        (folder / _CHECKPOINT).unlink(missing_ok=True)
+        read_checked(folder, _MODEL)
+        (folder / _CHECKPOINT).unlink(missing_ok=True)  # of a run that was killed as it ended
+    return is_complete(folder)
 
 
 class _Run:
@@ -210,8 +192,6 @@ class _Run:
         self.seconds += time.perf_counter() - started
         self.step, self.batches_done = self.step + 1, self.batches_done + 1
         values: dict[str, Any] = info.as_dict()
-        if getattr(self.optimizer, "search", None) is None:
-            values = {name: value for name, value in values.items() if name not in ("length", "share", "bent")}
         if hasattr(self.optimizer, "iterations"):
             values["iterations"] = self.optimizer.iterations
         return values

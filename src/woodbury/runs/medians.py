@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from woodbury.runs.looks import Look, looks_of
-from woodbury.runs.run import Run, even_indices
-from woodbury.runs.storage import printable, round_numbers
+from woodbury.runs.run import Run
 
 RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
 _HUGE = 1e300  # what is larger counts as infinite: no axis or mean overflows
 _LONGEST = 200  # characters of a label
+_POINTS = 250  # of a curve over steps, at most
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
 
 
@@ -69,7 +69,7 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
     parts = [[f"{name}={table[name]}" for name in differing if name in table] for table in tables]
-    return [printable(" ".join([optimizer, *own]), _LONGEST) for own in parts]
+    return [" ".join([optimizer, *own])[:_LONGEST] for own in parts]
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
 def _place(run: Run, record: dict[str, Any]) -> float:
     """What evaluations of several seeds share if they were made at the same place.
 
-    The step; of a recorded run the epoch (with the digits of a compact file), as its loop may record no steps.
+    The step; of a recorded run the epoch, as its loop may record no steps.
     """
-    return float(round_numbers(record["epoch"])) if run.config.recorded else float(record["step"])
+    return float(record["epoch" if run.config.recorded else "step"])
 
 
 def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
@@ -171,7 +171,7 @@ def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
             series.append((steps, np.array([number(record.get(key), worst) for record in records])))
     longest = max((steps for steps, _ in series), key=lambda steps: steps[-1])
     half = _RATIO_WINDOW / 2 * longest[-1] if key == "ratio" else 0.0
-    grid = longest[even_indices(len(longest))]
+    grid = longest[np.linspace(0, len(longest) - 1, min(_POINTS, len(longest))).round().astype(int)]
     points = [[_around(step, half, *one) for one in series if step <= one[0][-1]] for step in grid]
     curve = _curve((grid / per_epoch).tolist(), [], points)
     return curve.map(lambda value: float(np.clip(value, *RATIO_RANGE))) if key == "ratio" else curve

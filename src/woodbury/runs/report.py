@@ -19,7 +19,7 @@ from woodbury.runs.config import NOT_INSTALLED
 from woodbury.runs.figure import draw, images
 from woodbury.runs.medians import Group, by_dataset, ends_of, groups_of
 from woodbury.runs.panels import THRESHOLDS, describe
-from woodbury.runs.run import COMPACT, Run, compact, load
+from woodbury.runs.run import Run, load
 from woodbury.runs.storage import round_numbers, write_whole
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
@@ -31,11 +31,10 @@ _BRIEF = ("train_loss", "test_loss", "test_error", "seconds", "damping", "seeds"
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write figures, page and compact records of the runs into a folder; return the paths, the page's first.
+    """Write figures and page of the runs into a folder; return the paths, the page's first.
 
         report.html                      the interactive page
         <data set>.png, <data set>.svg   one figure per data set
-        records.json                     what `load` needs to write the same report again
 
     No file is touched before all are ready, and none is ever half written. The same runs give the same files.
     """
@@ -44,29 +43,15 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = {PAGE: html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
-        stem = _file_stem(dataset, files)
+        stem = re.sub(r"[^\w.-]", lambda other: f"%{ord(other[0]):x}", dataset)  # other names have other stems
         files |= {f"{stem}.{ending}": content for ending, content in images(draw(members)).items()}
-    files[COMPACT] = compact(runs).encode()
     for name, content in files.items():
         write_whole(folder / name, content)
     return [folder / name for name in files]
 
 
-def _file_stem(name: str, taken: Iterable[str]) -> str:
-    """A name as the first part of a file name, which no file before it has."""
-    stem = re.sub(r"[^\w.-]", "_", name)
-    used = {path.rpartition(".")[0].casefold() for path in taken}
-    number = 2
-    unique = stem
-    while unique.casefold() in used:
-        unique, number = f"{stem}-{number}", number + 1
-    return unique
-
-
 def html(runs: Iterable[Run]) -> str:
     """The interactive page, with one section per data set."""
-    # With the digits of the compact file, so that it gives the same page.
-    runs = [dataclasses.replace(run, **round_numbers({"epochs": run.epochs, "steps": run.steps})) for run in runs]
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
     data = json.dumps(round_numbers(sections), allow_nan=False)
