@@ -28,7 +28,7 @@ from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import RunConfig
 
 runner = CliRunner()
-REPORT = {"report.html", "records.json", "digits.png", "digits.svg"}
+REPORT = {"report.html", "digits.png", "digits.svg"}
 SPLITS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 
 
@@ -125,8 +125,6 @@ def test_train_takes_settings_overwrites_nothing_and_report_reads_several_folder
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "both").iterdir()} == REPORT
     assert "lr=0.1" in result.output and "lr=0.3" in result.output
-    again = invoke("report", tmp_path / "both" / "records.json", "--out", tmp_path / "again")
-    assert again.exit_code == 0, again.output
 
 
 # -- interrupting and going on -----------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report
     """Not simply in the newest one, which may belong to another experiment; with other settings in none."""
     ng, sgd = (["train", "digits", "--optimizer", name, "--out", tmp_path] for name in ("smw-ng", "sgd"))
     result = invoke(*ng, "--epochs", 1, "--resume")
-    assert result.exit_code == 0 and f"nothing to resume in {tmp_path}" in result.output
+    assert result.exit_code == 0, result.output  # nothing to resume: it begins
     first = tmp_path / "digits-1" / "smw-ng-seed0"
     for path in first.iterdir():
         if path.name not in ("config.json", "records.jsonl"):
@@ -189,17 +187,13 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["compare", "digit"], "unknown data set 'digit'; did you mean 'digits'?"),
-        (["train", "minst"], "unknown data set 'minst'; did you mean 'mnist'?"),
-        (["reproduce", "cifar"], "unknown preset 'cifar'; did you mean 'cifar10'?"),
-        (["reproduce", "digits"], "unknown preset 'digits'; there are: mnist, cifar10, webspam, covtype"),
-        (["train", "digits", "--optimizer", "kfc"], "unknown optimizer 'kfc'; did you mean 'kfac'?"),
+        (["compare", "digit"], f"unknown data set 'digit'; there are: {', '.join(DATASETS)}"),
+        (["reproduce", "digits"], "unknown data set 'digits'; there are: mnist, cifar10, webspam, covtype"),
         (
-            ["compare", "digits", "--optimizers", "sgd,smw-nq"],
-            "unknown optimizer 'smw-nq'; did you mean 'smw-ng'?",
+            ["train", "digits", "--optimizer", "kfc"],
+            f"unknown optimizer 'kfc'; there are: {', '.join(OPTIMIZERS)}",
         ),
-        (["compare", "digits", "--optimizers", "SGD"], "unknown optimizer 'SGD'; did you mean 'sgd'?"),
-        (["compare", "zzzzzz"], f"unknown data set 'zzzzzz'; there are: {', '.join(DATASETS)}"),
+        (["compare", "digits", "--optimizers", "sgd,SGD"], "unknown optimizer 'SGD'; there are: smw-gn, "),
         (
             ["compare", "digits", "--optimizers", ","],
             "no optimizer given: --optimizers takes names separated by commas",
@@ -213,7 +207,7 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report
         ),
         (["train", "digits", "--set", 'damping={"bost": 2}'], "smw-gn: LevenbergMarquardt has no field 'bost'"),
         (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
-        (["train", "a9a", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
+        (["train", "covtype", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
         (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: lr must be a finite number"),
         (["train", "digits", "--set", "momentum=Infinity"], "smw-gn: momentum must be a finite number"),
         (["train", "digits", "--set", "momentum=1e999"], "smw-gn: momentum must be a finite number"),
@@ -276,12 +270,12 @@ def test_a_full_disk_ends_in_one_line_and_status_2(limit, tmp_path):
 # -- the rest --------------------------------------------------------------------------------------------------
 
 
-def test_list_names_every_data_set_optimizer_and_preset_with_a_description():
+def test_list_names_every_data_set_and_optimizer_with_a_description():
     result = invoke("list")
     assert result.exit_code == 0
     lines = [line.split() for line in result.output.splitlines() if line.strip()]
     described = {words[0] for words in lines if len(words) > 2}
-    assert {*DATASETS, *OPTIMIZERS, *PAPER} <= described
+    assert {*DATASETS, *OPTIMIZERS} <= described
 
 
 @pytest.mark.parametrize("command", [[], ["list"], ["train"], ["compare"], ["reproduce"], ["report"]])

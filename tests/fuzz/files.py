@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -30,7 +29,6 @@ import resource
 import shutil
 import signal
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -38,7 +36,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -48,12 +45,11 @@ import torch
 
 from woodbury.experiments import train as training
 from woodbury.experiments.data import Dataset, read_cifar, read_covtype, read_idx, read_libsvm
-from woodbury.experiments.files import DataError, DataFile, Files, Home, _read_member
+from woodbury.experiments.files import DataError, DataFile, Files
 from woodbury.experiments.presets import PRESETS
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import Records
-from woodbury.runs.run import compact
 from woodbury.runs.storage import RunFolderError
 
 OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
@@ -276,16 +272,8 @@ def read_by(parse: Callable[[bytearray], Any], sha256: str | None) -> Callable[[
     """What a reader of data sets makes of a file `set/file`, plain or compressed."""
 
     def use(folder: Path) -> Any:
-        file = DataFile("file", sha256, Home("https://example.org/file", None))
+        file = DataFile("file", sha256, "https://example.org/file")
         return training.as_bytes(Files("set", folder).read(file, parse))
-
-    return use
-
-
-def member(sha256: str) -> Callable[[Path], Any]:
-    def use(folder: Path) -> Any:
-        file = DataFile("file", sha256, Home("https://example.org/a.tar.gz", None), member="inside/file")
-        return bytes(_read_member(folder / "archive.tar.gz", file))
 
     return use
 
@@ -316,9 +304,6 @@ def make_targets(root: Path) -> dict[str, Target]:
         training.train(tiny_config(), root / "complete", data=DATA)
     for records in root.glob("*/records.jsonl"):
         os.utime(records, (0, 0))  # the day in a report
-    (root / "compact").mkdir()
-    (root / "compact" / "records.json").write_text(compact(report.load([root / "complete"])))
-    targets["compact"] = Target("records.json", reported)
     for name, source, target in (
         ("records at resume", "checkpoint smw-gn", Target("records.jsonl", resumed("smw-gn"))),
         ("model", "complete", Target("model.pt", finished)),
@@ -347,28 +332,25 @@ def _data_targets(root: Path, targets: dict[str, Target]) -> None:
         for _ in range(9)
     )
 
+    def read_lines(content: bytearray) -> Any:
+        return read_libsvm(content, rows=9, features=8)
+
     for name, content, parse in (
         ("idx", images, read_idx),
         ("cifar", cifar, read_cifar),
         ("covtype", table, read_covtype),
-        ("libsvm", lines, partial(read_libsvm, rows=9, features=8)),
+        ("libsvm", lines, read_lines),
     ):
         sha256 = hashlib.sha256(content).hexdigest()
         packings = {"": content, ".gz": gzip.compress(content, mtime=0), ".xz": lzma.compress(content)}
-        for (ending, packed), known in product(packings.items(), (sha256, None)):
+        # the one reader of a file that is published without a checksum
+        checksums = (sha256, None) if name == "libsvm" else (sha256,)
+        for (ending, packed), known in product(packings.items(), checksums):
             target = f"{name}{ending}" if known else f"{name}{ending} without checksum"
             (root / target / "set").mkdir(parents=True)
             (root / target / "set" / f"file{ending}").write_bytes(packed)
             checked = known is not None or ending != ""  # the CRC of gzip and xz is a checksum as well
             targets[target] = Target(f"set/file{ending}", read_by(parse, known), 2 if known else 4, checked)
-    (root / "archive").mkdir()
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        entry = tarfile.TarInfo("inside/file")
-        entry.size = len(images)
-        archive.addfile(entry, io.BytesIO(images))
-    (root / "archive" / "archive.tar.gz").write_bytes(gzip.compress(packed.getvalue(), mtime=0))
-    targets["archive"] = Target("archive.tar.gz", member(hashlib.sha256(images).hexdigest()))
 
 
 # -- cases -----------------------------------------------------------------------------------------------------

@@ -91,8 +91,10 @@ def plain_number(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         # without its graph, and whatever the loop adds to it later
         return value.detach().clone() if on_device(value) else value.item()
+    if isinstance(value, bool):
+        return value
     if isinstance(value, Real):
-        return value if isinstance(value, bool) else int(value) if isinstance(value, Integral) else float(value)
+        return int(value) if isinstance(value, Integral) else float(value)
     raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r:.80}")
 
 

@@ -29,7 +29,7 @@ class Records:
     """The records of a run under way, open for appending. One process at a time has them."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = open(os.open(folder / RECORDS_FILE, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        self._file = os.fdopen(os.open(folder / RECORDS_FILE, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         if not _lock(self._file.fileno()):
             self._file.close()
             raise RunFolderError(f"{folder} is in use, by another process or a recorder that was not closed")
