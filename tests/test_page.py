@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -333,16 +334,20 @@ def test_a_single_run_is_enough(visit, tmp_path, epochs):
     assert page.tip("train_loss") == [f"epoch {epochs}", f"sgd {[2.0, 1.0][epochs]:.2f}"]
 
 
-def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_path):
+def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_path, monkeypatch):
     def record(method: str, losses: list[float], test_losses: list[float]) -> None:
         with woodbury.Recorder(tmp_path / method, problem="waves", method=method, settings={"lr": 1}) as recorder:
             for epoch, loss in enumerate(losses):
                 measured = {"test_loss": test_losses[epoch]} if test_losses else {}
                 recorder.step(loss=loss)
-                recorder.epoch(train_loss=loss, seconds=1.0 + epoch, **measured)
+                now[0] += 1.0
+                recorder.epoch(train_loss=loss, **measured)
 
-    record("first", [2.0, 1.0, -1.0, -3.0], [4.0, 2.0, 1.0, 0.5])
-    record("second", [2.0, 1.5, 1.0, math.inf], [])
+    now = [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: now[0])
+        record("first", [2.0, 1.0, -1.0, -3.0], [4.0, 2.0, 1.0, 0.5])
+        record("second", [2.0, 1.5, 1.0, math.inf], [])
     page = visit(page_of(tmp_path))
     assert [chart.get_attribute("data-quantity") for chart in page.all(".chart")] == ["train_loss", "test_loss"]
     assert page.labels("train_loss") == ["first", "second"] and page.labels("test_loss") == ["first"]

@@ -254,13 +254,13 @@ def _progress_bar(runs: int, visible: bool) -> Iterator[Callable[[int, RunConfig
     """Show one bar over all runs; yields a function of the number of a run, the run and its `Progress`."""
     columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn())
     with bars.Progress(*columns, console=console, disable=not visible) as shown:
-        task = shown.add_task("", total=None, visible=False)
+        task = shown.add_task("", total=None)
 
         def show(index: int, config: RunConfig, now: Progress) -> None:
             damping = f", damping {now.damping:8.3g}" if math.isfinite(now.damping) else ""
             text = f"{config.optimizer} seed {config.seed}: loss {now.loss:9.3g}{damping}"
             done = index * now.steps + now.step
-            shown.update(task, description=text, total=runs * now.steps, completed=done, visible=True)
+            shown.update(task, description=text, total=runs * now.steps, completed=done)
 
         yield show
 

@@ -162,11 +162,17 @@ def new_folder(out: Path, dataset: str) -> Path:
 
 
 def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
-    """The newest of `out/dataset-1`, `out/dataset-2`, ... that has a folder of one of these runs, if any."""
+    """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun, if any.
+
+    Raises RunFolderError if a run of that name has other settings.
+    """
     start = f"{configs[0].dataset}-"
     numbers = [path.name.removeprefix(start) for path in out.glob(f"{start}*")]
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
-        folder = out / f"{start}{number}"
-        if any(run_folder(folder, config).exists() for config in configs):
-            return folder
+        folders = {run_folder(out / f"{start}{number}", config): config for config in configs}
+        begun = {folder: config for folder, config in folders.items() if RunConfig.is_in(folder)}
+        for folder, config in begun.items():
+            RunConfig.load(folder).check_same(config, folder)
+        if begun:
+            return out / f"{start}{number}"
     return None
