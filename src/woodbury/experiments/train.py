@@ -135,11 +135,6 @@ class _Run:
         self.loss = data.loss()
         self.model = mlp(config.widths, seed=config.seed).to(device, dtype)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model, self.loss, **config.optimizer_settings())
-        # Every optimizer sees the same batches for the same seed.
-        self.order = torch.Generator().manual_seed(config.seed)
-        self.order_of_epoch = self.order.get_state()  # before the epoch's permutation was drawn
-        self.epoch = 0  # the current one, from 1; 0 before the first evaluation
-        self.batches_done = 0  # in this epoch
         self.step = 0
         self.seconds = 0.0
 
@@ -155,14 +150,14 @@ class _Run:
         config, group, (inputs, targets) = self.config, self.group, self.train_set
         steps = config.epochs * self.per_epoch
         marks = {round(part * self.per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
-        if self.epoch == 0:
+        order = torch.Generator().manual_seed(config.seed)  # the same batches for every optimizer
+        if self.step == 0:
             self._evaluate(records)
-            self.epoch = 1
         saved = time.monotonic()
-        while self.epoch <= config.epochs:
-            self.order.set_state(self.order_of_epoch)
-            batches = torch.randperm(len(inputs), generator=self.order).split(config.batch_size)
-            for batch in batches[self.batches_done :]:
+        for epoch in range(config.epochs):
+            batches = torch.randperm(len(inputs), generator=order).split(config.batch_size)
+            done = max(0, self.step - epoch * self.per_epoch)  # of these, before the checkpoint
+            for number, batch in enumerate(batches[done:], start=done + 1):
                 index = batch.tensor_split(group.size)[group.rank].to(inputs.device)
                 try:
                     values = self._step(inputs[index], targets[index])
@@ -172,16 +167,16 @@ class _Run:
                 stopping = group.sums(stop())[0] > 0 and self.step < steps  # told to one, all of them stop
                 with group.together():
                     if records is not None:
-                        records.write({"kind": "step", **self._place(self.epoch), **values})
+                        place = {"epoch": epoch + 1, "step": self.step, "seconds": self.seconds}
+                        records.write({"kind": "step", **place, **values})
                         progress(Progress(self.step, steps, values["loss"], values["damping"]))
-                    if self.batches_done in marks:
+                    if number in marks:
                         self._evaluate(records)
                     if stopping or time.monotonic() - saved >= checkpoint_seconds:
                         self.save(folder / _CHECKPOINT, records)
                         saved = time.monotonic()
                 if stopping:
                     raise InterruptedRunError
-            self.epoch, self.batches_done, self.order_of_epoch = self.epoch + 1, 0, self.order.get_state()
 
     def _step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
         """Take one step, add its time to `seconds` and return what to record of it."""
@@ -190,22 +185,19 @@ class _Run:
         if inputs.is_cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
-        self.step, self.batches_done = self.step + 1, self.batches_done + 1
+        self.step += 1
         values: dict[str, Any] = info.as_dict()
         if hasattr(self.optimizer, "iterations"):
             values["iterations"] = self.optimizer.iterations
         return values
-
-    def _place(self, epoch: float) -> dict[str, Any]:
-        """The fields that every record begins with."""
-        return {"epoch": epoch, "step": self.step, "seconds": self.seconds}
 
     def _evaluate(self, records: Records | None) -> None:
         """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
         if records is None:
             return
         epoch = self.step / self.per_epoch
-        record = {"kind": "epoch", **self._place(int(epoch) if epoch.is_integer() else epoch)}
+        place = {"epoch": int(epoch) if epoch.is_integer() else epoch, "step": self.step, "seconds": self.seconds}
+        record = {"kind": "epoch", **place}
         for name, (inputs, targets) in (("train", self.train_set), ("test", self.test_set)):
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
         records.write(record)
@@ -221,13 +213,9 @@ class _Run:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "order_of_epoch": self.order_of_epoch,
-            "epoch": self.epoch,
-            "done": self.batches_done,
             "step": self.step,
             "seconds": self.seconds,
-            "records": records.length,
-            "records_sha256": records.sha256,
+            "records": (records.length, records.sha256),
         }
 
     def restore(self, path: Path, records: Records | None) -> None:
@@ -238,14 +226,13 @@ class _Run:
         """
         with self.group.together():
             values = read_checkpoint(path) if records is not None and path.exists() else None
-        values = self.group.object_of_first(values)
+        values = self.group.object_of_first(values) or {"records": (0, None)}
         with self.group.together():
             try:
-                if values is not None:
+                if "model" in values:
                     self._go_to(values)
                 if records is not None:
-                    kept = (0, None) if values is None else (values["records"], values["records_sha256"])
-                    records.go_back(*kept)
+                    records.go_back(*values["records"])
             except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
                 raise
             except Exception as error:  # other records, or what torch says of a state that it cannot take
@@ -255,11 +242,9 @@ class _Run:
 
     def _go_to(self, values: dict[str, Any]) -> None:
         """Take over the values of a checkpoint."""
-        self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
         self.model.load_state_dict(values["model"])
         self.optimizer.load_state_dict(values["optimizer"])
-        self.order.set_state(values["order_of_epoch"])
-        self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
+        self.step, self.seconds = values["step"], values["seconds"]
 
 
 def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:

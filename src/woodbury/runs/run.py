@@ -1,6 +1,5 @@
 """Runs as a report reads them from their folders; of an unfinished run what has been recorded."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -40,7 +39,7 @@ class Run:
 
 
 def load(paths: Iterable[Path]) -> list[Run]:
-    """Read runs and sort them as figures and tables show them: by optimizer, then by settings and seed.
+    """Read runs and sort them as figures and tables show them: by optimizer, then by seed.
 
     Args:
         paths: each a run folder, or a folder with run folders one or two levels below it.
@@ -77,8 +76,4 @@ def _load_run(folder: Path) -> Run:
 def _order(run: Run) -> tuple[Any, ...]:
     known, name = list(OPTIMIZERS), run.config.optimizer
     rank = known.index(name) if name in known else len(known)
-    settings = []
-    for key, value in sorted(run.settings().items()):
-        size = value if isinstance(value, int | float) else math.inf  # numbers by size, before everything else
-        settings.append((key, size, str(value)))
-    return run.config.dataset, rank, name, settings, run.config.seed
+    return run.config.dataset, rank, name, run.config.seed
