@@ -28,7 +28,7 @@ from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import RunConfig
 
 runner = CliRunner()
-REPORT = {"report.html", "digits.png", "digits.svg"}
+REPORT = {"report.html", "digits.png"}
 SPLITS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 
 

@@ -325,9 +325,8 @@ def test_records_after_the_checkpoint_go_and_a_change_before_it_stops_the_resume
 @pytest.mark.parametrize(
     "line",
     [
-        *("", "{", "[" * 100_000, "[1, 2]", "5", "null", "9" * 5000, '{"step": 1, "damping": null}'),
-        *('{"kind": "step", "step": 1}', '{"kind": "epoch", "epoch": 0, "step": 0, "seconds": 0.0}'),
-        *('{"kind": "other", "step": 1, "damping": 1.0}', '{"kind": [], "step": 1, "damping": 1.0}'),
+        *("", "{", "[" * 100_000, "[1, 2]", "5", "null", "9" * 5000, '{"step": 1}'),
+        *('{"kind": "other", "step": 1}', '{"kind": [], "step": 1}'),
     ],
 )
 def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(line, place, copied, tmp_path):
@@ -337,24 +336,6 @@ def test_a_line_of_an_unfinished_run_that_is_no_record_is_named(line, place, cop
     result = invoke("report", copied, "--out", tmp_path / "out")
     assert_one_line(result, f"{path} is damaged: line {number} is not the record of a step or an epoch")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("key", ["epoch", "step", "seconds", "train_loss", "test_error", "damping"])
-@pytest.mark.parametrize("value", ['"0.5"', "{}", "null", "1e999", "9" * 400])
-def test_a_value_of_an_unfinished_run_that_is_no_number_is_named(
-    key: str, value: str, copied: Path, tmp_path: Path
-) -> None:
-    """What was measured may be null, or too large: it diverged."""
-    (copied / "complete").unlink()
-    lines = (copied / "records.jsonl").read_text().splitlines(keepends=True)
-    number = max(index for index, line in enumerate(lines) if f'"{key}"' in line)
-    changed = json.dumps({**json.loads(lines[number]), key: "here"}).replace('"here"', value)
-    path = change_records(copied, lambda lines: [*lines[:number], f"{changed}\n", *lines[number + 1 :]])
-    if key in ("epoch", "step", "seconds") or value in ('"0.5"', "{}"):
-        result = invoke("report", copied, "--out", tmp_path / "out")
-        assert_one_line(result, f"{path} is damaged: line {number + 1} is not the record of a step or an epoch")
-    else:
-        assert report.html(report.load([copied]))
 
 
 # -- names in tables, figures and pages ------------------------------------------------------------------------
@@ -377,13 +358,11 @@ def test_markup_in_names_is_text_everywhere(whole, tmp_path):
         assert name in result.output
     assert "[bold]out" in result.output.replace("\n", "")
     stem = "%5b%2f%5d%24x_%7b..%2f..%2fup"
-    assert {path.name for path in out.iterdir()} == {"report.html", f"{stem}.png", f"{stem}.svg"}
+    assert {path.name for path in out.iterdir()} == {"report.html", f"{stem}.png"}
     assert {path.name for path in tmp_path.iterdir()} == {"[runs]", "[bold]out"}
     figure = report.draw(report.load([runs]))
     labels = [text.get_text().replace("\\$", "$").strip() for text in figure.legends[0].get_texts()]
     assert sorted(labels) == sorted(MARKUP)
-    drawn = (out / f"{stem}.svg").read_text(encoding="utf-8")
-    assert "<b>" not in drawn
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "<b>&amp;" not in page and "\\u003cb>&amp;" in page
 

@@ -245,17 +245,17 @@ def test_the_same_optimizer_with_other_settings_is_labelled_by_what_differs(tmp_
     write_run(tmp_path / "e", "adam", batch_size=30)
     runs = report.load([tmp_path])
     assert [(label, row["seeds"]) for label, row in ends_by_label(runs).items()] == [
-        ("smw-gn damping.boost=1.01", "2"),
         ("smw-gn damping.boost=2.0", "2"),
+        ("smw-gn damping.boost=1.01", "2"),
         ("smw-ng", "2"),
-        ("sgd lr=0.01", "2"),
         ("sgd lr=0.1", "2"),
+        ("sgd lr=0.01", "2"),
         ("adam", "1"),
     ]
     settings = page_data(runs)[0]["settings"]
     rows = {name: values for name, *values in settings["differing"]}
     assert set(rows) == {"lr", "damping", "damping.boost", "batch_size"}
-    assert rows["lr"] == ["–", "–", "–", "0.01", "0.1", "0.1"]
+    assert rows["lr"] == ["–", "–", "–", "0.1", "0.01", "0.1"]
     assert len({group.look for group in groups_of(runs)}) == 6
 
 
@@ -285,7 +285,7 @@ def test_write_leaves_figures_and_page_of_each_data_set_the_same_every_time(tmp_
     runs = report.load([tmp_path])
     out = tmp_path / "new" / "out"
     paths = report.write(runs, out)
-    names = {"report.html", "digits.png", "digits.svg", "..%2fmnist.png", "..%2fmnist.svg"}
+    names = {"report.html", "digits.png", "..%2fmnist.png"}
     assert {path.name for path in paths} == {path.name for path in out.iterdir()} == names
     assert (out / "digits.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "report.html").read_text(encoding="utf-8") == report.html(runs)
@@ -317,7 +317,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 def test_no_text_can_end_the_script_and_the_page_names_no_address(tmp_path):
-    versions = {"python": "3.12", "woodbury": "not installed", "torch": "2.11"}
+    versions = {"python": "3.12", "torch": "2.11"}
     settings = {"note": "<!-- </script>"}
     write_run(tmp_path / "run", "</script><b>", dataset="<i>&", settings=settings, versions=versions)
     runs = report.load([tmp_path / "run"])
@@ -400,7 +400,7 @@ def test_zeros_and_extremes_can_be_drawn_and_an_extreme_counts_as_diverged(tmp_p
     write_run(tmp_path / "a", "sgd", losses=losses, errors=[0.0] * 4, seconds_per_epoch=1.0)
     write_run(tmp_path / "b", losses=losses, seconds_per_epoch=1e-300, dampings=[5e-324, 1e308] * 6)
     runs = report.load([tmp_path])
-    assert len(report.write(runs, tmp_path / "out")) == 3
+    assert len(report.write(runs, tmp_path / "out")) == 2
     (ends,) = report.ends_tables(runs).values()
     diverged = losses[-1] is None or abs(losses[-1]) > 1e300
     assert [row[1] for row in ends["rows"]] == ["diverged" if diverged else "0"] * 2

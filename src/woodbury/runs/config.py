@@ -19,13 +19,12 @@ from woodbury.policies.plain import from_plain
 from woodbury.runs.storage import FORMAT, RunFolderError, check_format, read_file, write_whole
 
 CONFIG_FILE = "config.json"  # in a run folder
-NOT_INSTALLED = "not installed"  # in place of a version
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 
 
 def installed_versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change the numbers of a run."""
-    versions = {"python": platform.python_version(), **dict.fromkeys(_RECORDED_PACKAGES, NOT_INSTALLED)}
+    versions = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)

@@ -113,7 +113,7 @@ def _measured(run: Run, key: str) -> list[float]:
 def _damping(run: Run) -> float:
     """The damping at the last evaluation, or at the nearest step before it; an interrupted run has later ones."""
     before = [step for step in run.steps if step["step"] <= run.epochs[-1]["step"]] or run.steps
-    return number(before[-1]["damping"])
+    return number(before[-1].get("damping"))
 
 
 def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:

@@ -48,7 +48,6 @@ class Panel:
     x: dict[str, Axis]  # epochs, and seconds where the curves have them
     y: dict[str, Axis]  # linear, and log where the values allow it
     guides: tuple[float, ...] = ()  # values with a line across the panel
-    range: tuple[float, float] | None = None  # where curves are cut off
 
 
 @dataclass(frozen=True)
@@ -85,19 +84,10 @@ def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     x = {"epochs": _linear_axis("epochs", [curve.epochs[-1] for curve in present])}
     if present[0].seconds:
         x["seconds"] = _time_axis(present)
-    if quantity == "ratio":
-        return Panel(
-            quantity,
-            title,
-            unit="",
-            curves=curves,
-            x=x,
-            y={"linear": _ratio_axis(present)},
-            guides=THRESHOLDS,
-            range=RATIO_RANGE,
-        )
     unit = " %" if quantity == "test_error" else ""
-    return Panel(quantity, title, unit, curves, x, _vertical_axes(present, whole=quantity == "damping"))
+    if quantity == "ratio":
+        return Panel(quantity, title, unit, curves, x, y={"linear": _ratio_axis(present)}, guides=THRESHOLDS)
+    return Panel(quantity, title, unit, curves, x, y=_vertical_axes(present, whole=quantity == "damping"))
 
 
 def _title(groups: Sequence[Group]) -> str:

@@ -179,4 +179,4 @@ class Recorder:
 
     def _write_waiting(self) -> None:
         for numbers in self._readings.read():
-            self._records.write({"damping": None, **numbers})
+            self._records.write(numbers)

@@ -15,8 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from woodbury.runs.config import NOT_INSTALLED
-from woodbury.runs.figure import draw, images
+from woodbury.runs.figure import draw, image
 from woodbury.runs.medians import Group, by_dataset, ends_of, groups_of
 from woodbury.runs.panels import THRESHOLDS, describe
 from woodbury.runs.run import Run, load
@@ -33,8 +32,8 @@ _BRIEF = ("train_loss", "test_loss", "test_error", "seconds", "damping", "seeds"
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write figures and page of the runs into a folder; return the paths, the page's first.
 
-        report.html                      the interactive page
-        <data set>.png, <data set>.svg   one figure per data set
+        report.html      the interactive page
+        <data set>.png   one figure per data set
 
     No file is touched before all are ready, and none is ever half written. The same runs give the same files.
     """
@@ -44,7 +43,7 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     files = {PAGE: html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
         stem = re.sub(r"[^\w.-]", lambda other: f"%{ord(other[0]):x}", dataset)  # other names have other stems
-        files |= {f"{stem}.{ending}": content for ending, content in images(draw(members)).items()}
+        files[f"{stem}.png"] = image(draw(members))
     for name, content in files.items():
         write_whole(folder / name, content)
     return [folder / name for name in files]
@@ -66,6 +65,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     drawing = describe(groups)
     drawn = {panel.quantity for panel in drawing.panels}
     low, high = THRESHOLDS
+    time = "Time counts the steps of the optimizer alone; of a recorded loop all but its pauses."
     bands = "Lines are medians over the seeds, bands reach from the smallest to the largest value. "
     ratio = (
         "ρ is the decrease of the loss over the decrease that the quadratic model predicted: damping grows where "
@@ -80,7 +80,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
         "takeaway": takeaway(groups, "test_error" if "test_error" in drawn else "test_loss"),
         "facts": _facts(runs),
         "drawing": dataclasses.asdict(drawing),
-        "note": (bands if any(group.seeds > 1 for group in groups) else "") + _time_of(runs),
+        "note": (bands if any(group.seeds > 1 for group in groups) else "") + time,
         "ratio_note": ratio if "ratio" in drawn else "",
         "ends": _ends_table(groups),
         "ends_note": bold if len(groups) > 1 else "",
@@ -166,30 +166,21 @@ def _settings_tables(groups: Sequence[Group]) -> dict[str, list[Any]]:
 # -- facts
 
 
-def _time_of(runs: Sequence[Run]) -> str:
-    """What the seconds of the runs count, in a sentence."""
-    steps, loops = "the steps of the optimizer alone, not the evaluation", "all of a recorded loop but its pauses"
-    kinds = {run.config.recorded for run in runs}
-    return f"Time counts {steps if kinds == {False} else loops if kinds == {True} else f'{steps}; {loops}'}."
-
-
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """What a reader must know of all the runs: each fact with the values it takes."""
     facts: dict[str, dict[str, None]] = {}  # by name, the values in order
     for run in runs:
-        config = run.config
+        config, machine = run.config, run.config.machine
+        device = machine.get("gpu" if config.device.startswith("cuda") else "processor")
+        counts = [f"{name} {machine[name]}" for name in ("threads", "processes") if name in machine]
         samples = config.settings.get("curvature_samples", "")
-        # woodbury itself may not have been installed
-        versions = [f"{name} {version}" for name, version in config.versions.items() if version != NOT_INSTALLED]
-        device = config.machine.get("gpu" if config.device.startswith("cuda") else "processor")
-        counts = [f"{name} {config.machine[name]}" for name in ("threads", "processes") if name in config.machine]
         values = {
             "network": config.network,
             "batch": f"{config.batch_size} samples" if config.batch_size else "",
             "curvature samples": "the whole batch" if samples is None else str(samples),
             "date": run.day,
             "machine": ", ".join(filter(None, [device, *counts, config.dtype])),
-            "software": ", ".join(versions),
+            "software": ", ".join(f"{name} {version}" for name, version in config.versions.items()),
         }
         for name, value in values.items():
             if value:
