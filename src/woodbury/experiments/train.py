@@ -1,11 +1,4 @@
-"""One training run, from a configuration to a folder of plain files.
-
-    config.json     everything needed to repeat the run, with a checksum
-    records.jsonl   one JSON object per line: {"kind": "step", ...} after each step, {"kind": "epoch", ...}
-                    before training (epoch 0) and after each epoch or part of one
-    checkpoint.pt   while the run is unfinished: what it needs to go on, with a checksum
-    model.pt        the state_dict of the trained network
-    complete        checksums of records and network; where it exists the run is complete
+"""One training run, from a configuration to a folder of plain files, which docs/runs.md lists.
 
 A run that is killed at any moment resumes from its last checkpoint. The key `seconds` in a record is the time
 spent inside `optimizer.step` so far, without evaluation and writing.

@@ -26,7 +26,9 @@ __all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
 
 PAGE = "report.html"
 _ABSENT = "–"  # what was not measured
-_BRIEF = ("train_loss", "test_loss", "test_error", "seconds", "damping", "seeds", "epochs")  # in a terminal
+_COLUMNS = ("train_loss", "test_loss", "test_error", "best_test_error", "seconds", "seconds_to_target")
+_COLUMNS += ("seconds_per_step", "damping", "seeds", "epochs")
+_WIDE = ("best_test_error", "seconds_to_target", "seconds_per_step")  # for which a terminal has no room
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -93,60 +95,50 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 def ends_tables(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
     """Where training ended on each data set, with the columns that a terminal has room for."""
-    return {name: _ends_table(groups_of(members), _BRIEF) for name, members in by_dataset(runs).items()}
+    brief = [name for name in _COLUMNS if name not in _WIDE]
+    return {name: _ends_table(groups_of(members), brief) for name, members in by_dataset(runs).items()}
 
 
-def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = ()) -> dict[str, Any]:
+def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = _COLUMNS) -> dict[str, Any]:
     """Headings, and for each group its label, the texts below each heading and where the group is clearly ahead.
 
-    Of the `wanted` columns, or of all, those that some group has; the test loss is there for want of an error.
+    Of the `wanted` columns those that some group has; the test loss is there for want of an error.
     """
     race = race_of(groups)
     rows = []
     for group in groups:
-        end = {name: median(values) if values else math.nan for name, values in ends_of(group).items()}
-        to_target = race.seconds.get(group.label) if race else None
-        ended = group.ended
-        rows.append(
-            {
-                "train_loss": _written(end["train_loss"]),
-                "test_loss": _written(end["test_loss"]),
-                "test_error": _percent(end["test_error"]),
-                "best_test_error": _percent(end["best_test_error"]),
-                "seconds": _written(end["seconds"]),
-                "seconds_to_target": _written(median(to_target) if to_target else math.nan),
-                "seconds_per_step": _written(1000 * end["seconds_per_step"]),
-                "damping": _written(end["damping"]),
-                "seeds": _out_of(len(ended), group.seeds),
-                "epochs": _out_of(ended[0].epochs[-1]["epoch"], group.runs[0].config.epochs),
-            }
-        )
-    needs_test_loss = any(row["test_error"] == _ABSENT != row["test_loss"] for row in rows)
-    absent = {name for name in rows[0] if all(row[name] == _ABSENT for row in rows)}
-    hidden = absent if needs_test_loss else absent | {"test_loss"}
-    shown = [name for name in wanted or rows[0] if name not in hidden]
+        ends, ended = ends_of(group), group.ended
+        if race is not None:
+            ends["seconds_to_target"] = race.seconds.get(group.label, [])
+        row = {name: _written(name, median(values)) for name, values in ends.items() if values}
+        row["seeds"] = _out_of(len(ended), group.seeds)
+        row["epochs"] = _out_of(ended[0].epochs[-1]["epoch"], group.runs[0].config.epochs)
+        rows.append(row)
+    needs_test_loss = any("test_loss" in row and "test_error" not in row for row in rows)
+    hidden = set() if needs_test_loss else {"test_loss"}
+    shown = [name for name in wanted if name not in hidden and any(name in row for row in rows)]
     titles = {name: name.replace("_", " ") for name in shown} | {"seconds_per_step": "ms / step"}
     if race is not None:
         titles["seconds_to_target"] = f"seconds to {race.target:.3g}"
     ahead = {(each.leader, name) for name, each in standings(groups).items() if each.is_clear}
+    texts = [[row.get(name, _ABSENT) for name in shown] for row in rows]
     return {
         "columns": ["optimizer", *(titles[name] for name in shown)],
-        "rows": [[group.label, *(row[name] for name in shown)] for group, row in zip(groups, rows, strict=True)],
+        "rows": [[group.label, *own] for group, own in zip(groups, texts, strict=True)],
         "best": [[False, *((group.label, name) in ahead for name in shown)] for group in groups],
     }
 
 
-def _written(value: float) -> str:
-    """Three digits."""
+def _written(name: str, value: float) -> str:
+    """Three digits; an error in percent, the time of a step in milliseconds."""
     if not math.isfinite(value):
-        return _ABSENT if math.isnan(value) else "diverged"
+        return "diverged"
+    if name.endswith("error"):
+        return f"{100 * value:.2f} %"
+    value = 1000 * value if name == "seconds_per_step" else value
     if value == 0 or 1000 <= abs(value) < 1e5:
         return f"{value:.0f}"
     return f"{value:#.3g}".rstrip(".")
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %" if math.isfinite(value) else _written(value)
 
 
 def _out_of(reached: float, planned: float) -> str:
