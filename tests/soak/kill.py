@@ -153,7 +153,7 @@ def _size(out: Path) -> int:
 
 
 def _is_writing(out: Path) -> bool:
-    return next(_files(out, ".unfinished"), None) is not None
+    return next(_files(out, ".unfinished.pt"), None) is not None
 
 
 def check_after_kill(out: Path, whole: Whole, counts: Counts) -> None:

@@ -107,9 +107,7 @@ class Files:
         try:
             pooch.retrieve(file.url, file.archive_sha256, name, folder, processor=unpack, progressbar=True)
         except (OSError, ValueError, EOFError, zlib.error, tarfile.TarError) as error:  # or a wrong checksum
-            attempts = error.args[0] if error.args else None  # a connection error has its reason in there
-            reason = one_line(getattr(attempts, "reason", error))
-            raise DataError(f"cannot download {file}: {reason}; {by_hand}") from error
+            raise DataError(f"cannot download {file}: {one_line(error)}; {by_hand}") from error
         return folder / name if file.member is None else folder / f"{name}.untar" / file.member
 
 
