@@ -26,8 +26,10 @@ __all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
 
 PAGE = "report.html"
 _ABSENT = "–"  # what was not measured
-_COLUMNS = ("train_loss", "test_loss", "test_error", "best_test_error", "seconds", "seconds_to_target")
-_COLUMNS += ("seconds_per_step", "damping", "seeds", "epochs")
+_COLUMNS = (
+    *("train_loss", "test_loss", "test_error", "best_test_error", "seconds", "seconds_to_target"),
+    *("seconds_per_step", "damping", "seeds", "epochs"),
+)
 _WIDE = ("best_test_error", "seconds_to_target", "seconds_per_step")  # for which a terminal has no room
 
 

@@ -37,8 +37,8 @@ def one_line(error: BaseException) -> str:
 def write_whole(path: Path, content: bytes | bytearray) -> None:
     """Write a file so that at any moment, even after a power cut, it has the old content or the new one.
 
-    The folder must exist, and one process at a time may write files of this ending there: what a kill leaves behind
-    has one name, and the next of them takes it.
+    The folder must exist, and one process at a time may write files of this ending there: what a kill leaves
+    behind has one name, and the next of them takes it.
     """
     temporary = path.with_name(f".unfinished{path.suffix}")
     try:
