@@ -308,8 +308,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     runs = report.load([write_run(tmp_path / "run")])
     paths = report.write(runs, tmp_path / "out")
     paths[0].write_text("old")
-    with pytest.raises(ValueError):
-        report.write([], tmp_path / "out")
     with pytest.raises(OSError):
         report.write(runs, paths[0] / "out")
     assert paths[0].read_text() == "old"

@@ -135,11 +135,7 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
 
 _training_command("train", "smw-gn", 1, DATASETS, "Train on one data set and write a report.")
 _training_command(
-    "compare",
-    "smw-gn,smw-ng,smw-ng-bd,sgd",
-    3,
-    DATASETS,
-    "Train several optimizers on one data set and write a report that compares them.",
+    "compare", "smw-gn,smw-ng,smw-ng-bd,sgd", 3, DATASETS, "Train several optimizers and compare them."
 )
 _training_command(
     "reproduce",
@@ -246,7 +242,7 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
     for dataset, ends in report.ends_tables(runs).items():
         _print_table(ends["columns"], ends["rows"], title=escape(printable(f"{dataset}: medians over seeds")))
     page, *_ = report.write(runs, folder)
-    console.print(f"wrote [bold]{escape(str(page))}[/], with figures beside it", soft_wrap=True)
+    console.print(f"wrote [bold]{escape(str(page))}[/], with a figure per data set beside it", soft_wrap=True)
 
 
 @contextmanager
