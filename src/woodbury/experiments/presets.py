@@ -75,7 +75,6 @@ def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]
 
 def try_settings(config: RunConfig) -> None:
     """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
-    config.plain()  # numbers that are not finite
     settings = config.optimizer_settings()
     if settings["process_group"] is not None and all_processes().size > 1:
         raise ValueError("process_group is for one process: torchrun starts several that train one model")
@@ -84,6 +83,7 @@ def try_settings(config: RunConfig) -> None:
         inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
         model = nn.Linear(2, 2)
         OPTIMIZERS[config.optimizer](model, nn.CrossEntropyLoss(), **settings).step(inputs, targets)
+    config.plain()  # what JSON cannot hold
 
 
 def _one_rate(rate: float) -> dict[str, dict[str, Any]]:

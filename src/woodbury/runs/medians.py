@@ -4,9 +4,8 @@ A group is one curve in every figure and one line in every table. A run whose lo
 records) has diverged: its loss counts as infinite.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from woodbury.runs.looks import Look, looks_of
 from woodbury.runs.run import Run
 
-RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
+_FAILED = -9.0  # in place of a ratio that is not finite: far below what is drawn
 _HUGE = 1e300  # what is larger counts as infinite: no axis or mean overflows
 _LONGEST = 200  # characters of a label
 _POINTS = 250  # of a curve over steps, at most
@@ -83,11 +82,6 @@ class Curve:
     high: list[float]
     seeds: list[int]  # that reached this point
 
-    def map(self, change: Callable[[float], float]) -> "Curve":
-        """The curve with `change` applied to every value."""
-        middle, low, high = ([change(value) for value in values] for values in (self.middle, self.low, self.high))
-        return dataclasses.replace(self, middle=middle, low=low, high=high)
-
 
 def ends_of(group: Group) -> dict[str, list[float]]:
     """Where each seed that reached the last epoch ended, by quantity: no values where it was not measured."""
@@ -139,7 +133,8 @@ def _place(run: Run, record: dict[str, Any]) -> float:
 
 
 def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
-    """A quantity measured at evaluations."""
+    """A quantity measured at evaluations, an error in percent."""
+    scale = 100 if key == "test_error" else 1
     by_place: dict[float, list[dict[str, Any]]] = {}
     for run in runs:
         for record in run.epochs:
@@ -150,7 +145,7 @@ def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
     points = [by_place[place] for place in sorted(by_place)]
     epochs = [records[0]["epoch"] for records in points]
     seconds = [median(record["seconds"] for record in records) for records in points]
-    return _curve(epochs, seconds, [[number(record[key]) for record in records] for records in points])
+    return _curve(epochs, seconds, [[scale * number(record[key]) for record in records] for records in points])
 
 
 def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
@@ -162,7 +157,7 @@ def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
     per_epoch = next((end["step"] / end["epoch"] for end in ends if end["epoch"] > 0 and end["step"] > 0), None)
     if per_epoch is None or not any(_has_quantity(run, key) for run in runs):
         return None
-    worst = -math.inf if key == "ratio" else math.inf  # in place of what is not finite: the step failed
+    worst = _FAILED if key == "ratio" else math.inf
     series = []
     for run in runs:
         if run.steps:
@@ -173,8 +168,7 @@ def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
     half = _RATIO_WINDOW / 2 * longest[-1] if key == "ratio" else 0.0
     grid = longest[np.linspace(0, len(longest) - 1, min(_POINTS, len(longest))).round().astype(int)]
     points = [[_around(step, half, *one) for one in series if step <= one[0][-1]] for step in grid]
-    curve = _curve((grid / per_epoch).tolist(), [], points)
-    return curve.map(lambda value: float(np.clip(value, *RATIO_RANGE))) if key == "ratio" else curve
+    return _curve((grid / per_epoch).tolist(), [], points)
 
 
 def _around(step: float, half: float, steps: "np.ndarray[Any, Any]", values: "np.ndarray[Any, Any]") -> float:
