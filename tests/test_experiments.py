@@ -84,7 +84,7 @@ def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimi
     config = small_run(optimizer, seed=3)
     config.save(tmp_path)
     loaded = RunConfig.load(tmp_path)
-    loaded.check_same(config, tmp_path, "")
+    loaded.check_same(config, tmp_path)
     assert loaded.versions == config.versions and loaded.machine == config.machine
     assert {"python", "torch", "woodbury"} <= config.versions.keys()
     assert config.settings.keys() == full_settings(optimizer, {}).keys() > {"lr", "weight_decay"}
@@ -259,7 +259,7 @@ def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(t
 def test_files_that_a_killed_run_left_behind_are_removed(tmp_path, digits):
     with pytest.raises(InterruptedRunError):
         train(small_run(), tmp_path / "run", data=digits, stop=stop_after(3))
-    (tmp_path / "run" / ".checkpoint.pt.4242").write_bytes(b"half a check")
+    (tmp_path / "run" / ".unfinished.pt").write_bytes(b"half a check")
     train(small_run(), tmp_path / "run", data=digits, resume=True)
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"killed just before it was deleted")
     train(small_run(), tmp_path / "run", data=digits, resume=True)

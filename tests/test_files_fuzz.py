@@ -1,5 +1,6 @@
 """The short form of `python -m tests.fuzz.files`, and what it can see."""
 
+import json
 import random
 from collections import Counter
 
@@ -10,7 +11,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
 from fuzz.files import DAMAGES, Fuzzer, commanded
-from woodbury.runs import storage
+from woodbury.runs import config
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,7 @@ def test_each_damage_changes_a_file(name):
 
 def test_the_fuzzer_sees_a_result_that_is_wrong(fuzzer, monkeypatch):
     """With the checksum switched off it must find what it was for."""
-    monkeypatch.setattr(storage, "checksum", lambda values: values.get("sha256"))
+    sha256 = json.loads((fuzzer.root / "config" / "config.json").read_text())["sha256"]
+    monkeypatch.setattr(config, "_checksum", lambda fields: sha256)
     outcomes = Counter(fuzzer.case(0, number, "config").outcome for number in range(100))
     assert outcomes["wrong"] > 0

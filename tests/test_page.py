@@ -3,6 +3,7 @@
 import math
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -221,7 +222,7 @@ def test_curves_can_be_hidden_with_the_mouse_and_the_keyboard(visit, comparison)
 
 
 def test_the_box_at_the_crosshair_lists_all_visible_curves(visit, comparison):
-    page, keys = visit(comparison), webdriver.Keys
+    page = visit(comparison)
     assert page.tip("train_loss") == []
     at = page.points("train_loss", "hf")[2][0]
     page.hover("train_loss", at + 8)
@@ -233,18 +234,9 @@ def test_the_box_at_the_crosshair_lists_all_visible_curves(visit, comparison):
     page.choose("seconds")
     page.hover("train_loss", page.points("train_loss", "hf")[1][0])
     assert page.tip("train_loss") == ["30.0 s", "sgd 0.500 at 1.50 s", "hf 0.600"]
-    page.choose("epochs")
-    plot = page.one("[data-quantity=train_loss] .plot")
-    for pressed, line in (([keys.ARROW_RIGHT], "epoch 0"), ([keys.ARROW_RIGHT] * 2, "epoch 2")):
-        plot.send_keys(*pressed)
-        assert page.tip("train_loss")[0] == line
-    plot.send_keys(keys.ARROW_LEFT)
-    assert page.tip("train_loss")[0] == "epoch 1"
-    plot.send_keys(keys.ESCAPE)
-    assert page.tip("train_loss") == []
 
 
-def test_verdict_tables_and_words_are_on_the_page(visit, comparison):
+def test_verdict_and_tables_are_on_the_page(visit, comparison):
     page = visit(comparison)
     chance = "; with fewer than 3 seeds each this may be chance."
     assert [sentence.text for sentence in page.all(".takeaway")] == [
@@ -264,12 +256,6 @@ def test_verdict_tables_and_words_are_on_the_page(visit, comparison):
     assert not page.one("details .settings").is_displayed()
     page.one("section summary").click()
     assert ["momentum", "0.9", "0.9", "0.9"] in page.texts("details .settings tbody tr")
-    assert page.one(".words").text == "Words on this page"
-    page.one(".words summary").click()
-    explained = [word.text for word in page.all(".words dt")]
-    words = ["seed", "train loss", "test error", "seconds to", "damping", "reduction ratio", "ms / step", *LOSSES]
-    for word in words:
-        assert any(word in entry for entry in explained), word
 
 
 def test_only_what_lies_apart_by_more_than_the_seeds_is_bold(visit, tmp_path):
@@ -296,7 +282,7 @@ def test_zero_errors_diverged_and_unfinished_runs_are_drawn_and_said(visit, tmp_
     rows = {row[0]: row for row in page.ends()}
     assert (rows["smw-gn"][1], rows["sgd"][1], rows["adam"][-1]) == ("0", "diverged", "1 of 3")
     sentences = [sentence.text for sentence in page.all(".takeaway")]
-    assert "that all but sgd reach" in sentences[2] and sentences[3] == "They have trained for 1 to 3 epochs."
+    assert "that all but sgd reach" in sentences[2]
     page.hover("train_loss", page.points("train_loss", "smw-gn")[3][0])
     assert page.tip("train_loss") == ["epoch 3", "smw-gn 0", "adam 1.50 at epoch 1", "sgd diverged"]
     page.choose("linear")
@@ -316,7 +302,7 @@ def test_curves_that_coincide_are_both_seen(visit, tmp_path):
     assert style("smw-gn", "line", "stroke-dasharray") == "none" != style("hf", "line", "stroke-dasharray")
     assert style("smw-gn", "marker", "fill") != "none" == style("hf", "marker", "fill")
     page.hover("ratio", page.points("ratio", "smw-gn")[0][0])
-    assert page.tip("ratio")[1] == "smw-gn ≤-0.500"  # where the curve is cut off
+    assert page.tip("ratio")[1] == "smw-gn -9.00"  # below the axis
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
@@ -333,16 +319,20 @@ def test_a_single_run_is_enough(visit, tmp_path, epochs):
     assert page.tip("train_loss") == [f"epoch {epochs}", f"sgd {[2.0, 1.0][epochs]:.2f}"]
 
 
-def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_path):
+def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_path, monkeypatch):
     def record(method: str, losses: list[float], test_losses: list[float]) -> None:
         with woodbury.Recorder(tmp_path / method, problem="waves", method=method, settings={"lr": 1}) as recorder:
             for epoch, loss in enumerate(losses):
                 measured = {"test_loss": test_losses[epoch]} if test_losses else {}
                 recorder.step(loss=loss)
-                recorder.epoch(train_loss=loss, seconds=1.0 + epoch, **measured)
+                now[0] += 1.0
+                recorder.epoch(train_loss=loss, **measured)
 
-    record("first", [2.0, 1.0, -1.0, -3.0], [4.0, 2.0, 1.0, 0.5])
-    record("second", [2.0, 1.5, 1.0, math.inf], [])
+    now = [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: now[0])
+        record("first", [2.0, 1.0, -1.0, -3.0], [4.0, 2.0, 1.0, 0.5])
+        record("second", [2.0, 1.5, 1.0, math.inf], [])
     page = visit(page_of(tmp_path))
     assert [chart.get_attribute("data-quantity") for chart in page.all(".chart")] == ["train_loss", "test_loss"]
     assert page.labels("train_loss") == ["first", "second"] and page.labels("test_loss") == ["first"]
@@ -353,7 +343,7 @@ def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_
         ["first", "-3.00", "0.500", "4.00", "2.00", "1000", "1", "4"],
         ["second", "diverged", "–", "4.00", "3.00", "1000", "1", "4"],
     ]
-    assert "Time counts all of a recorded loop but its pauses." in page.one("main").text
+    assert "of a recorded loop all but its pauses." in page.one("main").text
 
 
 def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visit, tmp_path):

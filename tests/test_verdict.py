@@ -1,6 +1,7 @@
 """Who is ahead, and when that may be chance."""
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
@@ -118,11 +119,14 @@ def test_who_never_gets_below_the_start_does_not_race(tmp_path):
     assert race_of(groups[:2]) is None  # of smw-gn and hf one is left
 
 
-def test_recorded_losses_may_be_below_zero_and_begin_after_the_start(tmp_path):
+def test_recorded_losses_may_be_below_zero_and_begin_after_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for method, losses in (("a", [1.0, -1.0, -2.0]), ("b", [-1.0, 0.5, -1.5])):
+        now = [0.0]
         with woodbury.Recorder(tmp_path / method, problem="waves", method=method) as record:
-            for epoch, loss in enumerate(losses):
-                record.epoch(train_loss=loss, seconds=1.0 + epoch)
+            for loss in losses:
+                now[0] += 1.0
+                record.epoch(train_loss=loss)
     found = race_of(groups_of(load([tmp_path])))
     assert found is not None and found.target == -1.5
     assert found.seconds == {"a": [3.0], "b": [3.0]}

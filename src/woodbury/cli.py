@@ -1,17 +1,15 @@
 """The command `woodbury`."""
 
-import difflib
-import inspect
 import json
+import math
 import os
 import platform
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -44,59 +42,8 @@ console = Console()
 
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun puts into the environment
+PRESET = "the preset's"  # a default that depends on the data set
 _PATIENCE = timedelta(minutes=30)  # of a process that waits for another, which may be loading data
-
-DataSetName = Annotated[str, typer.Argument(help="Name of a data set, see `woodbury list`.")]
-Optimizers = Annotated[str, typer.Option(help="Names of optimizers, separated by commas.")]
-Seeds = Annotated[int, typer.Option(min=1, help="Runs per optimizer, with seeds 0, 1, ...")]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options that all commands that train have."""
-
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default="the preset's")] = None
-    out: Annotated[Path, typer.Option(help="Where each command creates a folder for its runs.")] = Path("runs")
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with the data files, one folder per data set; with it nothing is downloaded.",
-            show_default="the environment variable WOODBURY_DATA; without it files are downloaded",
-        ),
-    ] = None
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu"
-    dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of parameters and data.")] = "float32"
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on in the newest folder with these runs, from their checkpoints.")
-    ] = False
-    checkpoint_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time between two checkpoints; 0 saves one after every step.")
-    ] = CHECKPOINT_SECONDS
-
-    def config(self, dataset: str, optimizer: str, seed: int, **more: Any) -> RunConfig:
-        """A run of these options on a data set, with the preset of the data set."""
-        return PRESETS[dataset].config(
-            dataset, optimizer, seed, epochs=self.epochs, device=self.device, dtype=self.dtype, **more
-        )
-
-
-def _training_command(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter a function as a command; its last argument `options` becomes an option for each field of `Options`."""
-
-    def enter(function: Callable[..., None]) -> Callable[..., None]:
-        *own, _ = inspect.signature(function).parameters.values()
-        shared = inspect.signature(Options).parameters
-
-        def command(**given: Any) -> None:
-            options = Options(**{field: given.pop(field) for field in shared})
-            with _one_line_errors(options.out), _processes(options.device):
-                function(**given, options=options)
-
-        command.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
-        app.command(name, help=function.__doc__)(command)
-        return function
-
-    return enter
 
 
 def main() -> None:
@@ -121,103 +68,95 @@ def options(
 
 @app.command("list")
 def list_names() -> None:
-    """List the data sets, the optimizers and the presets of the paper."""
+    """List the data sets and the optimizers."""
     for kind, entries in {"data set": DATASETS, "optimizer": OPTIMIZERS}.items():
         first_lines = [(entry.__doc__ or "").strip().split("\n")[0] for entry in entries.values()]
         _print_table([kind, "description"], zip(entries, first_lines, strict=True), words=2, box=None)
-    presets = []
-    for name, preset in PAPER.items():
-        numbers = (preset.batch_size, preset.curvature_samples, preset.epochs)
-        presets.append([name, "-".join(map(str, preset.widths)), *map(str, numbers)])
-    _print_table(["preset", "network", "batch size", "curvature samples", "epochs"], presets, box=None)
 
 
-@_training_command("train")
-def train_one(
-    dataset: DataSetName,
-    optimizer: Annotated[str, typer.Option(help="Name of an optimizer, see `woodbury list`.")] = "smw-gn",
-    lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate.", show_default="the preset's")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples per step.", show_default="the preset's")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A setting of the optimizer, e.g. momentum=0.9, or a field of one, e.g. damping.initial=10: it "
-            "changes what --set damping= gives before or after it, or else the default. May be repeated.",
+def _training_command(name: str, optimizers: str, seeds: int, known: Collection[str], text: str) -> None:
+    """Enter a command that trains, with its default optimizers and number of seeds and the data sets it knows."""
+
+    def command(
+        dataset: Annotated[str, typer.Argument(help=f"One of {', '.join(known)}.")],
+        optimizers: Annotated[
+            str,
+            typer.Option("--optimizers", "--optimizer", help="Names, separated by commas; see `woodbury list`."),
+        ] = optimizers,
+        seeds: Annotated[
+            int, typer.Option(min=1, help="Runs per optimizer, with --seed and those after it.")
+        ] = seeds,
+        seed: Annotated[
+            int, typer.Option(min=0, max=2**62, help="Seed of the weights, the batches and the curvature samples.")
+        ] = 0,
+        epochs: Annotated[int | None, typer.Option(min=1, help="Epochs per run.", show_default=PRESET)] = None,
+        batch_size: Annotated[
+            int | None, typer.Option(min=1, help="Samples per step.", show_default=PRESET)
+        ] = None,
+        lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate.", show_default=PRESET)] = None,
+        settings: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                metavar="NAME=VALUE",
+                help="A setting, e.g. momentum=0.9 or damping.initial=10; repeatable.",
+            ),
+        ] = None,
+        out: Annotated[Path, typer.Option(help="Where each command creates a folder for its runs.")] = Path(
+            "runs"
         ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the batches and the curvature samples.")
-    ] = 0,
-    *,
-    options: Options,
-) -> None:
-    """Train one optimizer on one data set and write a report."""
-    _check_name("data set", dataset, DATASETS)
-    _check_name("optimizer", optimizer, OPTIMIZERS)
-    values = _read_settings(settings or [])
-    if lr is not None:
-        values["lr"] = lr
-    try:
-        config = options.config(dataset, optimizer, seed, batch_size=batch_size, settings=values)
-        try_settings(config)
-    except Exception as error:  # any error here comes from a setting
-        _fail(f"{optimizer}: {one_line(error)}")
-    _train_and_report([config], options)
+        data_dir: Annotated[
+            Path | None,
+            typer.Option(
+                help="Folder with the data files, one folder per data set; without it files are downloaded.",
+                show_default="the environment variable WOODBURY_DATA",
+            ),
+        ] = None,
+        device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
+        dtype: Annotated[Literal["float32", "float64"], typer.Option(help="Of parameters and data.")] = "float32",
+        resume: Annotated[
+            bool,
+            typer.Option("--resume", help="Go on in the newest folder with these runs, from their checkpoints."),
+        ] = False,
+        checkpoint_seconds: Annotated[
+            float, typer.Option(min=0.0, help="Time between two checkpoints; 0 saves one after every step.")
+        ] = CHECKPOINT_SECONDS,
+    ) -> None:
+        with _one_line_errors(out), _processes(device):
+            _check_name("data set", dataset, known)
+            changed = _read_settings(settings or []) | ({} if lr is None else {"lr": lr})
+            fields = {"epochs": epochs, "batch_size": batch_size, "device": device, "dtype": dtype}
+            runs = product(range(seed, seed + seeds), _names(optimizers))
+            configs = [_config(dataset, optimizer, seed, changed, fields) for seed, optimizer in runs]
+            _train_and_report(configs, out, data_dir, resume=resume, checkpoint_seconds=checkpoint_seconds)
+
+    app.command(name, help=text)(command)
 
 
-@_training_command("compare")
-def compare(
-    dataset: DataSetName,
-    optimizers: Optimizers = "smw-gn,smw-ng,smw-ng-bd,sgd",
-    seeds: Seeds = 3,
-    *,
-    options: Options,
-) -> None:
-    """Train several optimizers on one data set and write a report that compares them."""
-    _check_name("data set", dataset, DATASETS)
-    names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
-    if not names:
-        _fail("no optimizer given: --optimizers takes names separated by commas")
-    for name in names:
-        _check_name("optimizer", name, OPTIMIZERS)
-    configs = [options.config(dataset, name, seed) for seed in range(seeds) for name in names]
-    _train_and_report(configs, options)
-
-
-@_training_command("reproduce")
-def reproduce(
-    preset: Annotated[str, typer.Argument(help=f"Experiment of the paper: {', '.join(PAPER)}.")],
-    optimizers: Optimizers = "smw-gn,smw-ng,smw-ng-bd,hf,kfac,sgd",
-    seeds: Seeds = 1,
-    *,
-    options: Options,
-) -> None:
-    """Repeat an experiment of the paper: its network, batch sizes, learning rates and damping rule.
-
-    covtype is not in the paper; it uses the settings of webspam.
-    """
-    _check_name("preset", preset, PAPER)
-    compare(preset, optimizers, seeds, options=options)
+_training_command("train", "smw-gn", 1, DATASETS, "Train on one data set and write a report.")
+_training_command(
+    "compare", "smw-gn,smw-ng,smw-ng-bd,sgd", 3, DATASETS, "Train several optimizers and compare them."
+)
+_training_command(
+    "reproduce",
+    "smw-gn,smw-ng,smw-ng-bd,hf,kfac,sgd",
+    1,
+    PAPER,
+    "Repeat an experiment of the paper: its network, batch sizes, learning rates and damping rule. "
+    "covtype is not in the paper; it uses the settings of webspam.",
+)
 
 
 @app.command("report")
 def report_runs(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Run folders, folders that hold run folders, or the records.json of a report."),
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold run folders.")],
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report.", show_default="the folder of the first run")
     ] = None,
 ) -> None:
     """Write figures and a page for finished or unfinished runs."""
-    folder = out if out is not None else runs[0].parent if runs[0].is_file() else runs[0]
-    with _one_line_errors(folder):
-        _report(runs, folder)
+    with _one_line_errors(out or runs[0]):
+        _report(runs, out or runs[0])
 
 
 # -- parts of the commands ------------------------------------------------------------------------------------
@@ -241,7 +180,31 @@ def _processes(device: str) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def _train_and_report(configs: Sequence[RunConfig], options: Options) -> None:
+def _names(optimizers: str) -> list[str]:
+    """The optimizers that an option names."""
+    names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
+    if not names:
+        _fail("no optimizer given: --optimizers takes names separated by commas")
+    for name in names:
+        _check_name("optimizer", name, OPTIMIZERS)
+    return names
+
+
+def _config(
+    dataset: str, optimizer: str, seed: int, settings: Mapping[str, Any], fields: Mapping[str, Any]
+) -> RunConfig:
+    """A run with the preset of the data set and what was asked for; ends with a message if it cannot be."""
+    try:
+        config = PRESETS[dataset].config(dataset, optimizer, seed, settings, **fields)
+        try_settings(config)
+    except Exception as error:  # any error here comes from a setting
+        _fail(f"{optimizer}: {one_line(error)}")
+    return config
+
+
+def _train_and_report(
+    configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
+) -> None:
     """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is.
 
     Of several processes the first alone shows and writes anything.
@@ -250,15 +213,18 @@ def _train_and_report(configs: Sequence[RunConfig], options: Options) -> None:
     for is_first in (True, False):  # for the others the files are there by then
         with group.together():
             if (group.rank == 0) is is_first:
-                data = load_dataset(dataset, options.data_dir)  # may fail: before a folder is created
+                data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
     with group.together():
-        folder = _folder(configs, options) if group.rank == 0 else Path()
+        folder = folder_to_resume(out, configs) if resume and group.rank == 0 else None
+        if folder is None and group.rank == 0:
+            folder = new_folder(out, dataset)
     folder = group.object_of_first(folder)
-    shared: dict[str, Any] = {"resume": options.resume, "checkpoint_seconds": options.checkpoint_seconds}
+    shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
     try:
-        with stop_on_signal() as stop, _progress_bars(configs, group.rank == 0) as show:
-            for config in configs:
-                train(config, run_folder(folder, config), partial(show, config), data=data, stop=stop, **shared)
+        with stop_on_signal() as stop, _progress_bar(len(configs), group.rank == 0) as show:
+            for index, config in enumerate(configs):
+                shown = partial(show, index, config)
+                train(config, run_folder(folder, config), shown, stop=stop, **shared)
     except InterruptedRunError:
         finished = False
     with group.together():  # torchrun ends all processes when one of them has ended without success
@@ -270,41 +236,27 @@ def _train_and_report(configs: Sequence[RunConfig], options: Options) -> None:
         raise typer.Exit(_INTERRUPTED)
 
 
-def _folder(configs: Sequence[RunConfig], options: Options) -> Path:
-    """The folder for the runs: a new one, or with --resume one that has some of them."""
-    folder = folder_to_resume(options.out, configs) if options.resume else None
-    if options.resume and folder is None:
-        _say(f"nothing to resume in {options.out}: starting in a new folder")
-    return folder or new_folder(options.out, configs[0].dataset)
-
-
 def _report(paths: Sequence[Path], folder: Path) -> None:
     """Print the table, write the figures and the page."""
     runs = report.load(paths)
     for dataset, ends in report.ends_tables(runs).items():
-        _print_table(ends["columns"], ends["rows"], title=escape(f"{dataset}: medians over seeds"))
+        _print_table(ends["columns"], ends["rows"], title=escape(printable(f"{dataset}: medians over seeds")))
     page, *_ = report.write(runs, folder)
-    console.print(f"wrote [bold]{escape(str(page))}[/], with figures and records beside it", soft_wrap=True)
+    console.print(f"wrote [bold]{escape(str(page))}[/], with a figure per data set beside it", soft_wrap=True)
 
 
 @contextmanager
-def _progress_bars(configs: Sequence[RunConfig], visible: bool) -> Iterator[Callable[[RunConfig, Progress], None]]:
-    """Show one progress bar per optimizer, for its current run; yields a function of a run and its `Progress`."""
-    numbers = bars.TextColumn("{task.fields[numbers]}")
-    columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn(), numbers)
-    runs = Counter(config.optimizer for config in configs)
-    current: dict[str, int] = {}  # optimizer -> seed of its current run
+def _progress_bar(runs: int, visible: bool) -> Iterator[Callable[[int, RunConfig, Progress], None]]:
+    """Show one bar over all runs; yields a function of the number of a run, the run and its `Progress`."""
+    columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn())
     with bars.Progress(*columns, console=console, disable=not visible) as shown:
-        tasks = {name: shown.add_task(name, start=False, total=None, numbers="") for name in runs}
+        task = shown.add_task("", total=None)
 
-        def show(config: RunConfig, now: Progress) -> None:
-            name, task = config.optimizer, tasks[config.optimizer]
-            if current.get(name) != config.seed:
-                current[name] = config.seed
-                label = f"{name} {config.seed + 1}/{runs[name]}" if runs[name] > 1 else name
-                shown.reset(task, total=now.steps, completed=now.step, description=label)
-            damping = f"{now.damping:.3g}".replace("nan", "-")  # of an optimizer without damping
-            shown.update(task, completed=now.step, numbers=f"loss {now.loss:9.3g}  damping {damping:>8}")
+        def show(index: int, config: RunConfig, now: Progress) -> None:
+            damping = f", damping {now.damping:8.3g}" if math.isfinite(now.damping) else ""
+            text = f"{config.optimizer} seed {config.seed}: loss {now.loss:9.3g}{damping}"
+            done = index * now.steps + now.step
+            shown.update(task, description=text, total=runs * now.steps, completed=done)
 
         yield show
 
@@ -315,7 +267,7 @@ def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: 
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < words else "right")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*(escape(printable(text)) for text in row))
     console.print(table, "")
 
 
@@ -324,22 +276,18 @@ def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
-        parts = name.strip().split(".")
-        if not equals or len(parts) > 2 or not all(part.isidentifier() for part in parts):
+        if not equals:
             _fail(f"--set takes NAME=VALUE, got '{entry}'")
         try:
-            settings[name.strip()] = json.loads(text)
+            settings[name] = json.loads(text)
         except (ValueError, RecursionError):
-            settings[name.strip()] = text
+            settings[name] = text
     return settings
 
 
 @contextmanager
 def _one_line_errors(out: Path) -> Iterator[None]:
-    """End with one line and status 2 after an error that a user can resolve; a warning is one line too.
-
-    One line and status 1 where another process has failed.
-    """
+    """End with one line and status 2 after an error that a user can resolve, 1 where another process failed."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *where: _say(str(message))
@@ -354,11 +302,9 @@ def _one_line_errors(out: Path) -> Iterator[None]:
 
 
 def _check_name(what: str, name: str, known: Collection[str]) -> None:
-    """Unless `name` is known, end with a message that suggests the nearest known name."""
+    """Unless `name` is known, end with a message that says which are."""
     if name not in known:
-        nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
-        hint = f"did you mean '{nearest[0]}'?" if nearest else f"there are: {', '.join(known)}"
-        _fail(f"unknown {what} '{name}'; {hint}")
+        _fail(f"unknown {what} '{name}'; there are: {', '.join(known)}")
 
 
 def _fail(message: str) -> NoReturn:
@@ -368,8 +314,4 @@ def _fail(message: str) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"woodbury: {printable(message, 2000)}", err=True)
-
-
-if __name__ == "__main__":
-    main()
+    typer.echo(f"woodbury: {printable(message)}", err=True)

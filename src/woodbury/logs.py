@@ -8,13 +8,14 @@ with woodbury.logs.TensorBoard("runs/board") as log:
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
 
 from woodbury.fit import Fit
 from woodbury.optim import StepInfo
-from woodbury.runs.readings import Reading, Waiting, read_numbers
+from woodbury.runs.readings import Readings, read_number
 
 
 class Log(ABC):
@@ -34,26 +35,24 @@ class Log(ABC):
     def __init__(self) -> None:
         self.steps = 0  # the number of the last one
         self.epochs = 0
-        self._waiting = Waiting()
+        self._readings = Readings()
         self._seen = 0  # entries in the history of a fit
 
     @abstractmethod
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Hand on the numbers, by name, of the step with this number."""
 
-    def step(self, info: StepInfo | Mapping[str, Any] | None = None, **numbers: Any) -> None:
+    def step(self, info: StepInfo | None = None, **numbers: Any) -> None:
         """Log a step: what `optimizer.step` of woodbury returned, or numbers by name, or both."""
-        reading = Reading(info, numbers)
+        self._readings.add({"step": self.steps + 1}, info, numbers)
         self.steps += 1
-        reading.counts["step"] = self.steps
-        self._waiting.append(reading)
-        if self._waiting.are_due():
+        if self._readings.are_due():
             self._write_waiting()
 
     def epoch(self, **numbers: Any) -> None:
         """Log an evaluation at the last step, as that of the next epoch: train_loss=, test_loss=, ..."""
         self._write_waiting()
-        values = read_numbers(**numbers)
+        values = {name: read_number(name, value) for name, value in numbers.items() if value is not None}
         self.epochs += 1
         self._hand_on("epoch", self.steps, {"epoch": self.epochs, **values})
 
@@ -74,7 +73,7 @@ class Log(ABC):
         self.close()
 
     def _write_waiting(self) -> None:
-        for numbers in self._waiting.read():
+        for numbers in self._readings.read():
             self._hand_on("step", numbers.pop("step"), numbers)
 
     def _hand_on(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
@@ -85,17 +84,16 @@ class TensorBoard(Log):
     """A `Log` that writes scalars for TensorBoard. Needs the package tensorboard.
 
     Args:
-        folder: for the event files, by default one that torch names; or a `SummaryWriter`, which stays open.
+        folder: for the event files, by default one that torch names.
     """
 
-    def __init__(self, folder: Any = None) -> None:
+    def __init__(self, folder: str | Path | None = None) -> None:
         super().__init__()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(f"TensorBoard needs its package: pip install tensorboard ({error})") from None
-        self._own = not isinstance(folder, SummaryWriter)
-        self.writer: Any = SummaryWriter(folder) if self._own else folder
+        self.writer: Any = SummaryWriter(folder)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
@@ -103,10 +101,7 @@ class TensorBoard(Log):
 
     def close(self) -> None:
         super().close()
-        if self._own:
-            self.writer.close()
-        else:
-            self.writer.flush()
+        self.writer.close()
 
 
 class WandB(Log):

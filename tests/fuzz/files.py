@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
@@ -30,7 +29,6 @@ import resource
 import shutil
 import signal
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
@@ -38,7 +36,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -48,12 +45,11 @@ import torch
 
 from woodbury.experiments import train as training
 from woodbury.experiments.data import Dataset, read_cifar, read_covtype, read_idx, read_libsvm
-from woodbury.experiments.files import DataError, DataFile, Files, Home, _read_member
+from woodbury.experiments.files import DataError, DataFile, Files
 from woodbury.experiments.presets import PRESETS
 from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import Records
-from woodbury.runs.run import compact
 from woodbury.runs.storage import RunFolderError
 
 OUTCOMES = ("right", "refused", "open", "wrong", "crashed")
@@ -110,46 +106,46 @@ def _range(content: bytearray, draw: random.Random) -> tuple[int, int]:
     return start, start + min(longest, int(longest ** draw.random()) + draw.randrange(8))
 
 
-def flip(content: bytearray, draw: random.Random) -> None:
+def _flip(content: bytearray, draw: random.Random) -> None:
     for _ in range(draw.choice((1, 1, 2, 8))):
         if content:
             content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
 
 
-def truncate(content: bytearray, draw: random.Random) -> None:
+def _truncate(content: bytearray, draw: random.Random) -> None:
     del content[draw.choice((0, draw.randrange(len(content) + 1), max(0, len(content) - draw.randrange(1, 40)))) :]
 
 
-def insert(content: bytearray, draw: random.Random) -> None:
+def _insert(content: bytearray, draw: random.Random) -> None:
     at = draw.randrange(len(content) + 1)
     random_bytes = draw.randbytes(draw.choice((1, 2, 16, 1000)))
     content[at : at + draw.choice((0, 1, 64))] = draw.choice((random_bytes, *HOSTILE))
 
 
-def delete(content: bytearray, draw: random.Random) -> None:
+def _delete(content: bytearray, draw: random.Random) -> None:
     start, stop = _range(content, draw)
     del content[start:stop]
 
 
-def repeat(content: bytearray, draw: random.Random) -> None:
+def _repeat(content: bytearray, draw: random.Random) -> None:
     start, stop = _range(content, draw)
     at = draw.choice((stop, draw.randrange(len(content) + 1)))
     content[at:at] = content[start:stop]
 
 
-def zero(content: bytearray, draw: random.Random) -> None:
+def _zero(content: bytearray, draw: random.Random) -> None:
     start, stop = _range(content, draw)
     stop = min(stop, len(content))
     content[start:stop] = bytes(stop - start)
 
 
-def digit(content: bytearray, draw: random.Random) -> None:
+def _digit(content: bytearray, draw: random.Random) -> None:
     places = [place for place, byte in enumerate(content) if 48 <= byte < 58]
     if places:
         content[draw.choice(places)] = draw.randrange(48, 58)
 
 
-def line(content: bytearray, draw: random.Random) -> None:
+def _line(content: bytearray, draw: random.Random) -> None:
     """Remove, repeat or exchange whole lines."""
     lines = bytes(content).splitlines(keepends=True)
     if lines:
@@ -164,7 +160,7 @@ def line(content: bytearray, draw: random.Random) -> None:
         content[:] = b"".join(lines)
 
 
-def value(content: bytearray, draw: random.Random) -> None:
+def _value(content: bytearray, draw: random.Random) -> None:
     """Put another value in place of one somewhere in JSON, or in one line of it."""
     lines = bytes(content).splitlines(keepends=True)
     parts = [(0, bytes(content))]
@@ -190,7 +186,15 @@ def value(content: bytearray, draw: random.Random) -> None:
 
 
 DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
-    damage.__name__: damage for damage in (flip, truncate, insert, delete, repeat, zero, digit, line, value)
+    "flip": _flip,
+    "truncate": _truncate,
+    "insert": _insert,
+    "delete": _delete,
+    "repeat": _repeat,
+    "zero": _zero,
+    "digit": _digit,
+    "line": _line,
+    "value": _value,
 }
 
 
@@ -238,6 +242,10 @@ def finished(folder: Path) -> Any:
     return (folder / "model.pt").read_bytes()
 
 
+def loaded(folder: Path) -> Any:
+    return report.load([folder])
+
+
 def reported(folder: Path) -> Any:
     """The runs that a report reads; its tables and its page are made from them as well."""
     runs = report.load([folder])
@@ -262,13 +270,12 @@ def commanded(folder: Path) -> Any:
 
 def read_by(parse: Callable[[bytearray], Any], sha256: str | None) -> Callable[[Path], Any]:
     """What a reader of data sets makes of a file `set/file`, plain or compressed."""
-    file = DataFile("file", sha256, Home("https://example.org/file", None))
-    return lambda folder: training.as_bytes(Files("set", folder).read(file, parse))
 
+    def use(folder: Path) -> Any:
+        file = DataFile("file", sha256, "https://example.org/file")
+        return training.as_bytes(Files("set", folder).read(file, parse))
 
-def member(sha256: str) -> Callable[[Path], Any]:
-    file = DataFile("file", sha256, Home("https://example.org/a.tar.gz", None), member="inside/file")
-    return lambda folder: bytes(_read_member(folder / "archive.tar.gz", file))
+    return use
 
 
 # -- the files -------------------------------------------------------------------------------------------------
@@ -297,9 +304,6 @@ def make_targets(root: Path) -> dict[str, Target]:
         training.train(tiny_config(), root / "complete", data=DATA)
     for records in root.glob("*/records.jsonl"):
         os.utime(records, (0, 0))  # the day in a report
-    (root / "compact").mkdir()
-    (root / "compact" / "records.json").write_text(compact(report.load([root / "complete"])))
-    targets["compact"] = Target("records.json", reported)
     for name, source, target in (
         ("records at resume", "checkpoint smw-gn", Target("records.jsonl", resumed("smw-gn"))),
         ("model", "complete", Target("model.pt", finished)),
@@ -309,11 +313,7 @@ def make_targets(root: Path) -> dict[str, Target]:
         ("records", "complete", Target("records.jsonl", reported)),
         ("records by command", "complete", Target("records.jsonl", commanded, 1)),
         ("mark of records", "complete", Target("complete", reported, 5)),
-        (
-            "unfinished records",
-            "checkpoint smw-gn",
-            Target("records.jsonl", lambda folder: report.load([folder]), checked=False),
-        ),
+        ("unfinished records", "checkpoint smw-gn", Target("records.jsonl", loaded, checked=False)),
     ):
         shutil.copytree(root / source, root / name)
         targets[name] = target
@@ -332,28 +332,25 @@ def _data_targets(root: Path, targets: dict[str, Target]) -> None:
         for _ in range(9)
     )
 
+    def read_lines(content: bytearray) -> Any:
+        return read_libsvm(content, rows=9, features=8)
+
     for name, content, parse in (
         ("idx", images, read_idx),
         ("cifar", cifar, read_cifar),
         ("covtype", table, read_covtype),
-        ("libsvm", lines, partial(read_libsvm, rows=9, features=8)),
+        ("libsvm", lines, read_lines),
     ):
         sha256 = hashlib.sha256(content).hexdigest()
         packings = {"": content, ".gz": gzip.compress(content, mtime=0), ".xz": lzma.compress(content)}
-        for (ending, packed), known in product(packings.items(), (sha256, None)):
+        # the one reader of a file that is published without a checksum
+        checksums = (sha256, None) if name == "libsvm" else (sha256,)
+        for (ending, packed), known in product(packings.items(), checksums):
             target = f"{name}{ending}" if known else f"{name}{ending} without checksum"
             (root / target / "set").mkdir(parents=True)
             (root / target / "set" / f"file{ending}").write_bytes(packed)
             checked = known is not None or ending != ""  # the CRC of gzip and xz is a checksum as well
             targets[target] = Target(f"set/file{ending}", read_by(parse, known), 2 if known else 4, checked)
-    (root / "archive").mkdir()
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        entry = tarfile.TarInfo("inside/file")
-        entry.size = len(images)
-        archive.addfile(entry, io.BytesIO(images))
-    (root / "archive" / "archive.tar.gz").write_bytes(gzip.compress(packed.getvalue(), mtime=0))
-    targets["archive"] = Target("archive.tar.gz", member(hashlib.sha256(images).hexdigest()))
 
 
 # -- cases -----------------------------------------------------------------------------------------------------
@@ -401,28 +398,34 @@ class Fuzzer:
             self._whole[name] = self._use(name, None)
         return self._whole[name]
 
-    def case(self, seed: int, number: int, only: str | None = None) -> Outcome:
+    def case(self, seed: int, number: int, only: str | None = None, show: bool = False) -> Outcome:
         """One case, which depends on its two numbers alone."""
         draw = random.Random(f"{seed}:{number}")
         names = [only] if only else list(self.targets)
         name = draw.choices(names, [self.targets[name].weight for name in names])[0]
         content, damage = damaged((self.root / name / self.targets[name].file).read_bytes(), draw)
-        return Outcome(name, damage, *self.judge(name, content))
+        return Outcome(name, damage, *self.judge(name, content, show))
 
-    def judge(self, name: str, content: bytes) -> tuple[str, str]:
+    def judge(self, name: str, content: bytes, show: bool = False) -> tuple[str, str]:
         """The outcome of a target with this content in its file, and details."""
-        whole = self.whole(name)
+        target, whole = self.targets[name], self.whole(name)
         try:
             with _limits():
                 result = self._use(name, content)
         except (RunFolderError, DataError) as error:
+            if show:
+                print(error)
             message = str(error)
             return "refused" if message.isprintable() and len(message) <= 2000 else "crashed", message
-        except (Exception, _TooLongError):
-            return "crashed", traceback.format_exc()
+        except (Exception, _TooLongError) as error:
+            if show:
+                traceback.print_exc()
+            return "crashed", f"{type(error).__name__}: {error}"
         if result == whole:
             return "right", ""
-        return "wrong" if self.targets[name].checked else "open", f"got {result}, expected {whole}"
+        if show:
+            print(f"got      {str(result)[:2000]}\nexpected {str(whole)[:2000]}")
+        return "wrong" if target.checked else "open", "another result"
 
     def _use(self, name: str, content: bytes | None) -> Any:
         """The result of a target with this content in its file, in a fresh copy of its folder."""
@@ -443,23 +446,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", help="damage files of this kind alone")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as root:
-        fuzzer, started = Fuzzer(Path(root)), time.monotonic()
+        fuzzer = Fuzzer(Path(root))
         if options.case is not None:
-            print(fuzzer.case(options.seed, options.case, options.target))
+            print(fuzzer.case(options.seed, options.case, options.target, show=True))
             return 0
         counts: Counter[tuple[str, str]] = Counter()
         failures = []
+        started = time.monotonic()
         for number in range(options.count):
             found = fuzzer.case(options.seed, number, options.target)
-            counts.update([(found.target, found.outcome), ("all", found.outcome)])
+            counts[found.target, found.outcome] += 1
+            counts["all", found.outcome] += 1
             if found.outcome in ("wrong", "crashed"):
-                failures.append(f"--case {number}: {found.target}, {found.damage}: {found.outcome}")
-            print(f"\r{number + 1} of {options.count} cases, {len(failures)} failed", end="", file=sys.stderr)
-    width = max(map(len, fuzzer.targets))
-    print(f"\n{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
-    for name in (*fuzzer.targets, "all"):
-        print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
-    print(f"{options.count} cases, seed {options.seed}, {time.monotonic() - started:.0f} s", *failures, sep="\n")
+                failures.append((number, found))
+            if number % 100 == 99 or number + 1 == options.count:
+                print(f"\r{number + 1} of {options.count} cases, {len(failures)} failed", end="", file=sys.stderr)
+        print(file=sys.stderr)
+        width = max(map(len, fuzzer.targets))
+        print(f"{'file':{width}}", *(f"{outcome:>8}" for outcome in OUTCOMES))
+        for name in (*fuzzer.targets, "all"):
+            print(f"{name:{width}}", *(f"{counts[name, outcome]:8}" for outcome in OUTCOMES))
+        print(f"{options.count} cases, seed {options.seed}, {time.monotonic() - started:.0f} s")
+        for number, found in failures:
+            print(f"--case {number}: {found.target}, {found.damage}: {found.outcome}, {found.detail[:300]}")
     return 1 if failures else 0
 
 

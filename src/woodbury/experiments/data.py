@@ -1,22 +1,18 @@
 """Data sets by name: each is one function that returns training and test tensors.
 
-The functions `read_...` turn the bytes of a published file into tensors and raise ValueError for other content.
+The functions `read_...` turn the bytes of a published file, whose checksum was compared before, into tensors.
 """
 
 import io
-import math
-import re
 import struct
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from woodbury.experiments.files import DataError, DataFile, Files, Home
+from woodbury.experiments.files import DataError, DataFile, Files
 
 
 @dataclass(frozen=True)
@@ -97,56 +93,31 @@ def split_dataset(inputs: Tensor, targets: Tensor, train_rows: int) -> Dataset:
 
 def read_idx(content: bytearray) -> Tensor:
     """The array in an idx file, the format of MNIST: 0, 0, 8 (for bytes), number of dimensions, sizes, values."""
-    dimensions = content[3] if len(content) > 3 else 0
-    start = 4 + 4 * dimensions
-    if content[:3] != b"\0\0\x08" or len(content) < start:
-        raise ValueError("not an idx file of bytes")
+    dimensions = content[3]
     shape = struct.unpack_from(f">{dimensions}I", content, 4)
-    if len(content) - start != math.prod(shape):
-        raise ValueError(f"an idx file of shape {shape} with {len(content) - start} values")
-    return torch.frombuffer(content, dtype=torch.uint8, offset=start).view(shape)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=4 + 4 * dimensions).view(shape)
 
 
 def read_cifar(content: bytearray) -> tuple[Tensor, Tensor]:
     """Pixels (N, 3072) and labels (N,) from CIFAR-10's records of one label and three colour planes."""
-    record = 1 + 3 * 32 * 32
-    if not content or len(content) % record:
-        raise ValueError(f"{len(content)} bytes are not whole records of {record}")
-    records = torch.frombuffer(content, dtype=torch.uint8).view(-1, record)
-    labels = records[:, 0].long()
-    if labels.max() > 9:
-        raise ValueError(f"a label of {int(labels.max())} among the classes 0 to 9")
-    return records[:, 1:], labels
+    records = torch.frombuffer(content, dtype=torch.uint8).view(-1, 1 + 3 * 32 * 32)
+    return records[:, 1:], records[:, 0].long()
 
 
 def read_covtype(content: bytearray) -> tuple[Tensor, Tensor]:
     """Features (N, 54) and classes 1 to 7 (N,) from lines of 55 integers, separated by commas."""
     import numpy
 
-    columns = 55
-    text = bytes(content.rstrip())
-    if text.translate(None, b"0123456789,-\r\n") or re.search(rb"[0-9]{10}", text):  # ten digits overflow int32
-        raise ValueError("something other than integers of at most nine digits")
-    rows = text.count(b"\n") + 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # numpy's word for a text that it does not read to its end
-        try:
-            table = numpy.fromstring(text.replace(b"\n", b","), dtype=numpy.int32, sep=",")
-        except DeprecationWarning:
-            raise ValueError("something other than integers") from None
-    if table.size != rows * columns:
-        raise ValueError(f"{table.size} integers in {rows} lines, not {columns} in each")
-    values = torch.from_numpy(table).view(-1, columns)
-    classes = values[:, -1].long()
-    if classes.min() < 1 or classes.max() > 7:
-        raise ValueError("a class outside 1 to 7")
-    return values[:, :-1], classes
+    table = numpy.fromstring(bytes(content.rstrip()).replace(b"\n", b","), dtype=numpy.int32, sep=",")
+    values = torch.from_numpy(table).view(-1, 55)
+    return values[:, :-1], values[:, -1].long()
 
 
 def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, Tensor]:
     """Features (rows, features) and targets (rows, 1) from lines `label index:value ...` with labels +1 and -1.
 
-    Indices start at 1; features that a line leaves out are zero.
+    Indices start at 1; features that a line leaves out are zero. Raises ValueError for other content: no checksum
+    of such a file is known.
     """
     import numpy
     from sklearn.datasets import load_svmlight_file
@@ -155,14 +126,11 @@ def read_libsvm(content: bytearray, rows: int, features: int) -> tuple[Tensor, T
         values, labels = load_svmlight_file(
             io.BytesIO(content), n_features=features, dtype=numpy.float32, zero_based=False
         )
-    except OverflowError:
-        raise ValueError(f"an index far beyond the {features} features") from None
-    if len(labels) != rows:
-        raise ValueError(f"{len(labels)} rows instead of {rows}")
-    if not numpy.isin(labels, (-1, 1)).all():
-        raise ValueError("a label other than +1 and -1")
-    if not numpy.isfinite(values.data).all():
-        raise ValueError("a value that is not a finite number")
+    except OverflowError as error:  # of an index
+        raise ValueError(str(error)) from None
+    are_right = len(labels) == rows and numpy.isin(labels, (-1, 1)).all() and numpy.isfinite(values.data).all()
+    if not are_right:
+        raise ValueError(f"not {rows} rows of finite numbers with labels +1 and -1")
     return torch.from_numpy(values.toarray()), _binary(torch.from_numpy(labels) > 0)
 
 
@@ -184,31 +152,15 @@ def digits(files: Files) -> Dataset:
     return Dataset(train_inputs, train_labels.long(), test_inputs, test_labels.long(), classes=10)
 
 
-def _mnist_file(name: str, sha256: str, home_sha256: str) -> DataFile:
-    return DataFile(name, sha256, Home(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", home_sha256))
+def _mnist_file(name: str, sha256: str) -> DataFile:
+    return DataFile(name, sha256, f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz")
 
 
 _MNIST = [  # images for training and for testing, and their labels
-    _mnist_file(
-        "train-images-idx3-ubyte",
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-    ),
-    _mnist_file(
-        "t10k-images-idx3-ubyte",
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    ),
-    _mnist_file(
-        "train-labels-idx1-ubyte",
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-    ),
-    _mnist_file(
-        "t10k-labels-idx1-ubyte",
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-        "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-    ),
+    _mnist_file("train-images-idx3-ubyte", "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"),
+    _mnist_file("t10k-images-idx3-ubyte", "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"),
+    _mnist_file("train-labels-idx1-ubyte", "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"),
+    _mnist_file("t10k-labels-idx1-ubyte", "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
 ]
 
 
@@ -220,15 +172,14 @@ def mnist(files: Files) -> Dataset:
     return Dataset(train_inputs, train_labels.long(), test_inputs, test_labels.long(), classes=10)
 
 
-# The sha256 of the archive is the one that other projects record; its members have the published md5.
-_CIFAR_HOME = Home(
-    "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-    "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-)
-
-
 def _cifar_file(name: str, sha256: str) -> DataFile:
-    return DataFile(name, sha256, _CIFAR_HOME, member=f"cifar-10-batches-bin/{name}")
+    return DataFile(
+        name,
+        sha256,
+        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        member=f"cifar-10-batches-bin/{name}",
+        archive_sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    )
 
 
 _CIFAR_TRAIN = [
@@ -253,10 +204,7 @@ def cifar10(files: Files) -> Dataset:
 _COVTYPE = DataFile(
     "covtype.data",
     "0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945",
-    Home(
-        "https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz",
-        "614360d0257557dd1792834a85a1cdebfadc3c4f30b011d56afee7ffb5b15771",
-    ),
+    "https://archive.ics.uci.edu/ml/machine-learning-databases/covtype/covtype.data.gz",
 )
 
 
@@ -270,16 +218,11 @@ def covtype(files: Files) -> Dataset:
     return split_dataset(inputs, _binary(classes == 2), train_rows=300_000)
 
 
-_LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
-
-
-def _libsvm_file(name: str, sha256: str) -> DataFile:
-    return DataFile(name, sha256, Home(_LIBSVM + name, sha256))
-
-
 # No published checksum is known: the check is that the file has the published shape and labels.
 _WEBSPAM = DataFile(
-    "webspam_wc_normalized_unigram.svm", None, Home(_LIBSVM + "webspam_wc_normalized_unigram.svm.xz", None)
+    "webspam_wc_normalized_unigram.svm",
+    None,
+    "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/webspam_wc_normalized_unigram.svm.xz",
 )
 
 
@@ -289,31 +232,5 @@ def webspam(files: Files) -> Dataset:
 
     There is no official test set: `split` chooses the training rows.
     """
-    inputs, targets = files.read(_WEBSPAM, partial(read_libsvm, rows=350_000, features=254))
+    inputs, targets = files.read(_WEBSPAM, lambda content: read_libsvm(content, rows=350_000, features=254))
     return split_dataset(inputs, targets, train_rows=300_000)
-
-
-_W8A = _libsvm_file("w8a", "6a9fa8fd5f524303240a5db07d4b3d4a51e8b7b4b20a914105d8e3e8c81640f2")
-
-
-@dataset
-def w8a(files: Files) -> Dataset:
-    """Web pages of one category (3 %) or not, 300 keywords, 40,000 for training and 9,749 for testing.
-
-    `split` takes both parts from the official training file; the official test file is not used.
-    """
-    inputs, targets = files.read(_W8A, partial(read_libsvm, rows=49_749, features=300))
-    return split_dataset(inputs, targets, train_rows=40_000)
-
-
-_A9A_TRAIN = _libsvm_file("a9a", "f5d5ffd8d865ff41328e7ee043e4b020816914ff6843ff15b98905ddbedce906")
-_A9A_TEST = _libsvm_file("a9a.t", "1f448a153f0320399a7e40836eb207655b0bde0f21fc941cc472193daa9f5de9")
-
-
-@dataset
-def a9a(files: Files) -> Dataset:
-    """Census records, high income or not, 123 binary features, 32,561 for training and 16,281 for testing."""
-    inputs, targets = files.read(_A9A_TRAIN, partial(read_libsvm, rows=32_561, features=123))
-    test, test_targets = files.read(_A9A_TEST, partial(read_libsvm, rows=16_281, features=123))
-    train_inputs, test_inputs = standardise(inputs, test)
-    return Dataset(train_inputs, targets, test_inputs, test_targets, classes=2)

@@ -2,7 +2,7 @@
 
 With a data folder, named by `--data-dir` or else by the environment variable WOODBURY_DATA, files are read from it
 and nothing is downloaded. Its layout is `<folder>/<data set>/<file>`, each file plain, with .gz or with .xz.
-Without one, files are downloaded from their homes into a cache of the same layout.
+Without one, files are downloaded from their homes into a cache.
 """
 
 import gzip
@@ -15,15 +15,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
-from woodbury.runs.storage import OneLineError, one_line, write_whole
+from woodbury.runs.storage import OneLineError, one_line
 
 ENVIRONMENT_VARIABLE = "WOODBURY_DATA"
-
-_SUFFIXES = ("", ".gz", ".xz")  # in the order in which a folder is searched
-_DAMAGED_STREAM = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, tarfile.TarError)
-_CHUNK = 1 << 20  # bytes
 
 
 class DataError(OneLineError):
@@ -34,21 +30,18 @@ Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
-class Home:
-    """Where a file is published."""
-
-    url: str
-    sha256: str | None  # of the download, None if not known
-
-
-@dataclass(frozen=True)
 class DataFile:
     """A file of a data set."""
 
     name: str  # without .gz or .xz
     sha256: str | None  # of the uncompressed content, None if not known
-    home: Home
+    url: str  # its home
     member: str | None = None  # its path in the archive, if the home is one
+    archive_sha256: str | None = None  # of the archive, compared before it is unpacked
+
+    def __str__(self) -> str:
+        """Its home in words, for someone who downloads it by hand."""
+        return self.url if self.member is None else f"{self.url} ({self.member} in it)"
 
 
 @dataclass(frozen=True)
@@ -70,75 +63,52 @@ class Files:
         Raises DataError for a file that is absent or cannot be downloaded, that differs from the published one, or
         for which `parse` raises ValueError.
         """
-        path = self._fetch(file) if self.folder is None else self._find(file, self.folder)
+        path = self._download(file) if self.folder is None else self._find(file, self.folder)
+        way_out = f"delete or replace it, its home is {file}"
         try:
             with _open(path) as stream:
-                content = _read_checked(stream, str(path), file)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {one_line(error)}") from error
+                content = bytearray(stream.read())
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(f"cannot read {path}: {one_line(error)}; {way_out}") from error
+        found = hashlib.sha256(content).hexdigest()
+        if file.sha256 not in (None, found):
+            raise DataError(f"{path} is damaged: expected sha256 {file.sha256}, found {found}; {way_out}")
         try:
             return parse(content)
         except ValueError as error:
-            raise DataError(f"{path} is not what {file.home.url} gives: {one_line(error)}") from error
+            raise DataError(f"{path} is damaged: {one_line(error)}; {way_out}") from error
 
     def _find(self, file: DataFile, folder: Path) -> Path:
         """The path of a file in the data folder."""
         path = folder / self.dataset / file.name
-        for suffix in _SUFFIXES:
-            candidate = path.with_name(file.name + suffix)
+        for candidate in (path, path.with_name(f"{file.name}.gz"), path.with_name(f"{file.name}.xz")):
             if candidate.is_file():
                 return candidate
-        named_by = "--data-dir" if self.data_dir else ENVIRONMENT_VARIABLE
         raise DataError(
-            f"{path} is absent, also with .gz and .xz: put it there from {_source(file)}, "
-            f"or name another folder by --data-dir or {ENVIRONMENT_VARIABLE} ({folder} is from {named_by})"
+            f"{path} is absent, also with .gz and .xz: put it there from {file}, "
+            f"or name another folder by --data-dir or {ENVIRONMENT_VARIABLE}"
         )
 
-    def _fetch(self, file: DataFile) -> Path:
+    def _download(self, file: DataFile) -> Path:
         """The path of a file in the cache; downloads it if it is not there."""
-        folder = cache_folder() / self.dataset
-        if file.member is None:
-            return self._download(file, folder)
-        path = folder / file.name
-        if not path.is_file():
-            content = _read_member(self._download(file, folder), file)
-            try:
-                write_whole(path, content)
-            except OSError as error:
-                raise DataError(f"cannot write {path}: {one_line(error)}") from error
-        return path
-
-    def _download(self, file: DataFile, folder: Path) -> Path:
-        """The path in `folder` of the download from the file's home; an undamaged copy is not fetched again."""
-        import pooch
-
-        pooch.get_logger().setLevel("WARNING")  # the progress bar and the errors say enough
-        url = file.home.url
-        name = url.rpartition("/")[2]
+        by_hand = (
+            f"get it by hand as <folder>/{self.dataset}/{file.name}, plain or with .gz or .xz, "
+            f"and name <folder> by --data-dir or {ENVIRONMENT_VARIABLE}"
+        )
         try:
-            return Path(
-                pooch.retrieve(url, known_hash=file.home.sha256, fname=name, path=folder, progressbar=True)
-            )
-        except (OSError, ValueError) as error:  # of requests and the file system, or a wrong checksum
-            attempts = error.args[0] if error.args else None  # a connection error has its reason in there
-            reason = one_line(getattr(attempts, "reason", error))
-            raise DataError(
-                f"cannot download {_source(file)}: {reason}; get it by hand as "
-                f"<folder>/{self.dataset}/{file.name}, plain or with .gz or .xz, "
-                f"and name <folder> by --data-dir or {ENVIRONMENT_VARIABLE}"
-            ) from error
-
-
-def cache_folder() -> Path:
-    """The folder for downloads: the operating system's place for caches."""
-    try:
-        import pooch
-    except ImportError as error:
-        raise DataError(
-            f"neither --data-dir nor {ENVIRONMENT_VARIABLE} names a data folder, and downloading needs pooch: "
-            'pip install "woodbury[experiments]"'
-        ) from error
-    return Path(pooch.os_cache("woodbury"))
+            import pooch
+        except ImportError as error:
+            install = 'downloading needs pooch: pip install "woodbury[experiments]"'
+            raise DataError(f"cannot download {file}: {install}; or {by_hand}") from error
+        pooch.get_logger().setLevel("WARNING")  # the progress bar and the errors say enough
+        folder = Path(pooch.os_cache("woodbury")) / self.dataset
+        name = file.url.rpartition("/")[2]
+        unpack = pooch.Untar(members=[file.member]) if file.member is not None else None
+        try:
+            pooch.retrieve(file.url, file.archive_sha256, name, folder, processor=unpack, progressbar=True)
+        except (OSError, ValueError, EOFError, zlib.error, tarfile.TarError) as error:  # or a wrong checksum
+            raise DataError(f"cannot download {file}: {one_line(error)}; {by_hand}") from error
+        return folder / name if file.member is None else folder / f"{name}.untar" / file.member
 
 
 def _open(path: Path) -> io.BufferedIOBase:
@@ -148,43 +118,3 @@ def _open(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".xz":
         return lzma.open(path, format=lzma.FORMAT_XZ)  # the older .lzma has no checksum
     return path.open("rb")
-
-
-def _read_checked(stream: io.BufferedIOBase | IO[bytes], where: str, file: DataFile) -> bytearray:
-    """The content of a stream; raises DataError if it is not that of `file`, with `where` as its place."""
-    content, digest = bytearray(), hashlib.sha256()
-    fault = ""
-    try:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-            content += chunk
-    except _DAMAGED_STREAM as error:
-        fault = f" ({one_line(error)} after {len(content)} bytes)"
-    sha256 = digest.hexdigest()
-    if fault or file.sha256 not in (None, sha256):
-        raise DataError(
-            f"{where} is damaged: expected sha256 {file.sha256 or 'unknown'}, found {sha256}{fault}; "
-            f"delete or replace it, its home is {file.home.url}"
-        )
-    return content
-
-
-def _read_member(archive: Path, file: DataFile) -> bytearray:
-    """The content of `file` in an archive; nothing else is read and no link is followed."""
-    where = f"{file.member} in {archive}"
-    try:
-        with tarfile.open(archive) as members:
-            member = next((member for member in members if member.name == file.member), None)
-            if member is None:
-                raise DataError(f"{where} is absent; delete the archive, its home is {file.home.url}")
-            stream = members.extractfile(member) if member.isreg() else None
-            if stream is None:
-                raise DataError(f"{where} is not a plain file; delete the archive, its home is {file.home.url}")
-            return _read_checked(stream, where, file)
-    except (*_DAMAGED_STREAM, OSError) as error:
-        raise DataError(f"cannot read {where}: {one_line(error)}; delete the archive") from error
-
-
-def _source(file: DataFile) -> str:
-    """The place of a file in words, for someone who downloads it by hand."""
-    return file.home.url if file.member is None else f"{file.home.url} ({file.member} in it)"

@@ -1,11 +1,4 @@
-"""One training run, from a configuration to a folder of plain files.
-
-    config.json     everything needed to repeat the run, with a checksum
-    records.jsonl   one JSON object per line: {"kind": "step", ...} after each step, {"kind": "epoch", ...}
-                    before training (epoch 0) and after each epoch or part of one
-    checkpoint.pt   while the run is unfinished: what it needs to go on, with a checksum
-    model.pt        the state_dict of the trained network
-    complete        checksums of records and network; where it exists the run is complete
+"""One training run, from a configuration to a folder of plain files, which docs/runs.md lists.
 
 A run that is killed at any moment resumes from its last checkpoint. The key `seconds` in a record is the time
 spent inside `optimizer.step` so far, without evaluation and writing.
@@ -36,16 +29,9 @@ from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.runs.checkpoint import as_bytes, read_checkpoint, write_checkpoint
-from woodbury.runs.config import CONFIG_FILE, RunConfig, check_same_run
-from woodbury.runs.records import (
-    COMPLETE_FILE,
-    RECORDS_FILE,
-    Records,
-    is_complete,
-    mark_complete,
-    read_complete,
-)
-from woodbury.runs.storage import RunFolderError, one_line, remove_unfinished, write_whole
+from woodbury.runs.config import RunConfig
+from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
+from woodbury.runs.storage import RunFolderError, one_line, write_whole
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
@@ -92,21 +78,15 @@ def train(
     group = all_processes()
     writes = group.rank == 0
     with group.together():
-        complete = writes and _is_done(config, folder, resume)
-    if group.of_first([complete])[0]:
-        return
-    with group.together():
-        own = load_dataset(config.dataset) if data is None else data
-    run = _Run(config, own, group)
-    with group.together():
-        opened = Records(folder) if writes else None
+        opened = _open(folder, resume) if writes else None
     with nullcontext() if opened is None else opened as records:
         with group.together():
-            if writes:
-                _remove_leftovers(folder)
-            complete = writes and is_complete(folder)  # another command has just ended it
+            complete = writes and _is_done(config, folder)
         if group.of_first([complete])[0]:
             return
+        with group.together():
+            own = load_dataset(config.dataset) if data is None else data
+        run = _Run(config, own, group)
         run.restore(folder / _CHECKPOINT, records)
         run.finish(folder, records, progress, stop, checkpoint_seconds)
         with group.together():
@@ -119,26 +99,21 @@ def train(
                 (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
-def _is_done(config: RunConfig, folder: Path, resume: bool) -> bool:
-    """Whether the run is complete; if it is not, its folder is made."""
-    if resume:
-        check_same_run(config, folder)
-        if is_complete(folder):
-            read_complete(folder, _MODEL)
-            _remove_leftovers(folder)
-            return True
+def _open(folder: Path, resume: bool) -> Records:
+    """The records of a run, in a new folder or the one to resume; no other process has them."""
     folder.mkdir(parents=True, exist_ok=resume)
+    return Records(folder)
+
+
+def _is_done(config: RunConfig, folder: Path) -> bool:
+    """Whether the folder holds this run and it is complete; one that is not there begins."""
     if not RunConfig.is_in(folder):
         config.save(folder)
-    return False
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what a run that was killed left behind."""
-    for name in (_CHECKPOINT, _MODEL, CONFIG_FILE, COMPLETE_FILE):
-        remove_unfinished(folder / name)
+    RunConfig.load(folder).check_same(config, folder)
     if is_complete(folder):
-        (folder / _CHECKPOINT).unlink(missing_ok=True)
+        read_checked(folder, _MODEL)
+        (folder / _CHECKPOINT).unlink(missing_ok=True)  # of a run that was killed as it ended
+    return is_complete(folder)
 
 
 class _Run:
@@ -153,11 +128,6 @@ class _Run:
         self.loss = data.loss()
         self.model = mlp(config.widths, seed=config.seed).to(device, dtype)
         self.optimizer = OPTIMIZERS[config.optimizer](self.model, self.loss, **config.optimizer_settings())
-        # Every optimizer sees the same batches for the same seed.
-        self.order = torch.Generator().manual_seed(config.seed)
-        self.order_of_epoch = self.order.get_state()  # before the epoch's permutation was drawn
-        self.epoch = 0  # the current one, from 1; 0 before the first evaluation
-        self.batches_done = 0  # in this epoch
         self.step = 0
         self.seconds = 0.0
 
@@ -173,14 +143,14 @@ class _Run:
         config, group, (inputs, targets) = self.config, self.group, self.train_set
         steps = config.epochs * self.per_epoch
         marks = {round(part * self.per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
-        if self.epoch == 0:
+        order = torch.Generator().manual_seed(config.seed)  # the same batches for every optimizer
+        if self.step == 0:
             self._evaluate(records)
-            self.epoch = 1
         saved = time.monotonic()
-        while self.epoch <= config.epochs:
-            self.order.set_state(self.order_of_epoch)
-            batches = torch.randperm(len(inputs), generator=self.order).split(config.batch_size)
-            for batch in batches[self.batches_done :]:
+        for epoch in range(config.epochs):
+            batches = torch.randperm(len(inputs), generator=order).split(config.batch_size)
+            done = max(0, self.step - epoch * self.per_epoch)  # of these, before the checkpoint
+            for number, batch in enumerate(batches[done:], start=done + 1):
                 index = batch.tensor_split(group.size)[group.rank].to(inputs.device)
                 try:
                     values = self._step(inputs[index], targets[index])
@@ -190,16 +160,16 @@ class _Run:
                 stopping = group.sums(stop())[0] > 0 and self.step < steps  # told to one, all of them stop
                 with group.together():
                     if records is not None:
-                        records.write({"kind": "step", **self._place(self.epoch), **values})
+                        place = {"epoch": epoch + 1, "step": self.step, "seconds": self.seconds}
+                        records.write({"kind": "step", **place, **values})
                         progress(Progress(self.step, steps, values["loss"], values["damping"]))
-                    if self.batches_done in marks:
+                    if number in marks:
                         self._evaluate(records)
                     if stopping or time.monotonic() - saved >= checkpoint_seconds:
                         self.save(folder / _CHECKPOINT, records)
                         saved = time.monotonic()
                 if stopping:
                     raise InterruptedRunError
-            self.epoch, self.batches_done, self.order_of_epoch = self.epoch + 1, 0, self.order.get_state()
 
     def _step(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
         """Take one step, add its time to `seconds` and return what to record of it."""
@@ -208,24 +178,19 @@ class _Run:
         if inputs.is_cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - started
-        self.step, self.batches_done = self.step + 1, self.batches_done + 1
+        self.step += 1
         values: dict[str, Any] = info.as_dict()
-        if getattr(self.optimizer, "search", None) is None:
-            values = {name: value for name, value in values.items() if name not in ("length", "share", "bent")}
         if hasattr(self.optimizer, "iterations"):
             values["iterations"] = self.optimizer.iterations
         return values
-
-    def _place(self, epoch: float) -> dict[str, Any]:
-        """The fields that every record begins with."""
-        return {"epoch": epoch, "step": self.step, "seconds": self.seconds}
 
     def _evaluate(self, records: Records | None) -> None:
         """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
         if records is None:
             return
         epoch = self.step / self.per_epoch
-        record = {"kind": "epoch", **self._place(int(epoch) if epoch.is_integer() else epoch)}
+        place = {"epoch": int(epoch) if epoch.is_integer() else epoch, "step": self.step, "seconds": self.seconds}
+        record = {"kind": "epoch", **place}
         for name, (inputs, targets) in (("train", self.train_set), ("test", self.test_set)):
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
         records.write(record)
@@ -241,13 +206,9 @@ class _Run:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "order_of_epoch": self.order_of_epoch,
-            "epoch": self.epoch,
-            "done": self.batches_done,
             "step": self.step,
             "seconds": self.seconds,
-            "records": records.length,
-            "records_sha256": records.sha256,
+            "records": (records.length, records.sha256),
         }
 
     def restore(self, path: Path, records: Records | None) -> None:
@@ -258,14 +219,13 @@ class _Run:
         """
         with self.group.together():
             values = read_checkpoint(path) if records is not None and path.exists() else None
-        values = self.group.object_of_first(values)
+        values = self.group.object_of_first(values) or {"records": (0, None)}
         with self.group.together():
             try:
-                if values is not None:
+                if "model" in values:
                     self._go_to(values)
                 if records is not None:
-                    kept = (0, None) if values is None else (values["records"], values["records_sha256"])
-                    records.go_back(*kept)
+                    records.go_back(*values["records"])
             except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
                 raise
             except Exception as error:  # other records, or what torch says of a state that it cannot take
@@ -275,11 +235,9 @@ class _Run:
 
     def _go_to(self, values: dict[str, Any]) -> None:
         """Take over the values of a checkpoint."""
-        self.epoch, self.batches_done, self.step = values["epoch"], values["done"], values["step"]
         self.model.load_state_dict(values["model"])
         self.optimizer.load_state_dict(values["optimizer"])
-        self.order.set_state(values["order_of_epoch"])
-        self.order_of_epoch, self.seconds = values["order_of_epoch"], values["seconds"]
+        self.step, self.seconds = values["step"], values["seconds"]
 
 
 def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from woodbury._batch import check_batch, is_empty
 from woodbury._vector import Space
-from woodbury.device.scalars import Scalar, scalar
+from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.info import Numbers, StepInfo
@@ -74,15 +74,29 @@ class FirstOrder(torch.optim.Optimizer):
         self._group = find_group(self.process_group, self.model)
 
     def step(self, inputs: Any = None, targets: Tensor | None = None) -> StepInfo:  # type: ignore[override]
-        """One gradient step on the mean loss of the batch."""
-        if self._group.size > 1:
-            loss: Scalar = self._differentiate_jointly(inputs, targets)
-        else:
-            self._count_samples(inputs, targets)
-            self.optimizer.zero_grad()
-            value = loss_of(self.loss, self.forward(self.model, inputs), targets)
-            loss = check_loss(scalar(value.detach()))
-            value.backward()
+        """One gradient step on the mean loss of the batch.
+
+        f = sum over processes of (n_r / n) f_r for n_r samples of process r, or the sum of f_r where f is a sum.
+        """
+        group = self._group
+        with group.together():
+            samples = 0 if group.size > 1 and is_empty(inputs) else self._count_samples(inputs, targets)
+        (total,) = group.sums(samples)
+        if not total:
+            raise ValueError("empty batch: no process has a sample")
+        self.optimizer.zero_grad()
+        share = 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else samples / total
+        value = torch.zeros(())
+        with group.together():
+            if samples:
+                value = share * loss_of(self.loss, self.forward(self.model, inputs), targets)
+        own = value.detach()
+        loss = check_loss(scalar(own) if group.size == 1 else group.sums(float(own))[0])
+        with group.together():
+            if samples:
+                value.backward()
+        if group.size > 1:
+            self._sum_gradients()
         self.optimizer.step()
         absent = math.nan
         self.last = StepInfo.later(Numbers(loss, absent, absent, absent, absent, True))
@@ -95,33 +109,14 @@ class FirstOrder(torch.optim.Optimizer):
             explain_inputs(inputs)
             raise
 
-    def _differentiate_jointly(self, inputs: Any, targets: Tensor | None) -> float:
-        """The loss of the samples of all processes, with its gradient in `grad`.
-
-        f = sum over processes of (n_r / n) f_r for n_r samples of process r, or the sum of f_r where f is a sum.
-        """
-        group = self._group
-        with group.together():
-            samples = 0 if is_empty(inputs) else self._count_samples(inputs, targets)
-        (total,) = group.sums(samples)
-        if not total:
-            raise ValueError("empty batch: no process has a sample")
-        self.optimizer.zero_grad()
-        own = 0.0
-        with group.together():
-            if samples:
-                share = 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else samples / total
-                value = share * loss_of(self.loss, self.forward(self.model, inputs), targets)
-                value.backward()
-                own = float(value.detach())
-        loss = float(check_loss(group.sums(own)[0]))
+    def _sum_gradients(self) -> None:
+        """Put the sum over all processes into `grad`."""
         parameters = self._trained()
         gradients = [torch.zeros_like(own) if own.grad is None else own.grad for own in parameters]
         parts = {str(number): gradient for number, gradient in enumerate(gradients)}
-        summed = group.sum_vector(Space.of(parts).pack(parts))
+        summed = self._group.sum_vector(Space.of(parts).pack(parts))
         for parameter, gradient in zip(parameters, summed.values(), strict=True):
             parameter.grad = gradient
-        return loss
 
 
 def sgd(

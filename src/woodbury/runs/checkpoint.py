@@ -18,7 +18,6 @@ import torch
 from woodbury.runs.storage import FORMAT, RunFolderError, check_format, one_line, read_file, write_whole
 
 _HEADER = re.compile(rb"woodbury checkpoint ([0-9]{1,9}) ([0-9a-f]{64})")
-_REMEDY = "delete it to train from the start"
 
 
 def as_bytes(values: Any) -> bytes:
@@ -39,15 +38,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """The values in a checkpoint; raises RunFolderError with the file, the fault and the way out in one line."""
     first, _, content = read_file(path).partition(b"\n")
     header = _HEADER.fullmatch(first)
-    if header is None:
-        raise RunFolderError(f"{path} is damaged: it does not begin like a checkpoint; {_REMEDY}")
-    check_format(int(header[1]), path)
-    if hashlib.sha256(content).hexdigest() != header[2].decode():
-        raise RunFolderError(f"{path} is damaged: it has changed since it was written; {_REMEDY}")
+    if header is not None:
+        check_format(int(header[1]), path)
+    if header is None or hashlib.sha256(content).hexdigest() != header[2].decode():
+        raise RunFolderError(f"{path} is damaged; delete it to train from the start")
     try:
         values: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except MemoryError:  # no fault of the file
         raise
     except Exception as error:  # torch.load raises errors of any kind
-        raise RunFolderError(f"{path} cannot be read: {one_line(error).split('. ')[0]}; {_REMEDY}") from None
+        reason = one_line(error).split(". ")[0]
+        raise RunFolderError(f"{path} cannot be read: {reason}; delete it to train from the start") from None
     return values

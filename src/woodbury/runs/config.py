@@ -1,6 +1,7 @@
 """The configuration of a run as plain values: saved beside its results, and enough to repeat it."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -15,21 +16,15 @@ import torch
 
 from woodbury.parallel.group import all_processes
 from woodbury.policies.plain import from_plain
-from woodbury.runs.storage import RunFolderError, printable, read_checked, with_checksum, write_whole
+from woodbury.runs.storage import FORMAT, RunFolderError, check_format, read_file, write_whole
 
 CONFIG_FILE = "config.json"  # in a run folder
-# What a `woodbury.Recorder` does not know of a run, with what stands for it.
-UNKNOWN: dict[str, Any] = {"widths": (), "batch_size": 0, "epochs": 0, "dtype": ""}
-NAMES_IN_LOOPS = {"dataset": "problem", "optimizer": "method"}  # what a recorder calls them
-_LONGEST = 100  # characters of the name of a data set
-
-NOT_INSTALLED = "not installed"  # in place of a version
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
 
 
 def installed_versions() -> dict[str, str]:
     """Versions of Python and of the packages that can change the numbers of a run."""
-    versions = {"python": platform.python_version(), **dict.fromkeys(_RECORDED_PACKAGES, NOT_INSTALLED)}
+    versions = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
@@ -58,32 +53,23 @@ def _processor() -> str:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run: a data set, a network, an optimizer with all its settings, a seed."""
+    """One training run: a data set, a network, an optimizer with all its settings, a seed.
+
+    A `woodbury.Recorder` does not know the fields with a default.
+    """
 
     dataset: str
     optimizer: str
     settings: Mapping[str, Any]  # keyword arguments of the optimizer, defaults included
-    widths: tuple[int, ...]  # of the network, from features to outputs
-    batch_size: int  # N1
-    epochs: int
     seed: int  # of the initial weights, the order of the batches and the curvature samples
+    widths: tuple[int, ...] = ()  # of the network, from features to outputs
+    batch_size: int = 0  # N1
+    epochs: int = 0
     evaluations: int = 1  # per epoch, each on the whole training and test set
     device: str = "cpu"
     dtype: str = "float32"
     versions: Mapping[str, str] = dataclasses.field(default_factory=installed_versions)
     machine: Mapping[str, Any] = dataclasses.field(default_factory=this_machine)
-
-    @classmethod
-    def of_loop(cls, dataset: str, optimizer: str, settings: Mapping[str, Any], seed: int) -> "RunConfig":
-        """What is known of a run that a training loop of the user's own records."""
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
-        return cls(dataset, optimizer, settings, seed=seed, device=device, **UNKNOWN)
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """The configuration whose `dataclasses.asdict` went through JSON."""
-        name = printable(values["dataset"], _LONGEST)  # a title of tables and figures, whoever wrote the file
-        return cls(**{**values, "dataset": name, "widths": tuple(values["widths"])})
 
     @property
     def network(self) -> str:
@@ -95,9 +81,15 @@ class RunConfig:
         """Whether a `woodbury.Recorder` wrote the run, not `woodbury train`."""
         return not self.widths
 
+    def plain(self) -> dict[str, Any]:
+        """The fields as JSON gives them back."""
+        fields: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), allow_nan=False, default=float))
+        return fields
+
     def save(self, folder: Path) -> None:
         """Write the configuration as JSON into the run folder, with the checksum of its values."""
-        text = json.dumps(with_checksum(dataclasses.asdict(self)), indent=2) + "\n"
+        fields = self.plain()
+        text = json.dumps({"format": FORMAT, **fields, "sha256": _checksum(fields)}, indent=2) + "\n"
         write_whole(folder / CONFIG_FILE, text.encode())
 
     @staticmethod
@@ -107,32 +99,46 @@ class RunConfig:
 
     @classmethod
     def load(cls, folder: Path) -> "RunConfig":
-        """Read the configuration of a run folder."""
+        """Read the configuration of a run folder; raises RunFolderError if it has changed."""
+        path = folder / CONFIG_FILE
         if not cls.is_in(folder):
             raise RunFolderError(f"{folder} is not a run folder: it has no {CONFIG_FILE}")
-        return cls.from_plain(read_checked(folder / CONFIG_FILE))
+        try:
+            fields = json.loads(read_file(path))
+            version, sha256 = fields.pop("format"), fields.pop("sha256", None)
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):  # of a list or a number
+            version, sha256, fields = FORMAT, None, {}
+        check_format(version, path)
+        if sha256 != _checksum(fields):
+            raise RunFolderError(f"{path} is damaged; put back a whole copy, or train again in a new folder")
+        return cls(**{**fields, "widths": tuple(fields["widths"])})
 
-    def check_same(self, asked: "RunConfig", folder: Path, way_out: str) -> None:
+    def check_same(self, asked: "RunConfig", folder: Path) -> None:
         """Raise RunFolderError, which names a difference, if this run of a folder is not the one asked for.
 
         Versions and machine may differ.
         """
-        own, others = self._flat(), asked._flat()
-        for field in own | others:
-            there, here = own.get(field), others.get(field)
+        own, others = _compared(self), _compared(asked)
+        for name in own | others:
+            there, here = own.get(name), others.get(name)
             if there != here:
-                name = NAMES_IN_LOOPS.get(field, field) if self.recorded else field
                 reason = f"it has {name} {there}, and {here} was asked for"
-                raise RunFolderError(f"cannot resume {folder}: {reason}; {way_out}")
-
-    def _flat(self) -> dict[str, Any]:
-        values = json.loads(json.dumps(dataclasses.asdict(self)))  # a tuple becomes a list, as in a saved one
-        del values["versions"], values["machine"]
-        return {f"settings {name}": value for name, value in values.pop("settings").items()} | values
+                raise RunFolderError(f"cannot resume {folder}: {reason}; start in another folder")
 
     def optimizer_settings(self) -> dict[str, Any]:
         """The settings as the optimizer takes them: the damping a policy again, not a dictionary."""
         return {name: from_plain(value) for name, value in self.settings.items()}
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    """The SHA-256 of a JSON object, the same for any spacing and order."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _compared(config: RunConfig) -> dict[str, Any]:
+    """The fields and settings that make a run."""
+    fields = {name: value for name, value in config.plain().items() if name not in ("versions", "machine")}
+    return {f"settings {name}": value for name, value in fields.pop("settings").items()} | fields
 
 
 # -- where the runs of a command go: `out/<data set>-<number>/<optimizer>-seed<seed>`
@@ -157,27 +163,15 @@ def new_folder(out: Path, dataset: str) -> Path:
 def folder_to_resume(out: Path, configs: Sequence[RunConfig]) -> Path | None:
     """The newest of `out/dataset-1`, `out/dataset-2`, ... in which one of these runs was begun, if any.
 
-    Raises RunFolderError if runs of these names were begun, but all of them with other settings.
+    Raises RunFolderError if a run of that name has other settings.
     """
-    dataset = configs[0].dataset
-    numbers = [path.name.removeprefix(f"{dataset}-") for path in out.glob(f"{dataset}-*") if path.is_dir()]
-    mismatch: RunFolderError | None = None  # in the newest folder with runs of these names
+    start = f"{configs[0].dataset}-"
+    numbers = [path.name.removeprefix(start) for path in out.glob(f"{start}*")]
     for number in sorted((int(number) for number in numbers if number.isdecimal()), reverse=True):
-        folder = out / f"{dataset}-{number}"
-        try:
-            begun = [check_same_run(config, run_folder(folder, config)) for config in configs]
-            if any(begun):
-                return folder
-        except RunFolderError as error:  # another experiment with the same optimizer; try an older folder
-            mismatch = mismatch or error
-    if mismatch is not None:
-        raise mismatch
+        folders = {run_folder(out / f"{start}{number}", config): config for config in configs}
+        begun = {folder: config for folder, config in folders.items() if RunConfig.is_in(folder)}
+        for folder, config in begun.items():
+            RunConfig.load(folder).check_same(config, folder)
+        if begun:
+            return out / f"{start}{number}"
     return None
-
-
-def check_same_run(config: RunConfig, folder: Path) -> bool:
-    """Whether the folder holds a run; raises RunFolderError if that is another one than this."""
-    if not RunConfig.is_in(folder):
-        return False
-    RunConfig.load(folder).check_same(config, folder, "without --resume the run gets a new folder")
-    return True

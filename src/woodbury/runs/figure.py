@@ -30,7 +30,6 @@ _STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "grid.linewidth": 0.7,
     "xtick.color": "#444444",
     "ytick.color": "#444444",
-    "svg.hashsalt": "woodbury",  # the same records give the same file
 }
 
 
@@ -60,17 +59,13 @@ def draw(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def images(figure: Figure) -> dict[str, bytes]:
-    """The figure as files, by ending."""
-    files = {}
+def image(figure: Figure) -> bytes:
+    """The figure as PNG."""
+    buffer = io.BytesIO()
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name may have any letters; a box stands for them
-        for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=ending, **options)
-            files[ending] = buffer.getvalue()
-            figure.set_layout_engine("none")  # both files have the same layout
-    return files
+        figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
 
 
 def _draw_panel(place: Axes, drawing: Drawing, panel: Panel, horizontal: str) -> None:

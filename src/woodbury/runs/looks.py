@@ -1,9 +1,8 @@
 """Colours and markers of the optimizers, the same in every figure and on the page."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,10 @@ _OWN = {
 
 
 def looks_of(optimizers: Sequence[str]) -> list[Look]:
-    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed.
-
-    After all colours come the same with other markers.
-    """
+    """One look per name: the optimizer's own where the name first appears, else the next unused one, dashed."""
     unused = [look for name, look in _OWN.items() if name not in optimizers]
-    solid = [look for look in _OWN.values() if not look.dashed]
-    markers = "os^DvPX"
-    turned = [markers[shift:] + markers[:shift] for shift in range(len(markers))]
-    others = [
-        dataclasses.replace(look, marker=order[markers.index(look.marker)]) for order in turned for look in solid
-    ]
-    spare = itertools.cycle(dict.fromkeys(dataclasses.replace(look, dashed=True) for look in [*unused, *others]))
+    others = [replace(look, marker=marker) for marker in "Xv^PosD" for look in _OWN.values() if not look.dashed]
+    spare = itertools.cycle(dict.fromkeys(replace(look, dashed=True) for look in (*unused, *others)))
     looks: list[Look] = []
     for index, name in enumerate(optimizers):
         own = name in _OWN and name not in optimizers[:index]

@@ -4,9 +4,8 @@ A group is one curve in every figure and one line in every table. A run whose lo
 records) has diverged: its loss counts as infinite.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from woodbury.runs.looks import Look, looks_of
-from woodbury.runs.run import Run, even_indices
-from woodbury.runs.storage import printable, round_numbers
+from woodbury.runs.run import Run
 
-RATIO_RANGE = (-0.5, 1.5)  # beyond it a ratio only says "far too low" or "far too high"
+_FAILED = -9.0  # in place of a ratio that is not finite: far below what is drawn
 _HUGE = 1e300  # what is larger counts as infinite: no axis or mean overflows
 _LONGEST = 200  # characters of a label
+_POINTS = 250  # of a curve over steps, at most
 _RATIO_WINDOW = 1 / 20  # of the longest run: the span of the running median
 
 
@@ -69,7 +68,7 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
     parts = [[f"{name}={table[name]}" for name in differing if name in table] for table in tables]
-    return [printable(" ".join([optimizer, *own]), _LONGEST) for own in parts]
+    return [" ".join([optimizer, *own])[:_LONGEST] for own in parts]
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class Curve:
     low: list[float]
     high: list[float]
     seeds: list[int]  # that reached this point
-
-    def map(self, change: Callable[[float], float]) -> "Curve":
-        """The curve with `change` applied to every value."""
-        middle, low, high = ([change(value) for value in values] for values in (self.middle, self.low, self.high))
-        return dataclasses.replace(self, middle=middle, low=low, high=high)
 
 
 def ends_of(group: Group) -> dict[str, list[float]]:
@@ -113,7 +107,7 @@ def _measured(run: Run, key: str) -> list[float]:
 def _damping(run: Run) -> float:
     """The damping at the last evaluation, or at the nearest step before it; an interrupted run has later ones."""
     before = [step for step in run.steps if step["step"] <= run.epochs[-1]["step"]] or run.steps
-    return number(before[-1]["damping"])
+    return number(before[-1].get("damping"))
 
 
 def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
@@ -133,13 +127,14 @@ def curves_of(groups: Sequence[Group]) -> dict[str, list[Curve | None]]:
 def _place(run: Run, record: dict[str, Any]) -> float:
     """What evaluations of several seeds share if they were made at the same place.
 
-    The step; of a recorded run the epoch (with the digits of a compact file), as its loop may record no steps.
+    The step; of a recorded run the epoch, as its loop may record no steps.
     """
-    return float(round_numbers(record["epoch"])) if run.config.recorded else float(record["step"])
+    return float(record["epoch" if run.config.recorded else "step"])
 
 
 def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
-    """A quantity measured at evaluations."""
+    """A quantity measured at evaluations, an error in percent."""
+    scale = 100 if key == "test_error" else 1
     by_place: dict[float, list[dict[str, Any]]] = {}
     for run in runs:
         for record in run.epochs:
@@ -150,7 +145,7 @@ def _epoch_curve(runs: Sequence[Run], key: str) -> Curve | None:
     points = [by_place[place] for place in sorted(by_place)]
     epochs = [records[0]["epoch"] for records in points]
     seconds = [median(record["seconds"] for record in records) for records in points]
-    return _curve(epochs, seconds, [[number(record[key]) for record in records] for records in points])
+    return _curve(epochs, seconds, [[scale * number(record[key]) for record in records] for records in points])
 
 
 def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
@@ -162,7 +157,7 @@ def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
     per_epoch = next((end["step"] / end["epoch"] for end in ends if end["epoch"] > 0 and end["step"] > 0), None)
     if per_epoch is None or not any(_has_quantity(run, key) for run in runs):
         return None
-    worst = -math.inf if key == "ratio" else math.inf  # in place of what is not finite: the step failed
+    worst = _FAILED if key == "ratio" else math.inf
     series = []
     for run in runs:
         if run.steps:
@@ -171,10 +166,9 @@ def _step_curve(runs: Sequence[Run], key: str) -> Curve | None:
             series.append((steps, np.array([number(record.get(key), worst) for record in records])))
     longest = max((steps for steps, _ in series), key=lambda steps: steps[-1])
     half = _RATIO_WINDOW / 2 * longest[-1] if key == "ratio" else 0.0
-    grid = longest[even_indices(len(longest))]
+    grid = longest[np.linspace(0, len(longest) - 1, min(_POINTS, len(longest))).round().astype(int)]
     points = [[_around(step, half, *one) for one in series if step <= one[0][-1]] for step in grid]
-    curve = _curve((grid / per_epoch).tolist(), [], points)
-    return curve.map(lambda value: float(np.clip(value, *RATIO_RANGE))) if key == "ratio" else curve
+    return _curve((grid / per_epoch).tolist(), [], points)
 
 
 def _around(step: float, half: float, steps: "np.ndarray[Any, Any]", values: "np.ndarray[Any, Any]") -> float:

@@ -14,7 +14,7 @@ from matplotlib.transforms import Affine2D
 
 from woodbury.policies.damping import LevenbergMarquardt
 from woodbury.runs.looks import Look
-from woodbury.runs.medians import RATIO_RANGE, Curve, Group, curves_of
+from woodbury.runs.medians import Curve, Group, curves_of
 
 _LOW_RATIO = LevenbergMarquardt.threshold
 THRESHOLDS = (_LOW_RATIO, 1 - _LOW_RATIO)  # of the ratio: damping changes there
@@ -37,6 +37,10 @@ class Axis:
     least: float = -math.inf  # what lies below is drawn here: a logarithmic axis has no zero
 
 
+# A ratio beyond it only says "far too low" or "far too high".
+RATIO_AXIS = Axis("", "linear", -0.5, 1.5, [(tick, f"{tick:g}") for tick in (-0.5, 0, *THRESHOLDS, 1, 1.5)])
+
+
 @dataclass(frozen=True)
 class Panel:
     """One quantity of all the groups."""
@@ -48,7 +52,6 @@ class Panel:
     x: dict[str, Axis]  # epochs, and seconds where the curves have them
     y: dict[str, Axis]  # linear, and log where the values allow it
     guides: tuple[float, ...] = ()  # values with a line across the panel
-    range: tuple[float, float] | None = None  # where curves are cut off
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,6 @@ class Drawing:
 def describe(groups: Sequence[Group]) -> Drawing:
     """The panels that have curves: train loss, test error (test loss where there is no error), damping, ratio."""
     curves = curves_of(groups)
-    curves["test_error"] = [curve and curve.map(lambda value: 100 * value) for curve in curves["test_error"]]
     titles = {"train_loss": "Train loss", "test_error": "Test error, %", "test_loss": "Test loss"}
     titles |= {"damping": "Damping", "ratio": "Reduction ratio ρ, running median"}
     panels = [_panel(name, title, curves[name]) for name, title in titles.items() if any(curves[name])]
@@ -85,19 +87,10 @@ def _panel(quantity: str, title: str, curves: list[Curve | None]) -> Panel:
     x = {"epochs": _linear_axis("epochs", [curve.epochs[-1] for curve in present])}
     if present[0].seconds:
         x["seconds"] = _time_axis(present)
-    if quantity == "ratio":
-        return Panel(
-            quantity,
-            title,
-            unit="",
-            curves=curves,
-            x=x,
-            y={"linear": _ratio_axis(present)},
-            guides=THRESHOLDS,
-            range=RATIO_RANGE,
-        )
     unit = " %" if quantity == "test_error" else ""
-    return Panel(quantity, title, unit, curves, x, _vertical_axes(present, whole=quantity == "damping"))
+    if quantity == "ratio":
+        return Panel(quantity, title, unit, curves, x, y={"linear": RATIO_AXIS}, guides=THRESHOLDS)
+    return Panel(quantity, title, unit, curves, x, y=_vertical_axes(present, whole=quantity == "damping"))
 
 
 def _title(groups: Sequence[Group]) -> str:
@@ -135,16 +128,6 @@ def _time_axis(curves: Sequence[Curve]) -> Axis:
         return _linear_axis("seconds of training", ends)
     seconds = [second for curve in curves for second in curve.seconds]
     return _log_axis("seconds of training, logarithmic", max(ends), seconds)
-
-
-def _ratio_axis(curves: Sequence[Curve]) -> Axis:
-    """Linear around [0, 1], with the ratios at which damping changes."""
-    low = min([0.0, *(value for curve in curves for value in curve.low)]) - 0.05
-    high = max([1.0, *(value for curve in curves for value in curve.high)]) + 0.05
-    lowest, highest = RATIO_RANGE
-    labels = {tick: f"{tick:g}" for tick in (0, *THRESHOLDS, 1)}
-    labels = {lowest: f"≤−{-lowest:g}", **labels, highest: f"≥{highest:g}"}
-    return Axis("", "linear", low, high, [(tick, label) for tick, label in labels.items() if low <= tick <= high])
 
 
 def _vertical_axes(curves: Sequence[Curve], whole: bool) -> dict[str, Axis]:

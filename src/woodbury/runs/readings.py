@@ -15,50 +15,39 @@ from woodbury.optim import StepInfo
 READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait for it
 
 
-class Reading:
-    """The numbers of a step before they are read: what `optimizer.step` returned, or numbers by name, and more."""
+class Readings:
+    """The numbers of steps until they are read, in order."""
 
-    def __init__(self, info: StepInfo | Mapping[str, Any] | None, numbers: Mapping[str, Any]) -> None:
-        if info is not None and not isinstance(info, StepInfo | Mapping):
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Mapping[str, Any], StepInfo | None, dict[str, Any]]] = deque()
+
+    def add(self, counts: Mapping[str, Any], info: StepInfo | None, numbers: Mapping[str, Any]) -> None:
+        """Add a step: its own counts, what `optimizer.step` returned, and numbers by name."""
+        if info is not None and not isinstance(info, StepInfo):
             raise TypeError(
-                f"step takes a StepInfo, a mapping, or numbers by name such as loss=0.5, not {type(info).__name__}"
+                f"step takes a StepInfo, or numbers by name such as loss=0.5, not {type(info).__name__}"
             )
-        named = {**info, **numbers} if isinstance(info, Mapping) else numbers
-        self._info = info if isinstance(info, StepInfo) else None
-        self.values = {name: _plain(name, value) for name, value in named.items()}
-        self.counts: dict[str, Any] = {}  # the first of the record
+        if taken := counts.keys() & numbers.keys():
+            raise ValueError(f"{taken.pop()!r} is counted here: give the number another name")
+        plain = {name: plain_number(name, value) for name, value in numbers.items() if value is not None}
+        self._waiting.append((counts, info, plain))
 
-    def is_on_device(self) -> bool:
-        """Whether to read it is to wait."""
-        tensors = any(isinstance(value, Tensor) for value in self.values.values())
-        return tensors or (self._info is not None and on_device(self._info.loss))
-
-    def take(self, name: str) -> Any:
-        """Read one of the values and leave it out from then on; None if it was not given."""
-        return _read(self.values.pop(name, None))
-
-    def read(self) -> dict[str, Any]:
-        """All of it as plain numbers."""
-        told = {} if self._info is None else self._info.as_dict()
-        return {**self.counts, **told, **{name: _read(value) for name, value in self.values.items()}}
-
-
-class Waiting(deque[Reading]):
-    """Steps whose numbers are still on a device."""
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def are_due(self) -> bool:
         """Whether to read them: there are many, or nobody has to wait."""
-        return len(self) >= READ_EVERY or not self[0].is_on_device()
+        _, info, numbers = self._waiting[0]
+        is_told_later = info is not None and on_device(info.loss)
+        must_wait = is_told_later or any(isinstance(value, Tensor) for value in numbers.values())
+        return len(self) >= READ_EVERY or not must_wait
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The numbers of each, which is left out first: none may be there twice, whenever Ctrl-C comes."""
-        while self:
-            yield self.popleft().read()
-
-
-def read_numbers(**numbers: Any) -> dict[str, Any]:
-    """The numbers, read at once."""
-    return Reading(None, numbers).read()
+        while self._waiting:
+            counts, info, numbers = self._waiting.popleft()
+            told = {} if info is None else info.as_dict()
+            yield {**counts, **told, **{name: read_number(name, value) for name, value in numbers.items()}}
 
 
 class Clock:
@@ -97,17 +86,19 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def _plain(name: str, value: Any) -> Any:
-    """The value as a plain number, or None; a tensor on a device as a copy of its own, to be read later."""
+def plain_number(name: str, value: Any) -> Any:
+    """The value as a plain number; a tensor on a device as a copy of its own, to be read later."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         # without its graph, and whatever the loop adds to it later
         return value.detach().clone() if on_device(value) else value.item()
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool):
         return value
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
     raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r:.80}")
 
 
-def _read(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+def read_number(name: str, value: Any) -> Any:
+    """The same, read at once."""
+    plain = plain_number(name, value)
+    return plain.item() if isinstance(plain, Tensor) else plain

@@ -4,8 +4,8 @@
     complete        the SHA-256 of each file of a run that has ended, as `sha256sum` writes and checks them
 
 The records of a complete run are compared with their checksum whenever they are read, those before a checkpoint
-when a run goes on from it. Of an unfinished run each line must be JSON with the keys of its kind, and numbers. A
-number that has changed is not noticed there, nor are lines missing at the end, where the run may have been killed.
+when a run goes on from it. Of an unfinished run each line must be JSON of a known kind: a value that has changed
+is not noticed there, nor are lines missing at the end, where the run may have been killed.
 """
 
 import hashlib
@@ -17,21 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from woodbury.runs.storage import RunFolderError, read_file, sync_folder, write_whole
+from woodbury.runs.storage import RunFolderError, read_file, write_whole
 
 RECORDS_FILE, COMPLETE_FILE = "records.jsonl", "complete"
-# What a record must have, by kind: the place where it was made, and what was measured (null: it was not finite).
-_NEEDED = {"step": (["step"], "damping"), "epoch": (["epoch", "step", "seconds"], "train_loss")}
-_FAR = 1e15  # no step, epoch or second lies there
 
 
 class Records:
     """The records of a run under way, open for appending. One process at a time has them."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / RECORDS_FILE
-        self._path.touch()
-        self._file = self._path.open("r+b")
+        self._file = os.fdopen(os.open(folder / RECORDS_FILE, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         if not _lock(self._file.fileno()):
             self._file.close()
             raise RunFolderError(f"{folder} is in use, by another process or a recorder that was not closed")
@@ -55,7 +50,7 @@ class Records:
         self._file.seek(0)
         content = self._file.read(length)
         if len(content) < length or sha256 not in (None, hashlib.sha256(content).hexdigest()):
-            raise ValueError(f"{self._path.name} has changed since the checkpoint was written")
+            raise ValueError(f"{RECORDS_FILE} has changed since the checkpoint was written")
         self._file.truncate(length)
         self._sha256, self.length = hashlib.sha256(content), length
 
@@ -100,10 +95,8 @@ def _lock(descriptor: int) -> bool:
 
 def mark_complete(folder: Path, checksums: Mapping[str, str]) -> None:
     """Say that the run in a folder has ended, with the SHA-256 of its files by name; they are on disk before."""
-    sync_folder(folder)
     lines = [f"{sha256}  {name}\n" for name, sha256 in checksums.items()]
     write_whole(folder / COMPLETE_FILE, "".join(lines).encode())
-    sync_folder(folder)
 
 
 def is_complete(folder: Path) -> bool:
@@ -111,20 +104,17 @@ def is_complete(folder: Path) -> bool:
     return (folder / COMPLETE_FILE).exists()
 
 
-def read_complete(folder: Path, name: str) -> bytes:
-    """A file of a run that has ended; raises RunFolderError unless it is as it was then."""
-    mark, content = folder / COMPLETE_FILE, _read_if_there(folder / name)
+def read_checked(folder: Path, name: str) -> bytes:
+    """A file of a run, empty if it is not there; raises RunFolderError if it changed since the run ended."""
+    path, mark = folder / name, folder / COMPLETE_FILE
+    content = read_file(path) if path.exists() else b""
     line = f"{hashlib.sha256(content).hexdigest()}  {name}"
-    if line.encode() not in read_file(mark).split(b"\n"):
+    if is_complete(folder) and line.encode() not in read_file(mark).split(b"\n"):
         raise RunFolderError(
-            f"{folder / name} is damaged: its SHA-256 does not agree with {mark}; put back a whole copy, "
+            f"{path} is damaged: its SHA-256 does not agree with {mark}; put back a whole copy, "
             f"or delete {COMPLETE_FILE}, and the run counts as unfinished"
         )
     return content
-
-
-def _read_if_there(path: Path) -> bytes:
-    return read_file(path) if path.exists() else b""
 
 
 def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -132,26 +122,15 @@ def read_records(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
     Raises RunFolderError that names the first line which is no record.
     """
-    path = folder / RECORDS_FILE
-    content = read_complete(folder, RECORDS_FILE) if is_complete(folder) else _read_if_there(path)
-    *lines, _cut = content.split(b"\n")
-    records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _NEEDED}
+    *lines, _cut = read_checked(folder, RECORDS_FILE).split(b"\n")
+    records: dict[str, list[dict[str, Any]]] = {"step": [], "epoch": []}
     for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is None:
-            raise RunFolderError(f"{path} is damaged: line {number} is not the record of a step or an epoch")
-        records[record["kind"]].append(record)
+        try:
+            record = json.loads(line)
+            records[record["kind"]].append(record)
+        except (ValueError, RecursionError, TypeError, KeyError):
+            path = folder / RECORDS_FILE
+            raise RunFolderError(
+                f"{path} is damaged: line {number} is not the record of a step or an epoch"
+            ) from None
     return records
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None unless it has all that a report needs of its kind, and nothing but numbers."""
-    try:
-        record: dict[str, Any] = json.loads(line)
-        place, result = _NEEDED[record["kind"]]
-        values = [record[result], *(value for name, value in record.items() if name != "kind")]
-        is_placed = all(abs(record[name]) < _FAR for name in place)
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return None
-    are_numbers = all(value is None or isinstance(value, int | float) for value in values)
-    return record if is_placed and are_numbers else None

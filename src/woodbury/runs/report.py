@@ -15,11 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from woodbury.runs.config import NOT_INSTALLED
-from woodbury.runs.figure import draw, images
+from woodbury.runs.figure import draw, image
 from woodbury.runs.medians import Group, by_dataset, ends_of, groups_of
 from woodbury.runs.panels import THRESHOLDS, describe
-from woodbury.runs.run import COMPACT, Run, compact, load
+from woodbury.runs.run import Run, load
 from woodbury.runs.storage import round_numbers, write_whole
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
@@ -27,46 +26,33 @@ __all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
 
 PAGE = "report.html"
 _ABSENT = "–"  # what was not measured
-_BRIEF = ("train_loss", "test_loss", "test_error", "seconds", "damping", "seeds", "epochs")  # in a terminal
+_COLUMNS = (
+    *("train_loss", "test_loss", "test_error", "best_test_error", "seconds", "seconds_to_target"),
+    *("seconds_per_step", "damping", "seeds", "epochs"),
+)
+_WIDE = ("best_test_error", "seconds_to_target", "seconds_per_step")  # for which a terminal has no room
 
 
 def write(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write figures, page and compact records of the runs into a folder; return the paths, the page's first.
+    """Write figures and page of the runs into a folder; return the paths, the page's first.
 
-        report.html                      the interactive page
-        <data set>.png, <data set>.svg   one figure per data set
-        records.json                     what `load` needs to write the same report again
+        report.html      the interactive page
+        <data set>.png   one figure per data set
 
     No file is touched before all are ready, and none is ever half written. The same runs give the same files.
     """
-    if not runs:
-        raise ValueError("a report needs at least one run")
     folder.mkdir(parents=True, exist_ok=True)
     files = {PAGE: html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
-        stem = _file_stem(dataset, files)
-        files |= {f"{stem}.{ending}": content for ending, content in images(draw(members)).items()}
-    files[COMPACT] = compact(runs).encode()
+        stem = re.sub(r"[^\w.-]", lambda other: f"%{ord(other[0]):x}", dataset)  # other names have other stems
+        files[f"{stem}.png"] = image(draw(members))
     for name, content in files.items():
         write_whole(folder / name, content)
     return [folder / name for name in files]
 
 
-def _file_stem(name: str, taken: Iterable[str]) -> str:
-    """A name as the first part of a file name, which no file before it has."""
-    stem = re.sub(r"[^\w.-]", "_", name)
-    used = {path.rpartition(".")[0].casefold() for path in taken}
-    number = 2
-    unique = stem
-    while unique.casefold() in used:
-        unique, number = f"{stem}-{number}", number + 1
-    return unique
-
-
 def html(runs: Iterable[Run]) -> str:
     """The interactive page, with one section per data set."""
-    # With the digits of the compact file, so that it gives the same page.
-    runs = [dataclasses.replace(run, **round_numbers({"epochs": run.epochs, "steps": run.steps})) for run in runs]
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
     data = json.dumps(round_numbers(sections), allow_nan=False)
@@ -81,6 +67,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
     drawing = describe(groups)
     drawn = {panel.quantity for panel in drawing.panels}
     low, high = THRESHOLDS
+    time = "Time counts the steps of the optimizer alone; of a recorded loop all but its pauses."
     bands = "Lines are medians over the seeds, bands reach from the smallest to the largest value. "
     ratio = (
         "ρ is the decrease of the loss over the decrease that the quadratic model predicted: damping grows where "
@@ -95,7 +82,7 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
         "takeaway": takeaway(groups, "test_error" if "test_error" in drawn else "test_loss"),
         "facts": _facts(runs),
         "drawing": dataclasses.asdict(drawing),
-        "note": (bands if any(group.seeds > 1 for group in groups) else "") + _time_of(runs),
+        "note": (bands if any(group.seeds > 1 for group in groups) else "") + time,
         "ratio_note": ratio if "ratio" in drawn else "",
         "ends": _ends_table(groups),
         "ends_note": bold if len(groups) > 1 else "",
@@ -108,60 +95,50 @@ def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 def ends_tables(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
     """Where training ended on each data set, with the columns that a terminal has room for."""
-    return {name: _ends_table(groups_of(members), _BRIEF) for name, members in by_dataset(runs).items()}
+    brief = [name for name in _COLUMNS if name not in _WIDE]
+    return {name: _ends_table(groups_of(members), brief) for name, members in by_dataset(runs).items()}
 
 
-def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = ()) -> dict[str, Any]:
+def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = _COLUMNS) -> dict[str, Any]:
     """Headings, and for each group its label, the texts below each heading and where the group is clearly ahead.
 
-    Of the `wanted` columns, or of all, those that some group has; the test loss is there for want of an error.
+    Of the `wanted` columns those that some group has; the test loss is there for want of an error.
     """
     race = race_of(groups)
     rows = []
     for group in groups:
-        end = {name: median(values) if values else math.nan for name, values in ends_of(group).items()}
-        to_target = race.seconds.get(group.label) if race else None
-        ended = group.ended
-        rows.append(
-            {
-                "train_loss": _written(end["train_loss"]),
-                "test_loss": _written(end["test_loss"]),
-                "test_error": _percent(end["test_error"]),
-                "best_test_error": _percent(end["best_test_error"]),
-                "seconds": _written(end["seconds"]),
-                "seconds_to_target": _written(median(to_target) if to_target else math.nan),
-                "seconds_per_step": _written(1000 * end["seconds_per_step"]),
-                "damping": _written(end["damping"]),
-                "seeds": _out_of(len(ended), group.seeds),
-                "epochs": _out_of(ended[0].epochs[-1]["epoch"], group.runs[0].config.epochs),
-            }
-        )
-    needs_test_loss = any(row["test_error"] == _ABSENT != row["test_loss"] for row in rows)
-    absent = {name for name in rows[0] if all(row[name] == _ABSENT for row in rows)}
-    hidden = absent if needs_test_loss else absent | {"test_loss"}
-    shown = [name for name in wanted or rows[0] if name not in hidden]
+        ends, ended = ends_of(group), group.ended
+        if race is not None:
+            ends["seconds_to_target"] = race.seconds.get(group.label, [])
+        row = {name: _written(name, median(values)) for name, values in ends.items() if values}
+        row["seeds"] = _out_of(len(ended), group.seeds)
+        row["epochs"] = _out_of(ended[0].epochs[-1]["epoch"], group.runs[0].config.epochs)
+        rows.append(row)
+    needs_test_loss = any("test_loss" in row and "test_error" not in row for row in rows)
+    hidden = set() if needs_test_loss else {"test_loss"}
+    shown = [name for name in wanted if name not in hidden and any(name in row for row in rows)]
     titles = {name: name.replace("_", " ") for name in shown} | {"seconds_per_step": "ms / step"}
     if race is not None:
         titles["seconds_to_target"] = f"seconds to {race.target:.3g}"
     ahead = {(each.leader, name) for name, each in standings(groups).items() if each.is_clear}
+    texts = [[row.get(name, _ABSENT) for name in shown] for row in rows]
     return {
         "columns": ["optimizer", *(titles[name] for name in shown)],
-        "rows": [[group.label, *(row[name] for name in shown)] for group, row in zip(groups, rows, strict=True)],
+        "rows": [[group.label, *own] for group, own in zip(groups, texts, strict=True)],
         "best": [[False, *((group.label, name) in ahead for name in shown)] for group in groups],
     }
 
 
-def _written(value: float) -> str:
-    """Three digits."""
+def _written(name: str, value: float) -> str:
+    """Three digits; an error in percent, the time of a step in milliseconds."""
     if not math.isfinite(value):
-        return _ABSENT if math.isnan(value) else "diverged"
+        return "diverged"
+    if name.endswith("error"):
+        return f"{100 * value:.2f} %"
+    value = 1000 * value if name == "seconds_per_step" else value
     if value == 0 or 1000 <= abs(value) < 1e5:
         return f"{value:.0f}"
     return f"{value:#.3g}".rstrip(".")
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.2f} %" if math.isfinite(value) else _written(value)
 
 
 def _out_of(reached: float, planned: float) -> str:
@@ -181,30 +158,21 @@ def _settings_tables(groups: Sequence[Group]) -> dict[str, list[Any]]:
 # -- facts
 
 
-def _time_of(runs: Sequence[Run]) -> str:
-    """What the seconds of the runs count, in a sentence."""
-    steps, loops = "the steps of the optimizer alone, not the evaluation", "all of a recorded loop but its pauses"
-    kinds = {run.config.recorded for run in runs}
-    return f"Time counts {steps if kinds == {False} else loops if kinds == {True} else f'{steps}; {loops}'}."
-
-
 def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """What a reader must know of all the runs: each fact with the values it takes."""
     facts: dict[str, dict[str, None]] = {}  # by name, the values in order
     for run in runs:
-        config = run.config
+        config, machine = run.config, run.config.machine
+        device = machine.get("gpu" if config.device.startswith("cuda") else "processor")
+        counts = [f"{name} {machine[name]}" for name in ("threads", "processes") if name in machine]
         samples = config.settings.get("curvature_samples", "")
-        # woodbury itself may not have been installed
-        versions = [f"{name} {version}" for name, version in config.versions.items() if version != NOT_INSTALLED]
-        device = config.machine.get("gpu" if config.device.startswith("cuda") else "processor")
-        counts = [f"{name} {config.machine[name]}" for name in ("threads", "processes") if name in config.machine]
         values = {
             "network": config.network,
             "batch": f"{config.batch_size} samples" if config.batch_size else "",
             "curvature samples": "the whole batch" if samples is None else str(samples),
             "date": run.day,
             "machine": ", ".join(filter(None, [device, *counts, config.dtype])),
-            "software": ", ".join(versions),
+            "software": ", ".join(f"{name} {version}" for name, version in config.versions.items()),
         }
         for name, value in values.items():
             if value:

@@ -105,9 +105,6 @@ def takeaway(groups: Sequence[Group], tested: str) -> list[str]:
             f"Fastest to a train loss of {race.target:.3g}, the lowest that {racing} reach: {leader}, {time:.3g} s"
             f"; {follower} takes {next_time / time:.3g} times as long{_chance(first, 'before')}"
         )
-    epochs = [max(run.epochs[-1]["epoch"] for run in group.runs) for group in groups]
-    if len(set(epochs)) > 1:
-        sentences.append(f"They have trained for {min(epochs):g} to {max(epochs):g} epochs.")
     return sentences
 
 
