@@ -37,7 +37,7 @@ FLOORS = {
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
-    "loop": [["tape"], ["seen"], ["calls"], ["watch"]],
+    "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence"], ["data"], ["laplace"]],
     "layers": [
         ["forms"],

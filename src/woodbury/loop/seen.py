@@ -34,7 +34,6 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.gaussian_nll_loss: nn.GaussianNLLLoss,
 }
 _PER_CLASS = (F.cross_entropy, F.nll_loss)
-_TIMES, _OVER = {"mul", "rmul", "imul", "multiply"}, {"div", "truediv", "itruediv", "true_divide", "divide"}
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
 
 
@@ -151,6 +150,11 @@ class TapedLoss(nn.Module):
             value = self.root.value({self.base: shaped}) * self.factor
         return value.sum()  # of one number
 
+    def repeats(self) -> bool:
+        """Whether the loss at the outputs of the loop is the one that the loop has computed."""
+        seen, eps = float(self.root.tensor), torch.finfo(self.root.tensor.dtype).eps
+        return abs(float(self.at_seen) / self.factor - seen) <= 64 * eps * abs(seen)
+
     def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
         """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
         return self.seen.to(outputs.dtype).index_copy(0, places, outputs.reshape(len(places), -1))
@@ -243,32 +247,44 @@ class Recognised:
     classes_last: bool
 
 
-def recognise(root: Node, samples: int) -> Recognised | None:
+def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
     """The loss that a tape ends in, if it has a rule."""
-    factor, node = _without_factors(root)
-    kind = FUNCTIONS.get(node.function)
-    if kind is None:
-        return None
-    arguments = dict(_signature(node.function).bind(*node.args, **node.kwargs).arguments)
+    node = root
+    while node.function not in FUNCTIONS:
+        parents = node.parents()
+        if len(parents) != 1 or parents[0].tensor.numel() != 1 or isinstance(node, Base):
+            return None
+        (node,) = parents
+    kind, (args, kwargs) = FUNCTIONS[node.function], node.arguments
+    arguments = dict(_signature(node.function).bind(*args, **kwargs).arguments)
     source, targets = arguments.pop("input"), arguments.pop("target")
     options = {name: value for name, value in arguments.items() if value is not None}
-    if not isinstance(source, Node) or not isinstance(targets, Tensor) or targets.requires_grad:
+    factor = _constant_factor(root, node)
+    if not isinstance(source, Node) or not isinstance(targets, Tensor) or not factor > 0:
         return None
     if kind is nn.GaussianNLLLoss:
         variance = options.pop("var")
-        if isinstance(variance, Node) or (isinstance(variance, Tensor) and variance.requires_grad):
+        if isinstance(variance, Node):
             return None
         targets = torch.stack([targets, torch.as_tensor(variance).to(targets).expand_as(targets)], 1)
     if {"size_average", "reduce"} & options.keys() or any(isinstance(own, Node) for own in options.values()):
         return None
-    bases = root.bases()
-    if len(bases) != 1 or not factor > 0:
-        return None
-    loss, base = _module(kind, options), bases[0]
+    loss = _module(kind, options)
     if loss is None:
         return None
-    placed = _place(node.function, loss, source, base, targets, samples)
+    placed = _place(node.function, loss, source, base, targets.detach(), samples)
     return None if placed is None else Recognised(loss, base, *placed[:1], factor, placed[1])
+
+
+def _constant_factor(root: Node, node: Node) -> float:
+    """c where root = c node, whatever the value of the node; 0 where it is no such thing."""
+    if root is node:
+        return 1.0
+    seen = node.tensor.double()
+    points = [torch.full_like(seen, point) for point in (1.0, 2.0**-10, 8.0)] + [seen.abs() + 1]
+    slopes = torch.stack([root.value_from(node, point).sum() / point.sum() for point in points])
+    factor, spread = float(slopes[0]), float((slopes - slopes[0]).abs().max())
+    return factor if spread <= 8 * torch.finfo(root.tensor.dtype).eps * abs(factor) else 0.0
 
 
 def _place(
@@ -281,7 +297,7 @@ def _place(
     per_class = function in _PER_CLASS
     if per_class and (source.tensor.dim() != 2 or targets.dim() != 1):
         return None  # of other shapes only as the base has them
-    if function is F.gaussian_nll_loss or outputs.numel() % samples:
+    if function is F.gaussian_nll_loss or outputs.numel() % samples or base.is_overwritten:
         return None
     # where each number at the loss comes from: the operations between run on the places of the outputs
     places = torch.arange(outputs.numel(), dtype=torch.float64, device=outputs.device).reshape(outputs.shape)
@@ -310,31 +326,6 @@ def _place(
     placed[start // classes] = targets
     positions = len(placed) // samples
     return (placed, False) if positions == 1 else (placed.reshape(samples, positions), True)
-
-
-def _without_factors(root: Node) -> tuple[float, Node]:
-    """root = c node with a constant c."""
-    factor, node = 1.0, root
-    while True:
-        name, parents = node.name, node.parents()
-        if name in _TIMES | _OVER and len(parents) == 1 and len(node.args) == 2 and not node.kwargs:
-            other = node.args[1] if node.args[0] is parents[0] else node.args[0]
-            divided = name in _OVER
-            if divided and node.args[0] is not parents[0]:
-                return factor, node  # a constant over the loss
-            if not isinstance(other, int | float | Tensor) or (isinstance(other, Tensor) and other.numel() != 1):
-                return factor, node
-            if isinstance(other, Tensor) and other.requires_grad:
-                return factor, node
-            factor = factor / float(other) if divided else factor * float(other)
-        elif not (
-            len(parents) == 1
-            and node.tensor.numel() == parents[0].tensor.numel() == 1
-            and name
-            in {"mean", "sum", "float", "double", "to", "clone", "squeeze", "reshape", "view", "contiguous"}
-        ):
-            return factor, node
-        node = parents[0]
 
 
 @cache
