@@ -22,7 +22,7 @@ from woodbury.loop.seen import (
     recognise,
     same_loss,
 )
-from woodbury.loop.tape import Base, LossesInside, Node
+from woodbury.loop.tape import Base, LossesInside, Node, state_of
 from woodbury.losses.rules import loss_rule
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
@@ -51,11 +51,11 @@ class ModelCall:
     place: int = 0  # of that among the outputs, or among the losses inside
 
     def __post_init__(self) -> None:
-        self._versions = self._versions_now()
+        self._states = self._states_now()
 
-    def _versions_now(self) -> list[int]:
+    def _states_now(self) -> list[tuple[int, str]]:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        return [state_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
     @property
     def inputs(self) -> Any:
@@ -79,7 +79,7 @@ class ModelCall:
     def check_unchanged(self, model: nn.Module) -> None:
         """Raise if what the loss was computed from is not there any more."""
         assert self.root is not None and self.base is not None
-        if self._versions_now() != self._versions:
+        if self._states_now() != self._states:
             raise ValueError(
                 "the inputs of the model were changed in place after its call: a step runs the model on them again"
             )

@@ -41,7 +41,7 @@ class Node:
         self.hooks = 0
         self.is_lost = False  # whether it has changed, nobody knows how
         given = [leaf for place, leaf in enumerate(self.leaves) if place not in written]
-        self._versions = [(leaf, leaf._version) for leaf in given if _has_version(leaf)]
+        self._states = [(leaf, state_of(leaf)) for leaf in given if _has_version(leaf)]
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Node:
 
     def is_stale(self, owner: Owner) -> bool:
         """Whether a tensor that an operation was given has been written into since."""
-        return any(leaf._version != version for node in self.ancestors(owner) for leaf, version in node._versions)
+        return any(state_of(leaf) != state for node in self.ancestors(owner) for leaf, state in node._states)
 
     def value(self, outputs: Mapping[Base, Tensor]) -> Tensor:
         """The result for other outputs, by the same operations."""
@@ -134,6 +134,12 @@ class Base(Node):
 
 def _has_version(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
+def state_of(tensor: Tensor) -> tuple[int, str]:
+    """What shows that a tensor was written into: its version; and its sum, where NumPy may have written."""
+    is_seen = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor._version, str(tensor.detach().sum().item()) if is_seen else ""
 
 
 def _run_again(leaf: Any, outputs: Mapping[Base, Tensor], known: dict[int, Tensor]) -> Any:

@@ -144,7 +144,7 @@ class Watcher:
                 "zero_grad() after each step, and add losses up before one backward pass. In a closure, gradients "
                 "of before cannot be accumulated: pass watch=True for that"
             )
-        self._changes.append(self._changes_of_gradients())
+        self._changes += [self._changes_of_gradients(), _hook_counts(self._model, self._parameters)]
         bases = root.bases(self)
         self._failure = self._failure or self._reason_against(root, bases)
         if self._failure is None:
@@ -165,9 +165,9 @@ class Watcher:
         trained = {id(parameter) for parameter in self._parameters}
         if any(_reaches(stranger, trained) for stranger in root.strangers(self)):
             return (
-                "the loss depends on the parameters beside the outputs of the model: a penalty on the weights (use "
-                "weight_decay= of the optimizer instead), or a part of it that was computed by a function compiled "
-                "by torch.compile or by an autograd.Function, which cannot be looked into"
+                "the loss depends on the parameters beside the outputs of the model: a penalty on the weights, or "
+                "a part that was computed by an autograd.Function, which cannot be looked into. Ways out: "
+                "weight_decay= of the optimizer in place of the penalty, and the function inside the model"
             )
         return None
 
@@ -202,17 +202,13 @@ class Watcher:
             call.check_unchanged(self._model)
         gradients = [parameter.grad for parameter in self._parameters]
         factor = _factor_since(gradient, self._probe.grad)
-        is_clipped = factor is not None and _is_clipped(factor, gradients, calls[-1].root)
-        scale = 1.0 if factor is None or is_clipped else factor
-        if is_clipped:
-            warnings.warn(CLIPPED, RuntimeWarning, stacklevel=2)
+        scale = 1.0 if factor is None else _meant_by(factor, gradients, calls[-1].root)
         batch = join(calls, scale, known)
         pieces = [batch] if len(calls) == 1 else [join([call], scale, known) for call in calls]
         written = any(own not in (True, (True, 0)) for own in changes[-1])
         what = (
             {tuple((node.name, node.hooks) for node in call.root.ancestors(self)) for call in calls if call.root},
             changes,
-            _hook_counts(self._model, self._parameters),
             object() if factor is None else None,  # which is not the same in any other step
         )
         cause = (
@@ -244,25 +240,32 @@ def _factor_since(before: Tensor | None, after: Tensor | None) -> float | None:
     precision = 8 * torch.finfo(after.dtype).eps
     if not factor > 0 or not (after - factor * before).norm() <= precision * after.norm():
         return None
-    whole = round(factor) if factor > 1 else 1 / round(1 / factor)
-    return whole if abs(factor - whole) <= precision * factor else factor
+    return factor
 
 
-def _is_clipped(factor: float, gradients: Sequence[Tensor | None], root: Node | None) -> bool:
-    """Whether gradients that were multiplied by a factor look like those of clip_grad_norm_: their norm is a round
-    number now. A whole number of times more or less they are divided by hand, or by a GradScaler."""
-    if factor >= 1 or abs(1 / factor - round(1 / factor)) < 1e-9 / factor:
-        return False
+def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node | None) -> float:
+    """What the loss is to be multiplied by if gradients were multiplied by a factor after its backward pass.
+
+    1/c if a GradScaler has taken back its c, and 1 with a warning if they were clipped: then their norm is a round
+    number.
+    """
     assert root is not None
     parents = root.parents()
-    own = [float(own.detach().double().norm()) for own in gradients if own is not None]
-    eps = max(torch.finfo(gradient.dtype).eps for gradient in gradients if gradient is not None)
-    if len(parents) == 1 and parents[0].tensor.numel() == root.tensor.numel() == 1:
-        scale = float(root.tensor) / float(parents[0].tensor) if float(parents[0].tensor) else 0.0
-        if abs(scale * factor - 1) <= 64 * eps:  # what a GradScaler has multiplied the loss by
-            return False
-    largest = factor * (math.sqrt(sum(norm * norm for norm in own)) / factor + 1e-6)  # as clip_grad_norm_ has it
-    return abs(largest - float(f"{largest:.3g}")) <= 64 * eps * math.sqrt(len(own)) * largest
+    if factor == 1:
+        return 1.0
+    if len(parents) == 1 and parents[0].tensor.numel() == root.tensor.numel() == 1 and parents[0].tensor.any():
+        scale = float(root.tensor) / float(parents[0].tensor)
+        if abs(scale * factor - 1) <= 8 * torch.finfo(torch.float32).eps:  # in which a GradScaler computes
+            return 1 / scale
+    own = [gradient.detach() for gradient in gradients if gradient is not None]
+    precision = 64 * math.sqrt(len(own)) * max(torch.finfo(gradient.dtype).eps for gradient in own)
+    is_whole = abs(1 / factor - round(1 / factor)) <= precision / factor
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in own))
+    largest = norm + 1e-6 * factor  # as clip_grad_norm_ has it: norm = largest / (before + 1e-6) before
+    if factor > 1 or is_whole or abs(largest - float(f"{largest:.3g}")) > precision * largest:
+        return factor
+    warnings.warn(CLIPPED, RuntimeWarning, stacklevel=4)
+    return 1.0
 
 
 def _without_tape(leaf: Any) -> Any:

@@ -1,0 +1,388 @@
+"""Whatever a training loop does between its model's call and `step`: the step is that of its loss, or an error.
+
+A case is what a loop does with the outputs, and the same as a function of the outputs, from which the dense step
+follows by autograd; or a loop that no step on a batch can stand for, which must raise and leave the parameters.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bounds
+import reference
+import woodbury
+from fuzz.loops import dense_parameters
+
+N, CLASSES, DAMPING = 8, 3, 0.3
+MASK = (torch.arange(N * CLASSES).reshape(N, CLASSES) % 3 > 0).double()
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, generator=generator).double(), torch.rand(N, CLASSES, generator=generator).double()
+
+
+class Loop:
+    """A model with its data, as a loop has them."""
+
+    def __init__(self, how, method=woodbury.GaussNewton, model=None, criterion=None):
+        self.model = network() if model is None else model
+        self.inputs, self.targets = batch()
+        self.how = how
+        self.optimizer = method(
+            self.model, criterion, damping=woodbury.Constant(DAMPING), guard=None, watch=how == "watch"
+        )
+
+    def outputs(self):
+        return self.model(self.inputs)
+
+    def step(self, body):
+        def closure():
+            self.optimizer.zero_grad()
+            body(self)
+
+        if self.how == "closure":
+            return self.optimizer.step(closure)
+        closure()
+        return self.optimizer.step()
+
+
+def plain(loop):
+    F.mse_loss(loop.outputs(), loop.targets).backward()
+
+
+def squares(y, t):
+    return (y - t).square().mean()
+
+
+def of_loss(loss):
+    """A loop that sends a loss of the outputs back."""
+
+    def body(loop):
+        loss(loop.outputs(), loop.targets).backward()
+
+    return body
+
+
+def after_backward(change):
+    def body(loop):
+        plain(loop)
+        change(loop)
+
+    return body
+
+
+def scaled_gradients(factor):
+    def change(loop):
+        for parameter in loop.model.parameters():
+            parameter.grad.mul_(factor)
+
+    return after_backward(change)
+
+
+def in_place(y, t):
+    y.mul_(2)
+    y += 1
+    return F.mse_loss(y, t)
+
+
+def by_index(y, t):
+    y[:, 0] = 0
+    y[y.detach() > 0.4] *= 3
+    return F.mse_loss(y, t)
+
+
+def through_a_view(y, t):
+    y[:, 0].mul_(3)
+    return F.mse_loss(y, t)
+
+
+def without_gradient(y, t):
+    with torch.no_grad():
+        y[:, 0] = 0
+    return (y - t).pow(4).mean()
+
+
+def of_detached(y, t):
+    y.detach().mul_(2)
+    return F.binary_cross_entropy_with_logits(y * 1, t)
+
+
+def of_data(y, t):
+    y.data.mul_(2)
+    return F.binary_cross_entropy_with_logits(y * 1, t)
+
+
+def by_weights(loop):
+    values = (loop.outputs() - loop.targets).square().mean(1)
+    values.backward(gradient=torch.arange(N).double() / N)
+
+
+def three_times(loop):
+    F.mse_loss(loop.outputs(), loop.targets).backward(gradient=torch.tensor(3.0).double())
+
+
+def hooked(change):
+    """A hook on the outputs."""
+
+    def body(loop):
+        y = loop.outputs()
+        y.register_hook(change)
+        F.mse_loss(y, loop.targets).backward()
+
+    return body
+
+
+def scaler(scale):
+    def body(loop):
+        own = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        own.scale(F.mse_loss(loop.outputs(), loop.targets)).backward()
+        own.unscale_(loop.optimizer)
+
+    return body
+
+
+def forward_hook(loop):
+    """Registered after the optimizer was made: part of the model."""
+    handle = loop.model.register_forward_hook(lambda module, args, outputs: outputs * 2)
+    plain(loop)
+    loop.handle = handle
+
+
+def pre_hook(loop):
+    handle = loop.model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    plain(loop)
+    loop.handle = handle
+
+
+RIGHT = {
+    "sum over outputs": (
+        of_loss(lambda y, t: F.mse_loss(y, t, reduction="sum") / N),
+        lambda y, t: (y - t).square().sum() / N,
+    ),
+    "logistic sum": (
+        of_loss(lambda y, t: 2 * F.binary_cross_entropy_with_logits(y, t, reduction="sum") / len(y)),
+        lambda y, t: 2 * (F.softplus(y) - y * t).sum() / N,
+    ),
+    "Poisson sum": (
+        of_loss(lambda y, t: F.poisson_nll_loss(y, t, reduction="sum").div(N)),
+        lambda y, t: (y.exp() - y * t).sum() / N,
+    ),
+    "mean of a sum": (
+        of_loss(lambda y, t: F.mse_loss(y, t, reduction="none").sum(1).mean()),
+        lambda y, t: (y - t).square().sum() / N,
+    ),
+    "in place": (of_loss(in_place), lambda y, t: squares(2 * y + 1, t)),
+    "by index": (
+        of_loss(by_index),
+        lambda y, t: squares(torch.cat([0 * y[:, :1], torch.where(y[:, 1:] > 0.4, 3 * y[:, 1:], y[:, 1:])], 1), t),
+    ),
+    "in-place activation": (
+        of_loss(lambda y, t: F.mse_loss(F.elu(y, inplace=True), t)),
+        lambda y, t: squares(F.elu(y), t),
+    ),
+    "positional in-place activation": (
+        of_loss(lambda y, t: F.mse_loss(F.hardtanh(y, -0.3, 0.3, True), t)),
+        lambda y, t: squares(y.clamp(-0.3, 0.3), t),
+    ),
+    "in-place module": (
+        of_loss(lambda y, t: F.mse_loss(nn.CELU(inplace=True)(y), t)),
+        lambda y, t: squares(F.celu(y), t),
+    ),
+    "in place after the loss": (
+        of_loss(lambda y, t: (F.cross_entropy(y, t.softmax(1)), y.detach().zero_())[0]),
+        lambda y, t: F.cross_entropy(y, t.softmax(1)),
+    ),
+    "mask": (
+        of_loss(lambda y, t: (MASK * (y - t) ** 2).sum() / MASK.sum()),
+        lambda y, t: (MASK * (y - t) ** 2).sum() / 16,
+    ),
+    "selected": (
+        of_loss(lambda y, t: F.mse_loss(y[MASK > 0], t[MASK > 0])),
+        lambda y, t: squares(y[MASK > 0], t[MASK > 0]),
+    ),
+    "noise": (of_loss(lambda y, t: F.mse_loss(y + 0 * torch.randn_like(y), t)), squares),
+    "constant added": (of_loss(lambda y, t: F.mse_loss(y, t) + 5), lambda y, t: squares(y, t) + 5),
+    "weights of backward": (by_weights, lambda y, t: ((y - t).square().mean(1) * torch.arange(N) / N).sum()),
+    "gradient of backward": (three_times, lambda y, t: 3 * squares(y, t)),
+    "scaled hook": (hooked(lambda g: 2.5 * g), lambda y, t: 2.5 * squares(y, t)),
+    "divided": (scaled_gradients(1 / 3), lambda y, t: squares(y, t) / 3),
+    "multiplied": (scaled_gradients(0.3712), lambda y, t: 0.3712 * squares(y, t)),
+    "scaler": (scaler(1000.0), squares),
+    "odd scaler": (scaler(3333.3), squares),
+    "forward hook": (forward_hook, lambda y, t: squares(2 * y, t)),
+}
+
+
+def change_one(loop):
+    loop.model[0].weight.grad.mul_(2)
+
+
+def remove_one(loop):
+    loop.model[2].bias.grad = None
+
+
+def zero_one(loop):
+    loop.model[2].bias.grad.zero_()
+
+
+def penalty_after(loop):
+    plain(loop)
+    (0.01 * loop.model[2].weight.square().sum()).backward()
+
+
+def penalty_before(loop):
+    (0.01 * loop.model[2].weight.square().sum()).backward()
+    plain(loop)
+
+
+def hidden_penalty(loop):
+    plain(loop)
+    torch.autograd.backward(0.01 * loop.model[2].weight.square().sum())
+
+
+def second_call(loop):
+    plain(loop)
+    loop.optimizer.model.forward(loop.inputs).square().mean().backward()
+
+
+def some_inputs(loop):
+    F.mse_loss(loop.outputs(), loop.targets).backward(inputs=[loop.model[0].weight, loop.model[0].bias])
+
+
+def new_targets(change):
+    def body(loop):
+        kept = loop.targets
+        loop.targets = kept.clone()
+        plain(loop)
+        change(loop.targets)
+        loop.targets = kept
+
+    return body
+
+
+def parameter_hook(loop):
+    handle = loop.model[0].bias.register_hook(lambda g: 2 * g)
+    plain(loop)
+    handle.remove()
+
+
+def module_hook(loop):
+    handle = loop.model[0].register_full_backward_hook(
+        lambda m, given, got: tuple(2 * g for g in given if g is not None)
+    )
+    loop.inputs = loop.inputs.clone().requires_grad_()
+    handle2 = loop.model[2].register_full_backward_hook(lambda m, given, got: (2 * given[0],))
+    plain(loop)
+    handle.remove(), handle2.remove()
+
+
+def accumulate_hook(loop):
+    own = loop.model[2].bias
+
+    def add_one(parameter):
+        parameter.grad.add_(1)
+
+    handle = own.register_post_accumulate_grad_hook(add_one)
+    plain(loop)
+    handle.remove()
+
+
+def changed_weights(loop):
+    plain(loop)
+    with torch.no_grad():
+        loop.model[2].weight.mul_(1.01)
+    loop.changed = True
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+def twice(loop):
+    loss = F.mse_loss(loop.outputs(), loop.targets)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+REFUSED = {
+    "through a view": of_loss(through_a_view),
+    "without gradient": of_loss(without_gradient),
+    "of detached outputs": of_loss(of_detached),
+    "of data": of_loss(of_data),
+    "one gradient changed": after_backward(change_one),
+    "one gradient removed": after_backward(remove_one),
+    "one gradient zero": after_backward(zero_one),
+    "clipped by value": after_backward(lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3)),
+    "noise on gradients": after_backward(
+        lambda loop: [p.grad.add_(1e-3 * torch.randn_like(p)) for p in loop.model.parameters()]
+    ),
+    "penalty after": penalty_after,
+    "penalty before": penalty_before,
+    "unseen penalty": hidden_penalty,
+    "unseen call": second_call,
+    "some inputs": some_inputs,
+    "targets changed": new_targets(lambda t: t.add_(1)),
+    "targets changed unseen": new_targets(lambda t: t.data.add_(1)),
+    "targets changed by NumPy": new_targets(lambda t: t.numpy().__iadd__(1)),
+    "dropout of outputs": of_loss(lambda y, t: F.mse_loss(F.dropout(y, 0.5), t)),
+    "random activation": of_loss(lambda y, t: F.mse_loss(F.rrelu(y - 5, training=True), t)),
+    "hook on outputs": hooked(lambda g: g * MASK),
+    "hook on a parameter": parameter_hook,
+    "hook on modules": module_hook,
+    "hook after accumulation": accumulate_hook,
+    "function of one's own": of_loss(lambda y, t: F.mse_loss(y, t) + Reversed.apply(y).square().mean()),
+    "two backward passes": twice,
+}
+every_how = pytest.mark.parametrize("how", ["watch", "closure"])
+every_start = pytest.mark.parametrize("since", [1, 3])
+
+
+def two_steps(loop, since):
+    """Ordinary steps before the case: the steps after the first are not all compared."""
+    for _ in range(since - 1):
+        loop.step(plain)
+
+
+@every_how
+@every_start
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_step_is_that_of_the_loss_of_the_loop(name, since, how):
+    body, loss = RIGHT[name]
+    loop = Loop(how)
+    two_steps(loop, since)
+    expected, condition = dense_parameters(loop.model, loop.inputs, lambda y: loss(y, loop.targets), DAMPING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        loop.step(body)
+    found = reference.flat([own.detach() for own in loop.model.parameters()])
+    assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition, steps=since)
+
+
+@every_how
+@every_start
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_step_can_stand_for_raises_and_changes_nothing(name, since, how):
+    loop = Loop(how)
+    two_steps(loop, since)
+    before = copy.deepcopy(loop.model.state_dict())
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match=r"[Ww]ay|step\(\)|Write|one backward|two backward|zero_grad"):
+        loop.step(REFUSED[name])
+    assert all(torch.equal(own, before[name]) for name, own in loop.model.state_dict().items())
