@@ -42,6 +42,13 @@ class Loop:
             self.model, criterion, damping=woodbury.Constant(DAMPING), guard=None, watch=how == "watch"
         )
 
+    @classmethod
+    def of(cls, model, optimizer, how):
+        loop = cls.__new__(cls)
+        loop.model, loop.optimizer, loop.how = model, optimizer, how
+        loop.inputs, loop.targets = batch()
+        return loop
+
     def outputs(self):
         return self.model(self.inputs)
 
@@ -386,3 +393,113 @@ def test_what_no_step_can_stand_for_raises_and_changes_nothing(name, since, how)
     with pytest.raises(ValueError, match=r"[Ww]ay|step\(\)|Write|one backward|two backward|zero_grad"):
         loop.step(REFUSED[name])
     assert all(torch.equal(own, before[name]) for name, own in loop.model.state_dict().items())
+
+
+def check_dense(expected, condition, model):
+    found = reference.flat([own.detach() for own in model.parameters()])
+    assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition)
+
+
+@every_how
+def test_a_hook_on_the_inputs_belongs_to_the_model(how):
+    loop = Loop(how)
+    inputs = 2 * loop.inputs
+    expected = dense_parameters(loop.model, inputs, lambda y: squares(y, loop.targets), DAMPING)
+    loop.step(pre_hook)
+    check_dense(*expected, loop.model)
+
+
+def discriminator():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(CLASSES, 4), nn.LeakyReLU(0.2, inplace=True), nn.Linear(4, 1)).double()
+
+
+def logistic(y, label):
+    return F.binary_cross_entropy_with_logits(y, torch.full_like(y, label))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_two_watched_models_of_which_one_sees_the_outputs_of_the_other(detached):
+    """A generative adversarial network: both steps are dense ones, whatever gradients the other leaves."""
+    settings = {"damping": woodbury.Constant(DAMPING), "guard": None, "watch": True}
+    maker, judge = network(), discriminator()
+    of_maker = woodbury.GaussNewton(maker, None, **settings)
+    of_judge = woodbury.GaussNewton(judge, None, **settings)
+    noise, real = batch()
+    for _ in range(3):
+        made = maker(noise)
+        of_judge.zero_grad()
+        logistic(judge(real), 1.0).backward()
+        logistic(judge(made.detach() if detached else made.clone()), 0.0).backward(retain_graph=not detached)
+        seen = torch.cat([real, made.detach().as_subclass(torch.Tensor)])
+        expected = dense_parameters(judge, seen, lambda y: logistic(y[:N], 1.0) + logistic(y[N:], 0.0), DAMPING)
+        of_judge.step()
+        check_dense(*expected, judge)
+        of_maker.zero_grad()
+        fixed = copy.deepcopy(judge)
+        expected = dense_parameters(maker, noise, lambda y, fixed=fixed: logistic(fixed(y), 1.0), DAMPING)
+        logistic(judge(maker(noise)), 1.0).backward()
+        of_maker.step()
+        check_dense(*expected, maker)
+
+
+@every_how
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_loss_function_runs_as_written_or_is_named(fullgraph, how):
+    loop = Loop(how)
+    torch._dynamo.reset()
+    compiled = torch.compile(squares, backend="aot_eager", fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(RuntimeError, match="without fullgraph=True"):
+            loop.step(of_loss(compiled))
+        return
+    for _ in range(3):
+        expected = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets), DAMPING)
+        loop.step(of_loss(compiled))
+        check_dense(*expected, loop.model)
+
+
+@every_how
+@pytest.mark.parametrize("largest, warns", [(1e9, False), (0.01, True), (0.0123, True)])
+@pytest.mark.parametrize("since", [1, 3])
+def test_clipping_that_binds_warns_and_the_step_is_that_of_the_loss(largest, warns, since, how):
+    loop = Loop(how)
+    two_steps(loop, since)
+    expected = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets), DAMPING)
+    clip = after_backward(lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), largest))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.step(clip)
+    assert ["clipped" in str(warning.message) for warning in caught] == [True] * warns
+    check_dense(*expected, loop.model)
+
+
+@pytest.mark.parametrize("method", [woodbury.NaturalGradient, woodbury.HessianFree, woodbury.KFAC])
+@every_how
+def test_every_method_believes_the_gradients(method, how):
+    """The step of a loss that a hook has halved is that of half the loss, and a changed gradient raises."""
+    steps = []
+    for body in (hooked(lambda g: g / 2), of_loss(lambda y, t: F.mse_loss(y, t) / 2)):
+        model = network()
+        optimizer = method(model, None, watch=how == "watch", seed=0)
+        loop = Loop.of(model, optimizer, how)
+        for _ in range(3):
+            loop.step(body)
+        steps.append(reference.flat([own.detach() for own in model.parameters()]))
+    assert reference.relative_error(*steps) <= bounds.rounding(len(steps[0]), 100, steps=3)
+    with pytest.raises(ValueError, match="not be that of the loop"):
+        loop.step(after_backward(change_one))
+
+
+@every_how
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_no_false_alarm_near_a_minimum(dtype, scale, how):
+    """Where the gradients of samples cancel, and residuals are differences of nearly equal numbers."""
+    model = network().to(dtype)
+    optimizer = woodbury.GaussNewton(model, None, damping=1e-3 * scale**2, watch=how == "watch")
+    loop = Loop.of(model, optimizer, how)
+    loop.inputs = loop.inputs.to(dtype)
+    loop.targets = (scale * (loop.targets + 100)).to(dtype)
+    for _ in range(64):
+        loop.step(plain)

@@ -8,6 +8,7 @@ for every tensor say which operations write into their arguments, and whether so
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+
+_NO_WHOLE_GRAPH = (
+    "a woodbury optimizer follows the operations from the outputs of a model to its loss: compile the loss function "
+    "without fullgraph=True"
+)
 
 
 class Owner(Protocol):
@@ -161,15 +168,28 @@ class Taped(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            if function is Tensor.__format__:
-                return format(args[0].detach(), args[1])
-            if function is Tensor.backward:
-                return _run_backward(args, kwargs)
-            if function is Tensor.register_hook:
-                args[0].node.hooks += 1
-            return _run_noted(function, args, kwargs)
+        return _run(function, args, dict(kwargs or {}))
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        if function is Tensor.__format__:
+            return format(args[0].detach(), args[1])
+        if function is Tensor.backward:
+            return _run_backward(args, kwargs)
+        if function is Tensor.register_hook:
+            args[0].node.hooks += 1
+        return _run_noted(function, args, kwargs)
+
+
+def _run_compiled_as_written() -> None:
+    """Let functions that torch.compile has compiled run as they were written where they are given a tape."""
+    global _run
+    config = sys.modules.get("torch._dynamo.config")  # an import would take seconds
+    known = getattr(config, "nontraceable_tensor_subclasses", None)
+    if known is not None and Taped not in known:
+        known.add(Taped)
+        _run = torch.compiler.disable(_run, reason=_NO_WHOLE_GRAPH)
 
 
 def _run_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -250,6 +270,7 @@ def _may_write(function: Callable[..., Any], leaves: Iterable[Any], kwargs: Mapp
 
 def tape(outputs: Tensor, owner: Owner, call: Any) -> Taped:
     """The outputs with a tape; their owner hears of each backward pass from a result."""
+    _run_compiled_as_written()
     with torch._C.DisableTorchFunctionSubclass():
         origin = _node_of(outputs) if isinstance(outputs, Taped) else None
         taped = outputs.as_subclass(Taped)
