@@ -129,7 +129,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         mean = mean[:, 0] if self._is_flat else mean
         if not return_std:
             return mean
-        variance = self.posterior_.variance((inputs, torch.ones(len(inputs), 1, dtype=torch.float64)))
+        variance = self.posterior_.variance((inputs, inputs.new_ones(len(inputs), 1)))
         std = (variance + (self.posterior_.noise or 0.0)).sqrt().numpy() * self._y_scale
         return mean, std[:, 0] if self._is_flat else std
 
@@ -152,7 +152,7 @@ class _Data:
 
     def __init__(self, inputs: Tensor, targets: Tensor, weights: Tensor | None) -> None:
         self.is_weighted = weights is not None
-        root = torch.ones(len(inputs), 1, dtype=inputs.dtype) if weights is None else weights.sqrt().unsqueeze(1)
+        root = inputs.new_ones(len(inputs), 1) if weights is None else weights.sqrt().unsqueeze(1)
         self.number_count = float(root.square().sum()) * targets.shape[1]
         self.weighted = (inputs, root), root * targets  # of which the squared error is sum_i w_i |y_i - t_i|^2
         if weights is None:
@@ -231,16 +231,15 @@ class _Fit:
 
 def _network(widths: Sequence[int], seed: int) -> nn.Sequential:
     """Layers of tanh units, with weights of variance 1 / inputs and a last layer near zero."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    kind: Any = {"dtype": torch.float64, "device": "cpu"}
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
-        layer, last = nn.Linear(fan_in, fan_out, dtype=torch.float64), len(layers) == 2 * (len(widths) - 2)
+        layer, last = nn.Linear(fan_in, fan_out, **kind), len(layers) == 2 * (len(widths) - 2)
         with torch.no_grad():
             scale = (0.1 if last else 1.0) / math.sqrt(fan_in)
-            layer.weight.copy_(scale * torch.randn(fan_out, fan_in, generator=generator, dtype=torch.float64))
-            layer.bias.copy_(
-                (0.0 if last else 0.3) * torch.randn(fan_out, generator=generator, dtype=torch.float64)
-            )
+            layer.weight.copy_(scale * torch.randn(fan_out, fan_in, generator=generator, **kind))
+            layer.bias.copy_((0.0 if last else 0.3) * torch.randn(fan_out, generator=generator, **kind))
         layers += [layer, nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

@@ -212,12 +212,12 @@ class _TapedRule(LossRule):
 
 def check_terms_apart(loss: TapedLoss) -> None:
     """Raise if the loss mixes samples: with signs s_i, H (s v) = s (H v) where H has one block per sample."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     shape = loss.seen.shape
-    vector = torch.randn(shape, generator=generator, dtype=torch.float64).to(loss.seen.device)
-    signs = torch.ones(shape[0], 1, dtype=torch.float64)
+    vector = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(loss.seen.device)
+    signs = torch.ones(shape[0], 1, dtype=torch.float64, device="cpu")
     signs[1::2] = -1.0
-    signs = signs[torch.randperm(shape[0], generator=generator)].to(loss.seen.device)
+    signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
     with torch.enable_grad():
         point = loss.seen.double().requires_grad_()
         (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
@@ -266,7 +266,7 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
         variance = options.pop("var")
         if isinstance(variance, Node):
             return None
-        targets = torch.stack([targets, torch.as_tensor(variance).to(targets).expand_as(targets)], 1)
+        targets = torch.stack([targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1)
     if {"size_average", "reduce"} & options.keys() or any(isinstance(own, Node) for own in options.values()):
         return None
     loss = _module(kind, options)
@@ -319,7 +319,7 @@ def _place(
         return placed.reshape(outputs.shape if outputs.shape[:1] == (samples,) else (samples, -1)), False
     classes = outputs.shape[-1]
     start = found[:, 0]
-    if classes != found.shape[1] or bool((found != start.unsqueeze(1) + torch.arange(classes).to(start)).any()):
+    if classes != found.shape[1] or bool((found != start.unsqueeze(1) + torch.arange(classes, device=start.device)).any()):
         return None
     ignored = int(loss.ignore_index)
     placed = torch.full((outputs.numel() // classes,), ignored, dtype=targets.dtype, device=targets.device)

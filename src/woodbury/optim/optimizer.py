@@ -26,7 +26,7 @@ from woodbury.loop.seen import NoLoss, ScaledLoss
 from woodbury.loop.watch import Watcher, run_closure
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
-from woodbury.model.compiled import written_model
+from woodbury.model.compiled import uncompiled, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.optim.faults import Doubts
@@ -327,7 +327,8 @@ class SecondOrder(torch.optim.Optimizer):
     def _seen_again(self, seen: SeenBatch) -> Iterator[None]:
         """The model has run on the batch before: its random numbers are repeated, its buffers stay as they are."""
         watcher = self._watcher
-        with nullcontext() if watcher is None else watcher.paused(), _random.replayed(seen.random):
+        as_written = uncompiled if self._plan().has_compiled() else nullcontext()
+        with nullcontext() if watcher is None else watcher.paused(), _random.replayed(seen.random), as_written:
             holders = self._plan().buffers
             buffers = Buffers(holders, {}) if holders else None
             try:
