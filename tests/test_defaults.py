@@ -57,27 +57,27 @@ def watched(criterion, how):
     return run
 
 
-def fit_pair():
-    model = network()
-    woodbury.fit(model, data(), max_steps=5)
-    return parameters(model)
+def fitted(source, outputs=2, **settings):
+    def run():
+        model = network(outputs)
+        woodbury.fit(model, nn.MSELoss(), source(), progress=False, seed=0, **settings)
+        return parameters(model)
+
+    return run
 
 
-def fit_in_batches():
-    model = network()
-    woodbury.fit(model, data(), batch_size=8, max_steps=5, seed=0)
-    return parameters(model)
+def batches():
+    return list(zip(*(own.split(8) for own in data()), strict=True))
 
 
-def fit_sampler():
-    model, generator = network(1), torch.Generator(device="cpu").manual_seed(3)
+def sampler():
+    generator = torch.Generator(device="cpu").manual_seed(3)
 
-    def sample(count):
+    def draw(count):
         inputs = torch.rand(count, 3, generator=generator, dtype=torch.float64, device="cpu")
         return inputs, inputs.prod(1, keepdim=True)
 
-    woodbury.fit(model, sample, max_steps=3, batch_size=64)
-    return parameters(model)
+    return draw
 
 
 def least_squares():
@@ -114,7 +114,7 @@ ENTRIES = {
     "Gauss-Newton": steps(woodbury.GaussNewton, curvature_samples=10),
     "with every part": steps(woodbury.GaussNewton, cross_entropy, curvature_samples=10, blocks="layer", momentum=0.5),
     "memory": steps(woodbury.GaussNewton, memory=1, curvature_samples=10),
-    "metric": steps(woodbury.NaturalGradient, metric="running", curvature_samples=10),
+    "metric": steps(woodbury.NaturalGradient, metric="adam", curvature_samples=10),
     "search": steps(woodbury.GaussNewton, search=woodbury.CurvedSearch(), momentum=0.0),
     "dropout": steps(woodbury.GaussNewton, between=(nn.Dropout(0.5),), curvature_samples=10),
     "natural gradient": steps(woodbury.NaturalGradient, cross_entropy, curvature_samples=10),
@@ -123,9 +123,9 @@ ENTRIES = {
     "watched": watched(F.mse_loss, "watch"),
     "watched expression": watched(lambda y, t: (y - t).pow(4).mean(), "watch"),
     "closure": watched(F.huber_loss, "closure"),
-    "fit": fit_pair,
-    "fit in batches": fit_in_batches,
-    "fit a sampler": fit_sampler,
+    "fit": fitted(data, steps=5),
+    "fit batches": fitted(batches, epochs=2, curvature_samples=4, validation=data()),
+    "fit a sampler": fitted(sampler, outputs=1, steps=4, samples=32),
     "least squares": least_squares,
     "posterior": posterior,
     "Laplacian": laplacian,
