@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import bounds
 import reference
 import woodbury
-from fuzz.loops import dense_parameters
+from fuzz.dense import dense_parameters
+from fuzz.loops import main as run_loops
 
 N, CLASSES, DAMPING = 8, 3, 0.3
 MASK = (torch.arange(N * CLASSES).reshape(N, CLASSES) % 3 > 0).double()
@@ -395,6 +396,14 @@ def test_what_no_step_can_stand_for_raises_and_changes_nothing(name, since, how)
     assert all(torch.equal(own, before[name]) for name, own in loop.model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_random_loops_take_dense_steps_or_raise():
+    """A short form of `make fuzz-loops`."""
+    results = run_loops(count=60, seed=5000)
+    assert not [result for result in results if result.startswith("WRONG")]
+    assert results["right"] >= 15 and results["raised as it must"] >= 15
+
+
 def check_dense(expected, condition, model):
     found = reference.flat([own.detach() for own in model.parameters()])
     assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition)
@@ -503,3 +512,60 @@ def test_no_false_alarm_near_a_minimum(dtype, scale, how):
     loop.targets = (scale * (loop.targets + 100)).to(dtype)
     for _ in range(64):
         loop.step(plain)
+
+
+class Bare(nn.Module):
+    """Every kind of rows: a convolution, a norm, linear layers, and parameters of no layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 2))
+        self.scale, self.mixed = nn.Parameter(torch.ones(4)), nn.Parameter(torch.randn(4, CLASSES))
+        self.double()
+
+    def forward(self, x):
+        return self.scale * x @ self.mixed + self.layers(x + x * self.scale).flatten(1)[:, :CLASSES]
+
+
+def of_rows(model, inputs, targets, criterion):
+    found = woodbury.rows(model, criterion, inputs, targets, fallback="autograd")
+    return lambda: found.dense() @ found.rmatvec(torch.ones(found.shape[0]).double()).flat
+
+
+def of_posterior(model, inputs, targets, criterion):
+    found = woodbury.posterior(model, criterion, inputs, targets)
+    new_inputs, new_targets = inputs + 1, 1 - targets
+    return lambda: torch.cat(
+        [found.variance(new_inputs).flatten(), found.influence(new_inputs, new_targets).flatten()]
+    )
+
+
+def of_next_step(model, inputs, targets, criterion):
+    """The rows of earlier batches, and what a watched loop has left."""
+    optimizer = woodbury.GaussNewton(model, criterion, memory=1, watch=True, fallback="autograd")
+    criterion(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    other = inputs + 1, 1 - targets
+    return lambda: torch.cat([own.flatten() for own in optimizer.direction(*other).values()])
+
+
+@pytest.mark.parametrize("make", [Bare, network])
+@pytest.mark.parametrize("keep", [of_rows, of_posterior, of_next_step])
+def test_what_is_changed_later_changes_no_result(keep, make):
+    results = []
+    for changes in (False, True):
+        model, (inputs, targets) = make(), batch()
+        criterion = nn.BCEWithLogitsLoss(pos_weight=torch.ones(CLASSES).double())
+        result = keep(model, inputs, targets, criterion)
+        if changes:
+            inputs.add_(1)
+            targets.zero_()
+            if keep is not of_next_step:  # whose model and loss are those of the step to come
+                criterion.pos_weight.mul_(3)
+                with torch.no_grad():
+                    for own in model.parameters():
+                        own.mul_(2)
+        results.append(result())
+    assert torch.equal(*results)

@@ -82,7 +82,10 @@ _AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in t
 def _draw(sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
     """Permutations drawn one after the other, each with the state after it."""
     generator = _generator(state)
-    return [(torch.randperm(sample_count, generator=generator, device="cpu"), generator.get_state()) for _ in range(times)]
+    return [
+        (torch.randperm(sample_count, generator=generator, device="cpu"), generator.get_state())
+        for _ in range(times)
+    ]
 
 
 def snapshot(device: torch.device) -> Snapshot:

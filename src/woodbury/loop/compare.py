@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.loop.calls import Seen, SeenBatch
-from woodbury.loop.seen import TapedLoss, check_terms_apart
+from woodbury.loop.seen import TapedLoss, check_taped
 from woodbury.losses.rules import loss_rule, prepare
 from woodbury.parallel.group import Group
 
@@ -77,7 +77,7 @@ def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Ten
     """
     loss, rule = seen.loss, loss_rule(seen.loss)
     if isinstance(loss, TapedLoss):
-        check_terms_apart(loss)
+        check_taped(loss)
     device, dtype = parameters[0].device, seen.autocast
     with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
         raw = seen.forward(model, seen.inputs)
@@ -160,9 +160,6 @@ def _cause(seen: Seen, missing: Collection[str], wrong: Collection[str]) -> str:
     gone = [name for name in missing if name in wrong]
     if gone:
         return f"{_in_words(gone)} hold no gradient: it was removed, or backward(inputs=...) left it out"
-    losses = [piece.loss for piece in seen.pieces]
-    if any(isinstance(loss, TapedLoss) and not loss.repeats() for loss in losses):
-        return "The loss is another when it is computed again: random numbers are drawn in it, by dropout say"
     return seen.cause
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from woodbury import _random
 from woodbury.device.scalars import Scalar
 from woodbury.loop.tape import Base, Node
 from woodbury.losses.factors import DenseFactor, Factor
@@ -150,11 +151,6 @@ class TapedLoss(nn.Module):
             value = self.root.value({self.base: shaped}) * self.factor
         return value.sum()  # of one number
 
-    def repeats(self) -> bool:
-        """Whether the loss at the outputs of the loop is the one that the loop has computed."""
-        seen, eps = float(self.root.tensor), torch.finfo(self.root.tensor.dtype).eps
-        return abs(float(self.at_seen) / self.factor - seen) <= 64 * eps * abs(seen)
-
     def with_others(self, outputs: Tensor, places: Tensor) -> Tensor:
         """Outputs (n, C) of the whole batch, those at `places` given and the others as they were seen."""
         return self.seen.to(outputs.dtype).index_copy(0, places, outputs.reshape(len(places), -1))
@@ -210,8 +206,18 @@ class _TapedRule(LossRule):
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
 
 
-def check_terms_apart(loss: TapedLoss) -> None:
-    """Raise if the loss mixes samples: with signs s_i, H (s v) = s (H v) where H has one block per sample."""
+def check_taped(loss: TapedLoss) -> None:
+    """Raise if the loss draws random numbers, or if it mixes samples.
+
+    With signs s_i, H (s v) = s (H v) where H has one block per sample.
+    """
+    random = _random.snapshot(loss.seen.device)
+    loss.value(loss.seen)
+    if _random.drawn_since(random):
+        raise ValueError(
+            "the loss draws random numbers between the outputs of the model and its value, by dropout say, and a "
+            "step computes it more than once. Ways out: draw them inside the model, or once, into a tensor"
+        )
     generator = torch.Generator(device="cpu").manual_seed(0)
     shape = loss.seen.shape
     vector = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(loss.seen.device)
@@ -266,7 +272,9 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
         variance = options.pop("var")
         if isinstance(variance, Node):
             return None
-        targets = torch.stack([targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1)
+        targets = torch.stack(
+            [targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1
+        )
     if {"size_average", "reduce"} & options.keys() or any(isinstance(own, Node) for own in options.values()):
         return None
     loss = _module(kind, options)
@@ -319,7 +327,9 @@ def _place(
         return placed.reshape(outputs.shape if outputs.shape[:1] == (samples,) else (samples, -1)), False
     classes = outputs.shape[-1]
     start = found[:, 0]
-    if classes != found.shape[1] or bool((found != start.unsqueeze(1) + torch.arange(classes, device=start.device)).any()):
+    if classes != found.shape[1] or bool(
+        (found != start.unsqueeze(1) + torch.arange(classes, device=start.device)).any()
+    ):
         return None
     ignored = int(loss.ignore_index)
     placed = torch.full((outputs.numel() // classes,), ignored, dtype=targets.dtype, device=targets.device)
