@@ -36,7 +36,7 @@ FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["replay"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
+    "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence"], ["data"], ["laplace"]],
     "layers": [

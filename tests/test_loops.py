@@ -305,11 +305,9 @@ def accumulate_hook(loop):
     handle.remove()
 
 
-def changed_weights(loop):
+def replaced_gradient(loop):
     plain(loop)
-    with torch.no_grad():
-        loop.model[2].weight.mul_(1.01)
-    loop.changed = True
+    loop.model[2].weight.grad = 2 * loop.model[2].weight.grad
 
 
 class Reversed(torch.autograd.Function):
@@ -356,6 +354,7 @@ REFUSED = {
     "hook after accumulation": accumulate_hook,
     "function of one's own": of_loss(lambda y, t: F.mse_loss(y, t) + Reversed.apply(y).square().mean()),
     "two backward passes": twice,
+    "gradient replaced": replaced_gradient,
 }
 every_how = pytest.mark.parametrize("how", ["watch", "closure"])
 every_start = pytest.mark.parametrize("since", [1, 3])
@@ -407,6 +406,19 @@ def test_random_loops_take_dense_steps_or_raise():
 def check_dense(expected, condition, model):
     found = reference.flat([own.detach() for own in model.parameters()])
     assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition)
+
+
+@every_how
+@every_start
+def test_parameters_that_change_between_backward_and_step_raise(since, how):
+    def change(loop):
+        with torch.no_grad():
+            loop.model[2].weight.mul_(1.01)
+
+    loop = Loop(how)
+    two_steps(loop, since)
+    with pytest.raises(ValueError, match="or parameters, were changed between"):
+        loop.step(after_backward(change))
 
 
 @every_how

@@ -17,20 +17,20 @@ from woodbury import _batch, _random
 from woodbury.loop.seen import (
     FUNCTIONS,
     Recognised,
-    ScaledLoss,
     TapedLoss,
     recognise,
     same_loss,
 )
 from woodbury.loop.tape import Base, LossesInside, Node, state_of
 from woodbury.losses.rules import loss_rule
+from woodbury.losses.scaled import ScaledLoss
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 
 CANNOT_RUN_AGAIN = (
-    "the loss was computed with operations that cannot be run again: what a view shares was written into, something "
-    "was written under no_grad, or torch.autograd.grad differentiated the outputs. Write results into new tensors "
-    "(y = y * mask, torch.where, torch.cat), and derivatives into the model's forward"
+    "the loss was computed with operations that cannot be run again: what a view shares was written into, "
+    "something was written under no_grad, or torch.autograd.grad differentiated the outputs. Write results into "
+    "new tensors (y = y * mask, torch.where, torch.cat), and derivatives into the model's forward"
 )
 
 
@@ -46,8 +46,9 @@ class ModelCall:
     outputs: list[Tensor] = field(default_factory=list)  # that a loss may begin at
     is_tensor: bool = False  # whether the model returned one tensor
     inside: bool = False  # whether the loss is computed inside the model
-    root: Node | None = None  # of the backward pass
-    base: Base | None = None  # where the loss begins
+    is_sent_back: bool = False  # whether there is a loss with a backward pass: then
+    root: Node = field(init=False)  # it ends here
+    base: Base = field(init=False)  # and begins here
     place: int = 0  # of that among the outputs, or among the losses inside
 
     def __post_init__(self) -> None:
@@ -72,13 +73,12 @@ class ModelCall:
 
     def begin_at(self, root: Node, base: Base) -> None:
         """Note the loss that was sent back, and the outputs it begins at."""
-        self.root, self.base = root, base
+        self.root, self.base, self.is_sent_back = root, base, True
         same = [leaf.data_ptr() == base.address and leaf.shape == base.tensor.shape for leaf in self.outputs]
         self.place = same.index(True) if True in same else 0
 
     def check_unchanged(self, model: nn.Module) -> None:
         """Raise if what the loss was computed from is not there any more."""
-        assert self.root is not None and self.base is not None
         if self._states_now() != self._states:
             raise ValueError(
                 "the inputs of the model were changed in place after its call: a step runs the model on them again"
@@ -234,7 +234,6 @@ def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float
     if call.inside:
         raise ValueError("the loss inside the model has no rule: compute it outside, from the model's outputs")
     root, base, samples = call.root, call.base, sizes[0]
-    assert root is not None and base is not None
     if base.is_overwritten:
         raise ValueError(CANNOT_RUN_AGAIN)
     if base.tensor.dim() == 0 or len(base.tensor) != samples:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from woodbury.loop.calls import Seen, SeenBatch
 from woodbury.loop.seen import TapedLoss, check_taped
 from woodbury.losses.rules import loss_rule, prepare
+from woodbury.model.graph import fewest_digits
 from woodbury.parallel.group import Group
 
 FACTOR = 8  # for the operations between two numbers that differ by rounding alone
@@ -23,7 +24,7 @@ Gradient = list[Tensor]
 
 
 class Comparison:
-    """When to compare: in steps 1, 2, 4, 8, ..., where something about the loop is new, and where a factor was found."""
+    """When to compare: in steps 1, 2, 4, 8, ..., and where the loop does something new or a factor was found."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -92,7 +93,7 @@ def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Ten
         return [own.double() for own in found]
 
     gradient = send_back(residual)
-    eps = max(torch.finfo(own.dtype).eps for own in (raw, *parameters))
+    eps = max(torch.finfo(dtype).eps for dtype in (fewest_digits(raw), *(own.dtype for own in parameters)))
     spread = FACTOR * eps * _sizes(lambda point: rule.residual(loss, point, targets), outputs, residual)
     generator = torch.Generator(device="cpu").manual_seed(0)
     errors = [torch.zeros((), dtype=torch.float64, device=device) for _ in parameters]
@@ -125,7 +126,7 @@ def common_factor(
     """
     if not all(bool(torch.isfinite(own).all()) for own in mine):
         return 1.0  # the step says which samples are to blame
-    share = sum(own.square().sum() for own in errors) / sum(own.numel() for own in mine)
+    share = torch.stack(errors).square().sum() / sum(own.numel() for own in mine)
     bounds = [FACTOR * (error + (share * own.numel()).sqrt()) for error, own in zip(errors, mine, strict=True)]
 
     def differences(factor: float) -> dict[str, float]:
@@ -148,10 +149,10 @@ def common_factor(
     worst = max(wrong, key=lambda name: wrong[name])
     raise ValueError(
         f"the step would not be that of the loop: the gradient of the loss as it was seen is not .grad of "
-        f"{_in_words(list(wrong))} (by {wrong[worst]:.1%} of it for {worst!r}). {cause(wrong)}. Nothing was changed. "
-        "Ways out: put all that belongs to the loss into one expression of the model's outputs, with one backward "
-        "pass; weight_decay= for a penalty on the weights; or step(inputs, targets) with a loss of your own "
-        "(register_loss)"
+        f"{_in_words(list(wrong))} (by {wrong[worst]:.1%} of it for {worst!r}). {cause(wrong)}. Nothing was "
+        "changed. Ways out: put all that belongs to the loss into one expression of the model's outputs, with one "
+        "backward pass; weight_decay= for a penalty on the weights; or step(inputs, targets) with a loss of your "
+        "own (register_loss)"
     )
 
 

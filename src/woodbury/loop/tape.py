@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-
 _NO_WHOLE_GRAPH = (
-    "a woodbury optimizer follows the operations from the outputs of a model to its loss: compile the loss function "
-    "without fullgraph=True"
+    "a woodbury optimizer follows the operations from the outputs of a model to its loss: compile the loss "
+    "function without fullgraph=True"
 )
 
 

@@ -22,6 +22,7 @@ from woodbury.loop.calls import ModelCall, Seen, differentiable, join
 from woodbury.loop.seen import FUNCTIONS
 from woodbury.loop.tape import LossesInside, Node, Taped, tape
 from woodbury.model.compiled import WrittenCall
+from woodbury.model.graph import graph_edges
 
 UNWATCHED = (
     "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() was watched since "
@@ -68,7 +69,7 @@ class Watcher:
         self._calls: list[ModelCall] = []  # whose loss was sent back
         self._failure: str | None = None  # why no step can be taken on them
         self._gradient: Tensor | None = None  # of the probe, after the last backward pass
-        self._left: list[Any] = []  # the gradients after that, by identity and version
+        self._left: list[tuple[int, int, int]] = []  # gradients and parameters after that, see `_identities`
         self._changes: list[Any] = []  # of gradients between backward passes
 
     def _open_hooks(self) -> None:
@@ -100,7 +101,8 @@ class Watcher:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._off or not torch.is_grad_enabled() or self._open:
             return
-        module._forward_hooks.move_to_end(self._handles[1].id)  # hooks that were added since belong to the model
+        hooks, own = module._forward_hooks, self._handles[1].id
+        hooks[own] = hooks.pop(own)  # the last: hooks that were added since belong to the model
         device = self._probe.device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         args, kwargs = pytree.tree_map(_without_tape, (args, dict(kwargs)))
@@ -144,7 +146,7 @@ class Watcher:
                 "zero_grad() after each step, and add losses up before one backward pass. In a closure, gradients "
                 "of before cannot be accumulated: pass watch=True for that"
             )
-        self._changes += [self._changes_of_gradients(), _hook_counts(self._model, self._parameters)]
+        self._changes += [self._changes_since(), _hook_counts(self._model, self._parameters)]
         bases = root.bases(self)
         self._failure = self._failure or self._reason_against(root, bases)
         if self._failure is None:
@@ -158,7 +160,7 @@ class Watcher:
                 "the loss depends on several outputs of the model, or on two calls of it: a step needs a loss of "
                 "one tensor of outputs, from one call (join the inputs, or return one tensor)"
             )
-        if bases[0].call.root is not None:
+        if bases[0].call.is_sent_back:
             return "two backward passes through one call of the model: add the losses up first"
         if root.tensor.numel() != 1:
             return f"backward from a loss of shape {tuple(root.tensor.shape)}: it must be one number"
@@ -176,22 +178,19 @@ class Watcher:
         self._gradient = None if own is None else own.detach().clone()
         self._left = _identities(self._parameters)
 
-    def _changes_of_gradients(self) -> Any:
-        """Which gradients were replaced since the last backward pass, and how often each was written into."""
+    def _changes_since(self) -> list[tuple[bool, int, int]]:
+        """Which gradients are others than after the last backward pass, and how often they and parameters were
+        written into."""
         now = _identities(self._parameters)
-        if not self._left:
-            return [own is None for own in now]
-        return [
-            after == before if after is None or before is None else (after[0] == before[0], after[1] - before[1])
-            for before, after in zip(self._left, now, strict=True)
-        ]
+        pairs = zip(self._left or now, now, strict=True)
+        return [(a[0] == b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]
 
     # -- what a step asks --------------------------------------------------------------------------------
 
     def take(self, known: nn.Module) -> Seen:
         """What was done since the last step, which is forgotten; `known` is the loss the optimizer was given."""
         calls, failure = self._calls, self._failure
-        changes = [*self._changes, self._changes_of_gradients()]
+        changes = [*self._changes, self._changes_since()]
         gradient = self._gradient
         self.clear()
         if failure is not None:
@@ -205,27 +204,24 @@ class Watcher:
         scale = 1.0 if factor is None else _meant_by(factor, gradients, calls[-1].root)
         batch = join(calls, scale, known)
         pieces = [batch] if len(calls) == 1 else [join([call], scale, known) for call in calls]
-        written = any(own not in (True, (True, 0)) for own in changes[-1])
         what = (
-            {tuple((node.name, node.hooks) for node in call.root.ancestors(self)) for call in calls if call.root},
+            {tuple((node.name, node.hooks) for node in call.root.ancestors(self)) for call in calls},
             changes,
             object() if factor is None else None,  # which is not the same in any other step
         )
-        cause = (
-            "They were changed between loss.backward() and step()"
-            if written
-            else (
-                "Another loss, a penalty say, was sent back as well, or a hook changes gradients, or random numbers "
-                "are drawn between the outputs and the loss, or something was written into tensors or parameters unseen"
-            )
-        )
+        is_touched = any(own != (True, 0, 0) for own in changes[-1])
+        cause = "They, or parameters, were changed between loss.backward() and step()" if is_touched else ELSE
         return Seen(batch, pieces, gradients, (factor or 1.0) / scale, what, cause)
 
 
+ELSE = (
+    "Another loss, a penalty say, was sent back as well, or a hook changes gradients, or tensors were written into "
+    "unseen"
+)
 CLIPPED = (
-    "gradients were clipped before step(): a second-order step does not use them and is not shorter for it. Leave "
-    "clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the damping and the guard bound a "
-    "step"
+    "gradients were clipped before step(), and a second-order step does not use them: it is that of the loss, no "
+    "shorter for it. Leave clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the damping "
+    "and the guard bound a step"
 )
 
 
@@ -243,13 +239,12 @@ def _factor_since(before: Tensor | None, after: Tensor | None) -> float | None:
     return factor
 
 
-def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node | None) -> float:
+def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node) -> float:
     """What the loss is to be multiplied by if gradients were multiplied by a factor after its backward pass.
 
     1/c if a GradScaler has taken back its c, and 1 with a warning if they were clipped: then their norm is a round
     number.
     """
-    assert root is not None
     parents = root.parents()
     if factor == 1:
         return 1.0
@@ -276,26 +271,16 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool(gradient.any())
 
 
-def _identities(parameters: Sequence[Tensor]) -> list[Any]:
-    own = [parameter.grad for parameter in parameters]
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in own]
+def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Of the gradient of each parameter, with its version and that of the parameter."""
+    pairs = [(parameter.grad, parameter._version) for parameter in parameters]
+    return [(0, 0, own) if gradient is None else (id(gradient), gradient._version, own) for gradient, own in pairs]
 
 
 def _reaches(tensor: Tensor, wanted: set[int]) -> bool:
     """Whether a tensor sends gradients to one of these, by their ids."""
-    if id(tensor) in wanted:
-        return True
-    waiting = [tensor.grad_fn]
-    seen: set[Any] = set()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if id(getattr(function, "variable", None)) in wanted:
-            return True
-        waiting += [following for following, _ in function.next_functions]
-    return False
+    edges = () if tensor.grad_fn is None else graph_edges(tensor)
+    return id(tensor) in wanted or any(id(getattr(below, "variable", None)) in wanted for _, below in edges)
 
 
 def _hook_counts(model: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
