@@ -481,18 +481,62 @@ def test_a_compiled_loss_function_runs_as_written_or_is_named(fullgraph, how):
 
 
 @every_how
-@pytest.mark.parametrize("largest, warns", [(1e9, False), (0.01, True), (0.0123, True)])
-@pytest.mark.parametrize("since", [1, 3])
-def test_clipping_that_binds_warns_and_the_step_is_that_of_the_loss(largest, warns, since, how):
-    loop = Loop(how)
+@pytest.mark.parametrize("largest, warns", [(1e9, False), (0.01, True), (0.0012, True)])
+@pytest.mark.parametrize("scale", [1.0, 512.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_start
+def test_clipping_that_binds_warns_and_the_step_is_that_of_the_loss(largest, warns, scale, dtype, since, how):
+    """With a gradient scaler, too, which has taken back its scale before."""
+    loop = Loop(how, model=network().to(dtype))
+    loop.inputs, loop.targets = loop.inputs.to(dtype), loop.targets.to(dtype)
     two_steps(loop, since)
-    expected = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets), DAMPING)
-    clip = after_backward(lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), largest))
+    expected, condition = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets), DAMPING)
+
+    def clipped(loop):
+        scaler(scale)(loop) if scale > 1 else plain(loop)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), largest)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loop.step(clip)
+        loop.step(clipped)
     assert ["clipped" in str(warning.message) for warning in caught] == [True] * warns
-    check_dense(*expected, loop.model)
+    found = reference.flat([own.detach() for own in loop.model.parameters()])
+    assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition, since, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [2, 3, 7, 64, 100, 1000])
+def test_gradients_divided_by_a_number_are_not_taken_for_clipped_ones(number, dtype):
+    loop = Loop("watch", model=network().to(dtype))
+    loop.inputs, loop.targets = loop.inputs.to(dtype), loop.targets.to(dtype)
+    dense = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets) / number, DAMPING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.step(scaled_gradients(1 / number))
+    found = reference.flat([own.detach() for own in loop.model.parameters()])
+    assert reference.relative_error(found, dense[0]) <= bounds.rounding(len(found), dense[1], dtype=dtype)
+
+
+@every_how
+def test_loops_in_lower_precision_and_with_dropout_raise_no_false_alarm(how):
+    """Dropout in two micro-batches, and passes in bfloat16; what is far beyond its digits is seen."""
+
+    def body(loop):
+        for x, t in zip(loop.inputs.float().split(4), loop.targets.float().split(4), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(loop.model(x), t) / 2
+            loss.backward()
+
+    for change in (None, change_one):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.ReLU(), nn.Linear(50, CLASSES))
+        loop = Loop.of(model, woodbury.GaussNewton(model, None, watch=how == "watch"), how)
+        if change is None:
+            for _ in range(16):
+                loop.step(body)
+            continue
+        with pytest.raises(ValueError, match="not be that of the loop"):
+            loop.step(lambda loop: (body(loop), change_one(loop)))
 
 
 @pytest.mark.parametrize("method", [woodbury.NaturalGradient, woodbury.HessianFree, woodbury.KFAC])

@@ -142,7 +142,7 @@ def solve(B, g, damping, decay, theta, shift):
 
 
 def dense_parameters(model, inputs, loss, damping):
-    """The parameters after a Gauss-Newton step on loss(outputs), by autograd alone, and the condition of its system.
+    """The parameters after a Gauss-Newton step on loss(outputs), by autograd alone, and the condition of it.
 
     B = J^T H J with the Hessian H of the loss at the outputs, whose negative eigenvalues count as zero.
     """

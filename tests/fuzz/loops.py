@@ -23,7 +23,7 @@ from .dense import dense_parameters
 DAMPING = 0.3
 
 
-# -- expressions: (as a loop writes it, as a function of the outputs) -----------------------------------------------
+# -- expressions: as a loop writes them, and as functions of the outputs ----------------------------------------
 
 
 def zero_first(y):
@@ -91,7 +91,6 @@ ENDINGS = {  # what happens to (the loss, the model, the optimizer), and the fac
     "weight of backward": (lambda loss, model, optimizer: loss.backward(torch.full_like(loss, 3.0)), 3.0),
     "divided by hand": (lambda loss, model, optimizer: (loss.backward(), multiply(model, 1 / 3)), 1 / 3),
     "scaler": (lambda loss, model, optimizer: scaled(loss, optimizer, 1000.0), 1.0),
-    "large scaler": (lambda loss, model, optimizer: scaled(loss, optimizer, 65536.0), 1.0),
     "penalty": (lambda loss, model, optimizer: (loss.backward(), (0.1 * model[0].weight.sum()).backward()), None),
     "one removed": (lambda loss, model, optimizer: (loss.backward(), setattr(model[0].bias, "grad", None)), None),
     "one changed": (lambda loss, model, optimizer: (loss.backward(), model[-1].bias.grad.add_(0.1)), None),
@@ -104,7 +103,7 @@ def scaled(loss, optimizer, scale):
     scaler.unscale_(optimizer)
 
 
-# -- loops ----------------------------------------------------------------------------------------------------------
+# -- loops --------------------------------------------------------------------------------------------------
 
 
 class Loop:

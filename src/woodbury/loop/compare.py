@@ -73,7 +73,7 @@ def compare(
 def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Tensor]) -> tuple[Gradient, Gradient]:
     """The gradient of the loss as it was seen, and how far rounding may take it from that of the loop.
 
-    That is measured by two more backward passes: of residuals that are changed by 8 eps of the numbers they are
+    That is measured by two more backward passes: of residuals that are changed by eps of the numbers they are
     differences of, with random signs, and multiplied by 3 or 5, so that all results are rounded in another way.
     """
     loss, rule = seen.loss, loss_rule(seen.loss)
@@ -94,7 +94,7 @@ def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Ten
 
     gradient = send_back(residual)
     eps = max(torch.finfo(dtype).eps for dtype in (fewest_digits(raw), *(own.dtype for own in parameters)))
-    spread = FACTOR * eps * _sizes(lambda point: rule.residual(loss, point, targets), outputs, residual)
+    spread = eps * _sizes(lambda point: rule.residual(loss, point, targets), outputs, residual)
     generator = torch.Generator(device="cpu").manual_seed(0)
     errors = [torch.zeros((), dtype=torch.float64, device=device) for _ in parameters]
     for unit in (3.0, 5.0):

@@ -215,13 +215,13 @@ class Watcher:
 
 
 ELSE = (
-    "Another loss, a penalty say, was sent back as well, or a hook changes gradients, or tensors were written into "
-    "unseen"
+    "Another loss, a penalty say, was sent back as well, or a hook changes gradients, or tensors were written "
+    "into unseen"
 )
 CLIPPED = (
-    "gradients were clipped before step(), and a second-order step does not use them: it is that of the loss, no "
-    "shorter for it. Leave clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the damping "
-    "and the guard bound a step"
+    "gradients were clipped before step(), and a second-order step does not use them: it is that of the loss, "
+    "and no shorter. Leave clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the "
+    "damping and the guard bound a step"
 )
 
 
@@ -242,25 +242,32 @@ def _factor_since(before: Tensor | None, after: Tensor | None) -> float | None:
 def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node) -> float:
     """What the loss is to be multiplied by if gradients were multiplied by a factor after its backward pass.
 
-    1/c if a GradScaler has taken back its c, and 1 with a warning if they were clipped: then their norm is a round
-    number.
+    1/c if a GradScaler has taken back its c. Clipped gradients do not count: their norm is a round number, and the
+    factor is not 1 over a small whole number, as where someone divides by the number of micro-batches.
     """
-    parents = root.parents()
     if factor == 1:
         return 1.0
-    if len(parents) == 1 and parents[0].tensor.numel() == root.tensor.numel() == 1 and parents[0].tensor.any():
-        scale = float(root.tensor) / float(parents[0].tensor)
-        if abs(scale * factor - 1) <= 8 * torch.finfo(torch.float32).eps:  # in which a GradScaler computes
-            return 1 / scale
+    scale = _scale_of(root)
+    single = 8 * torch.finfo(torch.float32).eps  # in which a GradScaler computes
+    if abs(scale * factor - 1) <= single:
+        return 1 / scale
     own = [gradient.detach() for gradient in gradients if gradient is not None]
-    precision = 64 * math.sqrt(len(own)) * max(torch.finfo(gradient.dtype).eps for gradient in own)
-    is_whole = abs(1 / factor - round(1 / factor)) <= precision / factor
+    precision = 16 * math.sqrt(len(own)) * max(torch.finfo(gradient.dtype).eps for gradient in own)
+    whole = round(1 / factor)
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in own))
-    largest = norm + 1e-6 * factor  # as clip_grad_norm_ has it: norm = largest / (before + 1e-6) before
-    if factor > 1 or is_whole or abs(largest - float(f"{largest:.3g}")) > precision * largest:
+    more = 1e-6 * factor * scale
+    largest = norm + more  # as clip_grad_norm_ has it: norm = largest / (before + 1e-6) before
+    is_round = abs(largest - float(f"{largest:.2g}")) <= precision * largest + single * more
+    if factor * scale > 1 or not is_round or (whole <= 128 and abs(1 / factor - whole) <= precision * whole):
         return factor
     warnings.warn(CLIPPED, RuntimeWarning, stacklevel=4)
-    return 1.0
+    return 1 / scale
+
+
+def _scale_of(root: Node) -> float:
+    """c if the last operation of a loss is to multiply it by a tensor c, as a GradScaler does; else 1."""
+    tensors = [leaf for leaf in root.leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
+    return float(tensors[0]) if root.name in ("mul", "__mul__") and len(tensors) == 1 else 1.0
 
 
 def _without_tape(leaf: Any) -> Any:
