@@ -464,6 +464,25 @@ def test_two_watched_models_of_which_one_sees_the_outputs_of_the_other(detached)
         check_dense(*expected, maker)
 
 
+def test_a_watched_model_inside_another_and_two_optimizers_of_one_model():
+    settings = {"damping": woodbury.Constant(DAMPING), "guard": None, "watch": True}
+    whole = nn.Sequential(network(), nn.Tanh(), nn.Linear(CLASSES, CLASSES).double())
+    inside, head = whole[0], whole[1:]
+    optimizers = [
+        (woodbury.GaussNewton(inside, None, **settings), inside, lambda y: copy.deepcopy(head)(y)),
+        (woodbury.GaussNewton(whole, None, **settings), whole, lambda y: y),
+        (woodbury.GaussNewton(whole, None, **settings), whole, lambda y: y),
+    ]
+    inputs, targets = batch()
+    for _ in range(3):
+        for optimizer, model, rest in optimizers:
+            dense = dense_parameters(model, inputs, lambda y, rest=rest: squares(rest(y), targets), DAMPING)
+            whole.zero_grad()
+            F.mse_loss(whole(inputs), targets).backward()
+            optimizer.step()
+            check_dense(*dense, model)
+
+
 @every_how
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_loss_function_runs_as_written_or_is_named(fullgraph, how):

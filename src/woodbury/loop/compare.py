@@ -35,8 +35,9 @@ class Comparison:
         self._steps += 1
         return self._steps & (self._steps - 1) == 0 or what != self._known
 
-    def settle(self, what: Any) -> None:
-        self._known = what
+    def settle(self, what: Any, factor: float) -> None:
+        """A step was compared, and needed this factor: where it is not 1, so does every step after it."""
+        self._known = what if factor == 1 else object()
 
 
 def compare(
@@ -58,12 +59,8 @@ def compare(
         for own, gradient in zip(mine, seen.gradients, strict=True)
     ]
     if group.size > 1:  # DistributedDataParallel leaves the mean over all processes
-        means = [group.sum(own) / group.size for own in mine]
-        if _distance(means, theirs) < _distance(mine, theirs):
-            mine, errors = means, [group.sum(own) for own in errors]
-        else:
-            for own in errors:
-                group.sum(own)
+        means, errors = [group.sum(own) / group.size for own in mine], [group.sum(own) for own in errors]
+        mine = min(mine, means, key=lambda gradient: _distance(gradient, theirs))
     names = list(parameters)
     missing = [name for name, own in zip(names, seen.gradients, strict=True) if own is None]
     with group.together():

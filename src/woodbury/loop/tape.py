@@ -80,11 +80,8 @@ class Node:
 
     def strangers(self, owner: Owner) -> list[Tensor]:
         """Tensors beside the outputs that the result sends gradients to."""
-        leaves = [leaf for node in self.ancestors(owner) for leaf in node.own_leaves(owner)]
+        leaves = [leaf for node in self.ancestors(owner) for leaf in node.leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def own_leaves(self, owner: Owner) -> list[Any]:
-        return self.leaves
 
     def is_stale(self, owner: Owner) -> bool:
         """Whether a tensor that an operation was given has been written into since."""
@@ -119,9 +116,6 @@ class Base(Node):
         self.owner, self.call, self.origin = owner, call, origin
         self.address = tensor.data_ptr()
         self._is_copy = False
-
-    def own_leaves(self, owner: Owner) -> list[Any]:
-        return []
 
     def _value(self, outputs: Mapping[Base, Tensor], known: dict[int, Tensor]) -> Tensor:
         if self in outputs:

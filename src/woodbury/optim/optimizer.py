@@ -318,10 +318,9 @@ class SecondOrder(torch.optim.Optimizer):
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         trained = {names[id(parameter)]: parameter for parameter in self._trained()}
         factor = compare(seen, self.model, trained, self._seen_again, group)
-        if factor != 1:
-            return replace(seen.batch, loss=ScaledLoss(seen.batch.loss, factor))
-        self._comparison.settle(what)
-        return seen.batch
+        self._comparison.settle(what, factor)
+        loss = seen.batch.loss
+        return seen.batch if factor == 1 else replace(seen.batch, loss=ScaledLoss(loss, factor))
 
     @contextmanager
     def _seen_again(self, seen: SeenBatch) -> Iterator[None]:
