@@ -326,12 +326,12 @@ class SecondOrder(torch.optim.Optimizer):
     def _seen_again(self, seen: SeenBatch) -> Iterator[None]:
         """The model has run on the batch before: its random numbers are repeated, its buffers stay as they are."""
         watcher = self._watcher
-        as_written = uncompiled if self._plan().has_compiled() else nullcontext()
-        with nullcontext() if watcher is None else watcher.paused(), _random.replayed(seen.random), as_written:
-            holders = self._plan().buffers
-            buffers = Buffers(holders, {}) if holders else None
+        with nullcontext() if watcher is None else watcher.paused(), _random.replayed(seen.random):
+            plan = self._plan()
+            buffers = Buffers(plan.buffers, {}) if plan.buffers else None
             try:
-                yield
+                with uncompiled if plan.has_compiled() else nullcontext():
+                    yield
             finally:
                 if buffers is not None:
                     buffers.put_back()
