@@ -22,7 +22,6 @@ from .dense import dense_parameters
 
 DAMPING = 0.3
 
-
 # -- expressions: as a loop writes them, and as functions of the outputs ----------------------------------------
 
 
@@ -43,9 +42,8 @@ STEPS = {
     "zero by index": (zero_first, lambda y: torch.cat([0 * y[:, :1], y[:, 1:]], 1)),
     "scale by mask": (scale_some, lambda y: torch.where(y > 0.2, 3 * y, y) + 0.5),
     "elu in place": (lambda y: F.elu(y, 1.0, True), F.elu),
-    "tanh": (torch.tanh, torch.tanh),
     "exp in place": (lambda y: y.exp_(), torch.exp),
-    "view and back": (lambda y: y.view(-1).reshape(len(y), -1), lambda y: y),
+    "view": (lambda y: y.view(-1).reshape(len(y), -1), lambda y: y),
     "through a view": (lambda y: (y[:, 1].mul_(2), y)[1], None),
     "without gradient": (lambda y: (y.detach().mul_(1.5), y)[1], None),
     "dropout": (lambda y: F.dropout(y, 0.5), None),
@@ -193,7 +191,7 @@ def main(count, seed):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     results = main(**vars(parser.parse_args()))
