@@ -9,7 +9,7 @@ EXTRAS := dev
 # Else every process that a test starts compiles torch's own source again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo install doors test test-slow test-kernels test-all test-install docs fuzz fuzz-api fuzz-files soak lint format clean
+.PHONY: help demo install doors test test-slow test-kernels test-all test-install docs fuzz fuzz-api fuzz-loops fuzz-files soak lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -46,10 +46,13 @@ doors: .venv/.doors  ## Install Lightning, skorch, transformers and accelerate; 
 docs: .venv/.docs  ## Build the documentation site into site/, strictly: a broken link or name is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-fuzz: fuzz-api fuzz-files  ## Look for wrong steps and for damaged files that are taken for good ones
+fuzz: fuzz-api fuzz-loops fuzz-files  ## Look for wrong steps and for damaged files that are taken for good ones
 
 fuzz-api: $(STAMP)  ## Compare 10,000 random problems with a dense reference (about ten minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.api --count 10000 --seed 0
+
+fuzz-loops: $(STAMP)  ## Compare the steps of 2,000 random training loops with dense ones (three minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.fuzz.loops --count 2000 --seed 0
 
 fuzz-files: $(STAMP)  ## Damage data, checkpoint, configuration and record files byte by byte, 5,000 times
 	$(BIN)/python -m tests.fuzz.files --count 5000 --seed 0

@@ -36,8 +36,8 @@ FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["replay"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
-    "losses": [["factors"], ["rules"], ["elementwise", "robust", "softmax"]],
-    "loop": [["tape"], ["seen"], ["calls"], ["watch"]],
+    "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
+    "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
     "posterior": [["systems", "evidence"], ["data"], ["laplace"]],
     "layers": [
         ["forms"],

@@ -458,8 +458,9 @@ def test_gradients_of_an_earlier_step_and_inputs_that_change_before_the_step_rai
     _, optimizer, _, backward = watched()
     backward()
     optimizer.step()
+    backward()
     with pytest.raises(ValueError, match="zero_grad"):
-        backward()
+        optimizer.step()
     _, optimizer, inputs, backward = watched()
     backward()
     inputs.add_(1)

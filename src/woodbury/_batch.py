@@ -266,9 +266,9 @@ def ordered_batch(inputs: Any, targets: Tensor | None, samples: int, order: Tens
 def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
     """An order of the batch with the subset in front, and the size of the subset."""
     try:
-        indices = torch.as_tensor(subset).cpu()
+        indices = torch.as_tensor(subset, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        indices = torch.empty(0)
+        indices = torch.empty(0, device="cpu")
     if indices.dtype == torch.bool or indices.is_floating_point() or indices.dim() != 1 or len(indices) == 0:
         raise ValueError("subset must be a non-empty 1-d sequence of integer indices into the batch")
     indices = indices.long()
@@ -276,6 +276,6 @@ def subset_first(subset: Any, samples: int) -> tuple[Tensor, int]:
         raise ValueError(f"subset: indices must lie in 0..{samples - 1}, got {indices.min()} to {indices.max()}")
     if len(indices.unique()) != len(indices):
         raise ValueError("subset: an index appears twice")
-    outside = torch.ones(samples, dtype=torch.bool)
+    outside = torch.ones(samples, dtype=torch.bool, device="cpu")
     outside[indices] = False
     return torch.cat([indices, outside.nonzero().flatten()]), len(indices)

@@ -25,14 +25,14 @@ class Snapshot(NamedTuple):
 
 def new_state(seed: int | None) -> Tensor:
     """State of a fresh CPU generator; without a seed it follows torch.manual_seed."""
-    generator = torch.Generator()
-    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
     return generator.get_state()
 
 
 def _generator(state: Tensor) -> torch.Generator:
     """A CPU generator in this state, which may have been moved to another device with the rest of a checkpoint."""
-    generator = torch.Generator()
+    generator = torch.Generator(device="cpu")
     generator.set_state(state.cpu())
     return generator
 
@@ -40,7 +40,7 @@ def _generator(state: Tensor) -> torch.Generator:
 def draw_seed(state: Tensor) -> tuple[int, Tensor]:
     """A seed for another generator, and the state after it."""
     generator = _generator(state)
-    return int(torch.randint(2**62, (), generator=generator)), generator.get_state()
+    return int(torch.randint(2**62, (), generator=generator, device="cpu")), generator.get_state()
 
 
 class Orders:
@@ -82,7 +82,10 @@ _AHEAD, _MAX_NUMBERS = 16, 2**16  # permutations drawn at once, and numbers in t
 def _draw(sample_count: int, state: Tensor, times: int) -> list[tuple[Tensor, Tensor]]:
     """Permutations drawn one after the other, each with the state after it."""
     generator = _generator(state)
-    return [(torch.randperm(sample_count, generator=generator), generator.get_state()) for _ in range(times)]
+    return [
+        (torch.randperm(sample_count, generator=generator, device="cpu"), generator.get_state())
+        for _ in range(times)
+    ]
 
 
 def snapshot(device: torch.device) -> Snapshot:

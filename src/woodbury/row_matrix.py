@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from woodbury._batch import check_batch
+from woodbury._batch import Batch, check_batch
 from woodbury._choice import FALLBACKS, part_named
 from woodbury._random import restore, snapshot
 from woodbury._vector import Parts, Vector
@@ -362,6 +362,7 @@ def capture_rows(
     model, has_fallback = written_model(model), part_named("fallback", fallback, FALLBACKS)
     plan = plan_layers(model, dict(model.named_parameters()), has_fallback, max_bytes=max_bytes)
     samples, random = check_batch(inputs, targets), snapshot(plan.device)
+    inputs = Batch(inputs, targets, samples, samples).copied().inputs  # which rows keep
     buffers = Buffers(plan.buffers, {})
     try:
         run = buffers.preserved(run_as_written(forward or call_model, plan.has_compiled), inputs)

@@ -122,7 +122,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         mean = mean[:, 0] if self._is_flat else mean
         if not return_std:
             return mean
-        ones = torch.ones(len(inputs), 1, dtype=torch.float64)
+        ones = inputs.new_ones(len(inputs), 1)
         variance = self.posterior_.variance((inputs, ones) if self._is_weighted else inputs)
         std = (variance + (self.posterior_.noise or 0.0)).sqrt().numpy() * self._y_scale
         return mean, std[:, 0] if self._is_flat else std
@@ -148,16 +148,15 @@ def _weighted_outputs(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor
 
 def _network(widths: Sequence[int], seed: int) -> nn.Sequential:
     """Layers of tanh units, with weights of variance 1 / inputs and a last layer near zero."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    kind: Any = {"dtype": torch.float64, "device": "cpu"}
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
-        layer, last = nn.Linear(fan_in, fan_out, dtype=torch.float64), len(layers) == 2 * (len(widths) - 2)
+        layer, last = nn.Linear(fan_in, fan_out, **kind), len(layers) == 2 * (len(widths) - 2)
         with torch.no_grad():
             scale = (0.1 if last else 1.0) / math.sqrt(fan_in)
-            layer.weight.copy_(scale * torch.randn(fan_out, fan_in, generator=generator, dtype=torch.float64))
-            layer.bias.copy_(
-                (0.0 if last else 0.3) * torch.randn(fan_out, generator=generator, dtype=torch.float64)
-            )
+            layer.weight.copy_(scale * torch.randn(fan_out, fan_in, generator=generator, **kind))
+            layer.bias.copy_((0.0 if last else 0.3) * torch.randn(fan_out, generator=generator, **kind))
         layers += [layer, nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

@@ -3,6 +3,8 @@
 No code of woodbury's.
 """
 
+import copy
+
 import torch
 
 
@@ -137,3 +139,31 @@ def solve(B, g, damping, decay, theta, shift):
     """argmin_p g.p + p B p / 2 + W (theta.p + p.p / 2) + damping |p - shift|^2 / 2."""
     matrix = B + torch.diag(decay + damping)
     return torch.linalg.solve(matrix, damping * shift - g - decay * theta)
+
+
+def dense_parameters(model, inputs, loss, damping):
+    """The parameters after a Gauss-Newton step on loss(outputs), by autograd alone, and the condition of it.
+
+    B = J^T H J with the Hessian H of the loss at the outputs, whose negative eigenvalues count as zero.
+    """
+    model = copy.deepcopy(model)  # which nobody watches
+    named = {name: p.detach() for name, p in model.named_parameters()}
+
+    def outputs(own):
+        return torch.func.functional_call(model, own, (inputs,))
+
+    shape = outputs(named).shape
+    y = outputs(named).detach().flatten()
+    jacobians = torch.func.jacrev(lambda own: outputs(own).flatten())(named)
+    J = torch.cat([jacobians[name].reshape(len(y), -1) for name in named], 1)
+
+    def value(flat):
+        return loss(flat.reshape(shape))
+
+    slope = torch.autograd.functional.jacobian(value, y)
+    H = torch.autograd.functional.hessian(value, y)
+    values, vectors = torch.linalg.eigh(H)
+    B = J.T @ (vectors * values.clamp_min(0)) @ vectors.T @ J
+    theta = torch.cat([own.reshape(-1) for own in named.values()])
+    p = -torch.linalg.solve(B + damping * torch.eye(len(B), dtype=B.dtype), J.T @ slope)
+    return (theta + p).detach(), 1 + float(torch.linalg.eigvalsh(B)[-1]) / damping

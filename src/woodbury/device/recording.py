@@ -174,7 +174,7 @@ def record(
     that of the rates.
     """
     inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
-    rate_buffers = [torch.as_tensor(rate, dtype=dtype).to(device) for rate in rates]
+    rate_buffers = [torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates]
     graph = torch.cuda.CUDAGraph()
     constants = all_constants()
     try:

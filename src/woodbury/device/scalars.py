@@ -225,7 +225,7 @@ def as_double(value: Scalar | Tensor) -> Tensor:
     if isinstance(value, Number):
         value = value.tensor()
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     return value.clone().double() if value.is_inference() else value.double()
 
 
@@ -234,7 +234,7 @@ def as_truth(value: Truth | Tensor) -> Tensor:
     if isinstance(value, Number):
         value = value.tensor()
     if not isinstance(value, Tensor):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     return value.clone().bool() if value.is_inference() else value.bool()
 
 

@@ -113,7 +113,7 @@ def layout_of(pieces: tuple[tuple[int, int], ...]) -> Layout:
 
 @constant_tensor  # a few kilobytes per batch size
 def _sample_of_row(pieces: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    columns = torch.tensor([k for n, k in pieces for _ in range(n)])
+    columns = torch.tensor([k for n, k in pieces for _ in range(n)], device="cpu")
     return torch.repeat_interleave(columns).to(device)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 def starting_points(start: Any, batched: bool) -> tuple[Tensor, torch.Size]:
     """The starts (b, p), and the shape of the parameters as the function sees them."""
     try:
-        x = torch.as_tensor(start, dtype=torch.float64 if isinstance(start, list | tuple | int | float) else None)
+        plain = isinstance(start, list | tuple | int | float)
+        x = start if isinstance(start, Tensor) else torch.as_tensor(start, dtype=torch.float64 if plain else None)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"start must be a tensor, an array or a list of numbers: {error}") from None
     x = x.detach()
@@ -34,7 +35,7 @@ def starting_points(start: Any, batched: bool) -> tuple[Tensor, torch.Size]:
 def place(wrong: Tensor, shape: torch.Size, batched: bool) -> str:
     """The first place where wrong (b, n) is true, as an index into entries of this shape."""
     row, entry = wrong.nonzero()[0].tolist()
-    index = [int(i) for i in torch.unravel_index(torch.tensor(entry), shape)] if len(shape) else []
+    index = [int(i) for i in torch.unravel_index(torch.tensor(entry, device="cpu"), shape)] if len(shape) else []
     index = [row, *index] if batched else index
     return str(index) if index else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,16 +17,21 @@ from woodbury import _batch, _random
 from woodbury.loop.seen import (
     FUNCTIONS,
     Recognised,
-    ScaledLoss,
     TapedLoss,
-    check_terms_apart,
     recognise,
     same_loss,
 )
-from woodbury.loop.tape import LossesInside, Node
+from woodbury.loop.tape import Base, LossesInside, Node, state_of
 from woodbury.losses.rules import loss_rule
+from woodbury.losses.scaled import ScaledLoss
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
+
+CANNOT_RUN_AGAIN = (
+    "the loss was computed with operations that cannot be run again: what a view shares was written into, "
+    "something was written under no_grad, or torch.autograd.grad differentiated the outputs. Write results into "
+    "new tensors (y = y * mask, torch.where, torch.cat), and derivatives into the model's forward"
+)
 
 
 @dataclass(eq=False)
@@ -37,12 +42,21 @@ class ModelCall:
     kwargs: dict[str, Any]
     random: _random.Snapshot
     training: bool
-    versions: list[int]  # of the tensors it was given
+    autocast: torch.dtype | None  # that it ran in
     outputs: list[Tensor] = field(default_factory=list)  # that a loss may begin at
     is_tensor: bool = False  # whether the model returned one tensor
     inside: bool = False  # whether the loss is computed inside the model
-    root: Node | None = None  # of the backward pass
-    place: int = 0  # among the outputs, or among the losses inside: where the loss begins
+    is_sent_back: bool = False  # whether there is a loss with a backward pass: then
+    root: Node = field(init=False)  # it ends here
+    base: Base = field(init=False)  # and begins here
+    place: int = 0  # of that among the outputs, or among the losses inside
+
+    def __post_init__(self) -> None:
+        self._states = self._states_now()
+
+    def _states_now(self) -> list[tuple[int, str]]:
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [state_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
     @property
     def inputs(self) -> Any:
@@ -57,11 +71,25 @@ class ModelCall:
         single = len(self.args) == 1 and not self.kwargs and isinstance(self.args[0], Tensor)
         return single and self.is_tensor and not self.inside
 
+    def begin_at(self, root: Node, base: Base) -> None:
+        """Note the loss that was sent back, and the outputs it begins at."""
+        self.root, self.base, self.is_sent_back = root, base, True
+        same = [leaf.data_ptr() == base.address and leaf.shape == base.tensor.shape for leaf in self.outputs]
+        self.place = same.index(True) if True in same else 0
+
     def check_unchanged(self, model: nn.Module) -> None:
-        if versions_of(self.args, self.kwargs) != self.versions:
+        """Raise if what the loss was computed from is not there any more."""
+        if self._states_now() != self._states:
             raise ValueError(
                 "the inputs of the model were changed in place after its call: a step runs the model on them again"
             )
+        if self.root.is_stale(self.base.owner):
+            raise ValueError(
+                "targets, weights or another tensor that the loss was computed with was changed in place before "
+                "step(), which computes the loss again: change it after the step, or a copy of it"
+            )
+        if any(node.is_lost for node in self.root.ancestors(self.base.owner)):
+            raise ValueError(CANNOT_RUN_AGAIN)
         if model.training is not self.training:
             raise ValueError("model.train() or model.eval() was called between the model's call and step()")
 
@@ -78,7 +106,7 @@ class SeenForward:
         samples = _batch.sample_count(inputs)
         args, kwargs = (inputs["args"], inputs["kwargs"]) if isinstance(inputs, dict) else ((inputs,), {})
         if self.inside:
-            with LossesInside(FUNCTIONS, _ignore) as seen:
+            with LossesInside(FUNCTIONS) as seen:
                 model(*args, **kwargs)
             outputs = seen.inputs[self.place]
         else:
@@ -95,11 +123,19 @@ class SeenBatch:
     loss: nn.Module
     forward: Forward
     random: _random.Snapshot | None  # from which the passes of the step draw; None where nothing can be repeated
+    autocast: torch.dtype | None = None  # that the model was called in
 
 
-def _ignore(root: Node, run: Callable[[], Any]) -> None:
-    """Hears of no backward pass: one inside a step is its own."""
-    run()
+@dataclass(frozen=True)
+class Seen:
+    """What a loop did for one step."""
+
+    batch: SeenBatch
+    pieces: list[SeenBatch]  # the same, as the model was called
+    gradients: list[Tensor | None]  # that the loop has left, by parameter
+    expected: float  # what they were multiplied by beside the loss
+    what: Any  # the operations of the loop: it is the same in another step that does the same
+    cause: str  # why the gradients may be others than those of the batch
 
 
 def differentiable(outputs: Any) -> list[Tensor]:
@@ -118,19 +154,14 @@ def _by_sample(outputs: Tensor, samples: int, classes_last: bool) -> Tensor:
     return outputs.movedim(-1, 1) if classes_last else outputs
 
 
-def versions_of(*trees: Any) -> list[int]:
-    leaves = pytree.tree_leaves(trees)
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
-def join(calls: Sequence[ModelCall], factor: float, known: nn.Module, count: int) -> SeenBatch:
-    """One batch of all calls, and its loss; `factor` was taken off the gradients after the backward passes."""
+def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBatch:
+    """One batch of all calls, and its loss, times a factor."""
     first = calls[0]
     sizes = [_batch.sample_count(call.inputs) for call in calls]
-    seen = [_recognised(call, size) for call, size in zip(calls, sizes, strict=True)]
+    seen = [recognise(call.root, call.base, size) for call, size in zip(calls, sizes, strict=True)]
     random = first.random if len(calls) == 1 else None
     if any(own is None for own in seen):
-        return _of_any_loss(calls, sizes, factor, count)
+        return _of_any_loss(calls, sizes, factor)
     found = [own for own in seen if own is not None]
     loss = found[0].loss
     if any(not same_loss(loss, own.loss) for own in found[1:]):
@@ -147,25 +178,25 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module, count: int
         targets = torch.cat([own.targets for own in found])
     loss, scale = _mean_of_all(loss, found, factor)
     loss = known if same_loss(loss, known) else loss
-    if abs(scale - 1) > 1e-6:
+    if not _is_one(scale, found[0]):
         loss = ScaledLoss(loss, scale)
-    return SeenBatch(inputs, targets, loss, forward, random)
+    return SeenBatch(inputs, targets, loss, forward, random, first.autocast)
 
 
 def _mean_of_all(loss: Any, found: Sequence[Recognised], factor: float) -> tuple[nn.Module, float]:
     """The loss over all micro-batches, c times a mean, with the factor c; a sum is left as it is."""
     factors = [own.factor * factor for own in found]
     if loss_rule(loss).is_sum(loss):
-        if all(abs(own - 1) < 1e-6 for own in factors):
+        if all(map(_is_one, factors, found)):
             return loss, 1.0
         loss = copy.copy(loss)
         loss.reduction = "mean"
-        terms = [float(_term_count(loss, own)) for own in found]
+        terms = [_term_count(loss, own) for own in found]
         weights = factors
     else:
         if len(found) == 1:
             return loss, factors[0]
-        terms = [float(_term_count(loss, own)) for own in found]
+        terms = [_term_count(loss, own) for own in found]
         weights = [own / count for own, count in zip(factors, terms, strict=True)]  # of each term of the sum
     if max(weights) > (1 + 1e-6) * min(weights):
         warnings.warn(
@@ -178,18 +209,21 @@ def _mean_of_all(loss: Any, found: Sequence[Recognised], factor: float) -> tuple
     return loss, weights[0] * math.fsum(terms)
 
 
-def _recognised(call: ModelCall, samples: int) -> Recognised | None:
-    assert call.root is not None
-    return recognise(call.root, samples)
+def _is_one(factor: float, seen: Recognised) -> bool:
+    """Whether a factor is 1 to rounding."""
+    return abs(factor - 1) <= 8 * torch.finfo(seen.base.tensor.dtype).eps
 
 
-def _term_count(loss: nn.Module, seen: Recognised) -> Any:
-    """M, what the mean loss of a call divided by."""
-    rule, outputs = loss_rule(loss), _by_sample(seen.base.tensor, len(seen.targets), seen.classes_last)
-    return rule.count(loss, rule.prepare(loss, outputs, seen.targets))
+def _term_count(loss: nn.Module, seen: Recognised) -> float:
+    """How many terms the loss of a call is a mean of."""
+    outputs = seen.base.tensor
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return outputs.numel()
+    rule, shaped = loss_rule(loss), _by_sample(outputs, len(seen.targets), seen.classes_last)
+    return float(rule.count(loss, rule.prepare(loss, shaped, seen.targets)))
 
 
-def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float, count: int) -> SeenBatch:
+def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float) -> SeenBatch:
     """A batch whose loss has no rule: a function of the outputs, by its tape."""
     call = calls[0]
     if len(calls) > 1:
@@ -199,16 +233,15 @@ def _of_any_loss(calls: Sequence[ModelCall], sizes: Sequence[int], factor: float
         )
     if call.inside:
         raise ValueError("the loss inside the model has no rule: compute it outside, from the model's outputs")
-    assert call.root is not None
-    base, samples = call.root.bases()[0], sizes[0]
+    root, base, samples = call.root, call.base, sizes[0]
+    if base.is_overwritten:
+        raise ValueError(CANNOT_RUN_AGAIN)
     if base.tensor.dim() == 0 or len(base.tensor) != samples:
         raise ValueError(
             f"the loss begins at outputs of shape {tuple(base.tensor.shape)} for {samples} samples: the first "
             "axis must be the sample axis"
         )
-    loss = TapedLoss(call.root, base, factor, samples)
-    if count & (count - 1) == 0:  # at steps 1, 2, 4, 8, ...
-        check_terms_apart(loss)
+    loss = TapedLoss(root, base, factor, samples)
     forward = call_model if call.is_plain else SeenForward(call.place, False, False)
     places = torch.arange(samples, device=base.tensor.device)
-    return SeenBatch(call.inputs, places, loss, forward, call.random)
+    return SeenBatch(call.inputs, places, loss, forward, call.random, call.autocast)

@@ -7,7 +7,6 @@ sliced or reordered. `TapedLoss` is any other: its residual and its Hessian at e
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from woodbury.device.scalars import Scalar
+from woodbury import _random
 from woodbury.loop.tape import Base, Node
-from woodbury.losses.factors import DenseFactor, Factor
-from woodbury.losses.rules import LossRule, StructuredRule, loss_rule, register_loss
+from woodbury.losses.rules import LossRule, register_loss
 
 FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.cross_entropy: nn.CrossEntropyLoss,
@@ -34,101 +32,7 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.gaussian_nll_loss: nn.GaussianNLLLoss,
 }
 _PER_CLASS = (F.cross_entropy, F.nll_loss)
-_TIMES, _OVER = {"mul", "rmul", "imul", "multiply"}, {"div", "truediv", "itruediv", "true_divide", "divide"}
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
-
-
-class NoLoss(nn.Module):
-    """Stands in for a loss that is seen in a closure or in a watched loop."""
-
-
-@register_loss(NoLoss)
-class _NoLossRule(LossRule):
-    def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        raise ValueError(
-            "the optimizer was made without a loss, which it sees in a closure or a watched loop: pass the loss "
-            "as its second argument to call step(inputs, targets)"
-        )
-
-    def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class ScaledLoss(nn.Module):
-    """A constant times a loss."""
-
-    def __init__(self, loss: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.loss, self.factor = loss, factor
-
-    @property
-    def reduction(self) -> str:
-        return str(getattr(self.loss, "reduction", "mean"))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        value: Tensor = self.factor * self.loss(outputs, targets)
-        return value
-
-
-@register_loss(ScaledLoss)
-class _ScaledRule(StructuredRule):
-    """c l: values and residuals times c, S and e times sqrt(c)."""
-
-    def check(self, loss: Any) -> None:
-        _rule(loss).check(loss.loss)
-
-    def is_sum(self, loss: Any) -> bool:
-        return _rule(loss).is_sum(loss.loss)
-
-    def prepare(self, loss: Any, outputs: Tensor, targets: Tensor | None) -> Tensor:
-        return _rule(loss).prepare(loss.loss, outputs, targets)
-
-    def count(self, loss: Any, targets: Tensor) -> Scalar:
-        return _rule(loss).count(loss.loss, targets)
-
-    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
-        return _rule(loss).count_of_first(loss.loss, targets, samples)
-
-    def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _rule(loss).values(loss.loss, outputs, targets) * loss.factor
-
-    def total(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _rule(loss).total(loss.loss, outputs, targets) * loss.factor
-
-    def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _rule(loss).residual(loss.loss, outputs, targets) * loss.factor
-
-    def compact_factor(self, loss: Any, outputs: Tensor, targets: Tensor) -> Factor:
-        own, root = _rule(loss).compact_factor(loss.loss, outputs, targets), math.sqrt(loss.factor)
-        return DenseFactor(
-            None if own.e is None else own.e * root,
-            own.columns() * root,
-            rest=None if own.rest is None else own.rest * loss.factor,
-        )
-
-    def curved_loss(self, loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
-        own = _rule(loss).curved_loss(loss.loss)
-        return lambda outputs, targets: own(outputs, targets) * loss.factor
-
-
-def _rule(loss: Any) -> LossRule:
-    return loss_rule(loss.loss)
-
-
-class NoSamples(ScaledLoss):
-    """0 times a loss: of a process that has no sample in a batch, and has borrowed one for its shapes."""
-
-    def __init__(self, loss: nn.Module) -> None:
-        super().__init__(loss, 0.0)
-
-
-@register_loss(NoSamples)
-class _NoSamplesRule(_ScaledRule):
-    def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
-        return 0
-
-    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
-        return 0
 
 
 class TapedLoss(nn.Module):
@@ -206,14 +110,24 @@ class _TapedRule(LossRule):
         return (eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)).mT.to(outputs.dtype), None
 
 
-def check_terms_apart(loss: TapedLoss) -> None:
-    """Raise if the loss mixes samples: with signs s_i, H (s v) = s (H v) where H has one block per sample."""
-    generator = torch.Generator().manual_seed(0)
+def check_taped(loss: TapedLoss) -> None:
+    """Raise if the loss draws random numbers, or if it mixes samples.
+
+    With signs s_i, H (s v) = s (H v) where H has one block per sample.
+    """
+    random = _random.snapshot(loss.seen.device)
+    loss.value(loss.seen)
+    if _random.drawn_since(random):
+        raise ValueError(
+            "the loss draws random numbers between the outputs of the model and its value, by dropout say, and a "
+            "step computes it more than once. Ways out: draw them inside the model, or once, into a tensor"
+        )
+    generator = torch.Generator(device="cpu").manual_seed(0)
     shape = loss.seen.shape
-    vector = torch.randn(shape, generator=generator, dtype=torch.float64).to(loss.seen.device)
-    signs = torch.ones(shape[0], 1, dtype=torch.float64)
+    vector = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(loss.seen.device)
+    signs = torch.ones(shape[0], 1, dtype=torch.float64, device="cpu")
     signs[1::2] = -1.0
-    signs = signs[torch.randperm(shape[0], generator=generator)].to(loss.seen.device)
+    signs = signs[torch.randperm(shape[0], generator=generator, device="cpu")].to(loss.seen.device)
     with torch.enable_grad():
         point = loss.seen.double().requires_grad_()
         (slope,) = torch.autograd.grad(loss.value(point), point, create_graph=True)
@@ -243,32 +157,46 @@ class Recognised:
     classes_last: bool
 
 
-def recognise(root: Node, samples: int) -> Recognised | None:
+def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
     """The loss that a tape ends in, if it has a rule."""
-    factor, node = _without_factors(root)
-    kind = FUNCTIONS.get(node.function)
-    if kind is None:
-        return None
-    arguments = dict(_signature(node.function).bind(*node.args, **node.kwargs).arguments)
+    node = root
+    while node.function not in FUNCTIONS:
+        parents = node.parents()
+        if len(parents) != 1 or parents[0].tensor.numel() != 1 or isinstance(node, Base):
+            return None
+        (node,) = parents
+    kind, (args, kwargs) = FUNCTIONS[node.function], node.arguments
+    arguments = dict(_signature(node.function).bind(*args, **kwargs).arguments)
     source, targets = arguments.pop("input"), arguments.pop("target")
     options = {name: value for name, value in arguments.items() if value is not None}
-    if not isinstance(source, Node) or not isinstance(targets, Tensor) or targets.requires_grad:
+    factor = _constant_factor(root, node)
+    if not isinstance(source, Node) or not isinstance(targets, Tensor) or not factor > 0:
         return None
     if kind is nn.GaussianNLLLoss:
         variance = options.pop("var")
-        if isinstance(variance, Node) or (isinstance(variance, Tensor) and variance.requires_grad):
+        if isinstance(variance, Node):
             return None
-        targets = torch.stack([targets, torch.as_tensor(variance).to(targets).expand_as(targets)], 1)
+        targets = torch.stack(
+            [targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1
+        )
     if {"size_average", "reduce"} & options.keys() or any(isinstance(own, Node) for own in options.values()):
         return None
-    bases = root.bases()
-    if len(bases) != 1 or not factor > 0:
-        return None
-    loss, base = _module(kind, options), bases[0]
+    loss = _module(kind, options)
     if loss is None:
         return None
-    placed = _place(node.function, loss, source, base, targets, samples)
+    placed = _place(node.function, loss, source, base, targets.detach(), samples)
     return None if placed is None else Recognised(loss, base, *placed[:1], factor, placed[1])
+
+
+def _constant_factor(root: Node, node: Node) -> float:
+    """c where root = c node, whatever the value of the node; 0 where it is no such thing."""
+    if root is node:
+        return 1.0
+    seen = node.tensor.double()
+    points = [torch.full_like(seen, point) for point in (1.0, 2.0**-10, 8.0)] + [seen.abs() + 1]
+    slopes = torch.stack([root.value_from(node, point).sum() / point.sum() for point in points])
+    factor, spread = float(slopes[0]), float((slopes - slopes[0]).abs().max())
+    return factor if spread <= 8 * torch.finfo(root.tensor.dtype).eps * abs(factor) else 0.0
 
 
 def _place(
@@ -281,7 +209,7 @@ def _place(
     per_class = function in _PER_CLASS
     if per_class and (source.tensor.dim() != 2 or targets.dim() != 1):
         return None  # of other shapes only as the base has them
-    if function is F.gaussian_nll_loss or outputs.numel() % samples:
+    if function is F.gaussian_nll_loss or outputs.numel() % samples or base.is_overwritten:
         return None
     # where each number at the loss comes from: the operations between run on the places of the outputs
     places = torch.arange(outputs.numel(), dtype=torch.float64, device=outputs.device).reshape(outputs.shape)
@@ -303,38 +231,15 @@ def _place(
         return placed.reshape(outputs.shape if outputs.shape[:1] == (samples,) else (samples, -1)), False
     classes = outputs.shape[-1]
     start = found[:, 0]
-    if classes != found.shape[1] or bool((found != start.unsqueeze(1) + torch.arange(classes).to(start)).any()):
+    if classes != found.shape[1] or bool(
+        (found != start.unsqueeze(1) + torch.arange(classes, device=start.device)).any()
+    ):
         return None
     ignored = int(loss.ignore_index)
     placed = torch.full((outputs.numel() // classes,), ignored, dtype=targets.dtype, device=targets.device)
     placed[start // classes] = targets
     positions = len(placed) // samples
     return (placed, False) if positions == 1 else (placed.reshape(samples, positions), True)
-
-
-def _without_factors(root: Node) -> tuple[float, Node]:
-    """root = c node with a constant c."""
-    factor, node = 1.0, root
-    while True:
-        name, parents = node.name, node.parents()
-        if name in _TIMES | _OVER and len(parents) == 1 and len(node.args) == 2 and not node.kwargs:
-            other = node.args[1] if node.args[0] is parents[0] else node.args[0]
-            divided = name in _OVER
-            if divided and node.args[0] is not parents[0]:
-                return factor, node  # a constant over the loss
-            if not isinstance(other, int | float | Tensor) or (isinstance(other, Tensor) and other.numel() != 1):
-                return factor, node
-            if isinstance(other, Tensor) and other.requires_grad:
-                return factor, node
-            factor = factor / float(other) if divided else factor * float(other)
-        elif not (
-            len(parents) == 1
-            and node.tensor.numel() == parents[0].tensor.numel() == 1
-            and name
-            in {"mean", "sum", "float", "double", "to", "clone", "squeeze", "reshape", "view", "contiguous"}
-        ):
-            return factor, node
-        node = parents[0]
 
 
 @cache

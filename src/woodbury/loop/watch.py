@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _random
-from woodbury.loop.calls import ModelCall, SeenBatch, differentiable, join, versions_of
-from woodbury.loop.seen import (
-    FUNCTIONS,
-)
+from woodbury.loop.calls import ModelCall, Seen, differentiable, join
+from woodbury.loop.seen import FUNCTIONS
 from woodbury.loop.tape import LossesInside, Node, Taped, tape
 from woodbury.model.compiled import WrittenCall
+from woodbury.model.graph import graph_edges
 
 UNWATCHED = (
     "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() was watched since "
@@ -54,24 +53,31 @@ class _Hook:
 class Watcher:
     """Notes the calls of a model and the backward passes of losses, from its making on until `close`."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], *, runs_backward: bool) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         self._model = model
+        self._parameters = list(parameters)
         self._probe = min(parameters, key=lambda parameter: parameter.numel())
-        self._runs_backward = runs_backward  # a closure's own need not be run: the step has one
-        self._calls: list[ModelCall] = []  # whose loss was sent back since the last step
         self._open: list[tuple[ModelCall, LossesInside]] = []  # calls that are running
-        self._gradient: Tensor | None = None  # of the probe, after the last backward pass
         self._off = False
         self._looks_inside = True  # until the model has shown that it computes no loss
-        self._version: int | None = None  # of that gradient
         self._handles: list[Any] = []
+        self.clear()
         self._open_hooks()
+
+    def clear(self) -> None:
+        """Forget what was seen since the last step."""
+        self._calls: list[ModelCall] = []  # whose loss was sent back
+        self._failure: str | None = None  # why no step can be taken on them
+        self._gradient: Tensor | None = None  # of the probe, after the last backward pass
+        self._left: list[tuple[int, int, int]] = []  # gradients and parameters after that, see `_identities`
+        self._changes: list[Any] = []  # of gradients between backward passes
 
     def _open_hooks(self) -> None:
         WrittenCall.put_on(self._model)  # a loop may compile the model, around these hooks
+        before, after = _Hook(self, "_before"), _Hook(self, "_after")
         self._handles = [
-            self._model.register_forward_pre_hook(_Hook(self, "_before"), with_kwargs=True),
-            self._model.register_forward_hook(_Hook(self, "_after"), with_kwargs=True, always_call=True),
+            self._model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            self._model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
@@ -95,9 +101,13 @@ class Watcher:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._off or not torch.is_grad_enabled() or self._open:
             return
-        random = _random.snapshot(self._probe.device)
-        call = ModelCall(args, dict(kwargs), random, module.training, versions_of(args, kwargs))
-        inside = LossesInside(FUNCTIONS, lambda root, run: self._hear(call, root, run))
+        hooks, own = module._forward_hooks, self._handles[1].id
+        hooks[own] = hooks.pop(own)  # the last: hooks that were added since belong to the model
+        device = self._probe.device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        args, kwargs = pytree.tree_map(_without_tape, (args, dict(kwargs)))
+        call = ModelCall(args, kwargs, _random.snapshot(device), module.training, autocast)
+        inside = LossesInside(FUNCTIONS, self, call)
         if self._looks_inside:
             inside.__enter__()
         self._open.append((call, inside))
@@ -115,148 +125,197 @@ class Watcher:
         if call.outputs:
             call.inside = True
             return None
-        found = differentiable(outputs)
-        call.outputs = found
+        found = call.outputs = differentiable(outputs)
         self._looks_inside = not (isinstance(outputs, Tensor) and outputs.dim())
-        if not found:
-            return None
-
-        def hears(root: Node, run: Callable[[], Any]) -> None:
-            self._hear(call, root, run)
-
         if isinstance(outputs, Tensor):
-            return tape(outputs, hears)
+            return tape(outputs, self, call) if found else None
         known = {id(leaf) for leaf in found}
-        return pytree.tree_map(lambda leaf: tape(leaf, hears) if id(leaf) in known else leaf, outputs)
+        return pytree.tree_map(lambda leaf: tape(leaf, self, call) if id(leaf) in known else leaf, outputs)
 
-    def _hear(self, call: ModelCall, root: Node, run: Callable[[], Any]) -> None:
-        """A backward pass from a loss of a call starts."""
+    # -- backward passes ---------------------------------------------------------------------------------
+
+    def before_backward(self, root: Node) -> None:
+        """A backward pass from a loss of these outputs starts. What is wrong about it is said by the next step."""
         if self._off:
-            run()
             return
-        bases = root.bases()
-        if call.root is not None:
-            raise ValueError("two backward passes through one call of the model: add the losses up first")
+        if not any(_is_nonzero(parameter.grad) for parameter in self._parameters):
+            self.clear()  # what was seen before zero_grad
+        elif not self._calls:
+            self._failure = (
+                "parameters hold gradients of a backward pass that was not watched, or of the step before: call "
+                "zero_grad() after each step, and add losses up before one backward pass. In a closure, gradients "
+                "of before cannot be accumulated: pass watch=True for that"
+            )
+        self._changes += [self._changes_since(), _hook_counts(self._model, self._parameters)]
+        bases = root.bases(self)
+        self._failure = self._failure or self._reason_against(root, bases)
+        if self._failure is None:
+            bases[0].call.begin_at(root, bases[0])
+            self._calls.append(bases[0].call)
+
+    def _reason_against(self, root: Node, bases: Sequence[Any]) -> str | None:
+        """Why no step can be taken on a loss."""
         if len(bases) != 1:
-            raise ValueError(
+            return (
                 "the loss depends on several outputs of the model, or on two calls of it: a step needs a loss of "
                 "one tensor of outputs, from one call (join the inputs, or return one tensor)"
             )
-        if root.strangers():
-            raise ValueError(
-                "the loss depends on tensors with a gradient beside the outputs of the model: a penalty on the "
-                "weights (use weight_decay= of the optimizer instead), or parameters outside of the model"
-            )
+        if bases[0].call.is_sent_back:
+            return "two backward passes through one call of the model: add the losses up first"
         if root.tensor.numel() != 1:
-            raise ValueError(f"backward from a loss of shape {tuple(root.tensor.shape)}: it must be one number")
-        self._check_gradients_before()
-        if self._runs_backward:
-            run()
-        else:
-            self._probe.grad = torch.zeros_like(self._probe)  # clipping shows itself by its trace
-        call.root = root
-        base = bases[0]
-        same = [
-            leaf.data_ptr() == base.tensor.data_ptr() and leaf.shape == base.tensor.shape for leaf in call.outputs
-        ]
-        call.place = same.index(True) if True in same else 0
-        self._calls.append(call)
+            return f"backward from a loss of shape {tuple(root.tensor.shape)}: it must be one number"
+        trained = {id(parameter) for parameter in self._parameters}
+        if any(_reaches(stranger, trained) for stranger in root.strangers(self)):
+            return (
+                "the loss depends on the parameters beside the outputs of the model: a penalty on the weights, or "
+                "a part that was computed by an autograd.Function, which cannot be looked into. Ways out: "
+                "weight_decay= of the optimizer in place of the penalty, and the function inside the model"
+            )
+        return None
+
+    def after_backward(self, root: Node) -> None:
         own = self._probe.grad
         self._gradient = None if own is None else own.detach().clone()
-        self._version = None if own is None else own._version
+        self._left = _identities(self._parameters)
 
-    def _check_gradients_before(self) -> None:
-        """Drop calls of before zero_grad, and raise where gradients are there that nobody watched."""
-        own = self._probe.grad
-        if own is None or not bool(own.any()):
-            if self._runs_backward or own is None:
-                self._calls.clear()
-            return
-        if not self._calls or self._gradient is None:
-            raise ValueError(
-                "parameters hold gradients of a backward pass that was not watched, or of the step before: call "
-                "zero_grad() after each step, and add losses up before one backward pass. In a closure, gradients "
-                "cannot be accumulated: pass watch=True for that"
-            )
-        self._changed_by(own)
+    def _changes_since(self) -> list[tuple[bool, int, int]]:
+        """Which gradients are others than after the last backward pass, and how often they and parameters were
+        written into."""
+        now = _identities(self._parameters)
+        pairs = zip(self._left or now, now, strict=True)
+        return [(a[0] == b[0], b[1] - a[1], b[2] - a[2]) for a, b in pairs]
 
     # -- what a step asks --------------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        self._calls.clear()
-        self._gradient = None
-
-    def _changed_by(self, own: Tensor) -> float:
-        """The factor by which the gradient of the probe was multiplied since the last backward pass.
-
-        Warns of clipping, and raises if it was changed in another way.
-        """
-        before = self._gradient
-        assert before is not None
-        if torch.equal(own, before):
-            return 1.0
-        size = float(before.square().sum())
-        factor = float((own * before).sum()) / size if size else 0.0
-        if factor <= 0 or float((own - factor * before).abs().max()) > 1e-3 * abs(factor) * math.sqrt(size):
-            raise ValueError(
-                "gradients were changed between loss.backward() and step(), or come from another loss as well (a "
-                "penalty with a backward pass of its own?): a step is that of the watched loss alone. For a "
-                "penalty on the weights use weight_decay="
-            )
-        power = math.log2(factor)
-        if abs(power - round(power)) < 1e-6:
-            return 2.0 ** round(power)  # GradScaler has taken its scale back
-        self._warn_of_clipping()
-        return 1.0
-
-    def _warn_of_clipping(self) -> None:
-        warnings.warn(
-            "gradients were clipped before step(): a second-order step does not use them and is not shorter for "
-            "it. Leave clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the damping "
-            "and the guard bound a step",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-    def take(self, known: nn.Module, count: int) -> SeenBatch:
-        """The batch and the loss of the calls since the last step, for its `count`-th step; forgets them."""
-        calls, own = self._calls, self._probe.grad
+    def take(self, known: nn.Module) -> Seen:
+        """What was done since the last step, which is forgotten; `known` is the loss the optimizer was given."""
+        calls, failure = self._calls, self._failure
+        changes = [*self._changes, self._changes_since()]
+        gradient = self._gradient
+        self.clear()
+        if failure is not None:
+            raise ValueError(failure)
         if not calls:
             raise ValueError(UNWATCHED)
-        factor = 1.0
-        if not self._runs_backward:
-            if own is None or own._version != self._version:
-                self._warn_of_clipping()
-            self._probe.grad = None
-        elif own is not None and self._gradient is not None:
-            factor = self._changed_by(own)
-        self._calls = []
         for call in calls:
             call.check_unchanged(self._model)
-        return join(calls, factor, known, count)
+        gradients = [parameter.grad for parameter in self._parameters]
+        factor = _factor_since(gradient, self._probe.grad)
+        scale = 1.0 if factor is None else _meant_by(factor, gradients, calls[-1].root)
+        batch = join(calls, scale, known)
+        pieces = [batch] if len(calls) == 1 else [join([call], scale, known) for call in calls]
+        what = (
+            {tuple((node.name, node.hooks) for node in call.root.ancestors(self)) for call in calls},
+            changes,
+            object() if factor is None else None,  # which is not the same in any other step
+        )
+        is_touched = any(own != (True, 0, 0) for own in changes[-1])
+        cause = "They, or parameters, were changed between loss.backward() and step()" if is_touched else ELSE
+        return Seen(batch, pieces, gradients, (factor or 1.0) / scale, what, cause)
+
+
+ELSE = (
+    "Another loss, a penalty say, was sent back as well, or a hook changes gradients, or tensors were written "
+    "into unseen"
+)
+CLIPPED = (
+    "gradients were clipped before step(), and a second-order step does not use them: it is that of the loss, "
+    "and no shorter. Leave clipping out (Lightning: gradient_clip_val=None, Trainer: max_grad_norm=0); the "
+    "damping and the guard bound a step"
+)
+
+
+def _factor_since(before: Tensor | None, after: Tensor | None) -> float | None:
+    """What the gradient of one parameter was multiplied by; None if it does not tell."""
+    if before is None or after is None:
+        return None
+    if torch.equal(before, after):
+        return 1.0
+    size = float(before.double().square().sum())
+    factor = float((before.double() * after.double()).sum()) / size if size else 0.0
+    precision = 8 * torch.finfo(after.dtype).eps
+    if not factor > 0 or not (after - factor * before).norm() <= precision * after.norm():
+        return None
+    return factor
+
+
+def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node) -> float:
+    """What the loss is to be multiplied by if gradients were multiplied by a factor after its backward pass.
+
+    1/c if a GradScaler has taken back its c. Clipped gradients do not count: their norm is a round number, and the
+    factor is not 1 over a small whole number, as where someone divides by the number of micro-batches.
+    """
+    if factor == 1:
+        return 1.0
+    scale = _scale_of(root)
+    single = 8 * torch.finfo(torch.float32).eps  # in which a GradScaler computes
+    if abs(scale * factor - 1) <= single:
+        return 1 / scale
+    own = [gradient.detach() for gradient in gradients if gradient is not None]
+    precision = 16 * math.sqrt(len(own)) * max(torch.finfo(gradient.dtype).eps for gradient in own)
+    whole = round(1 / factor)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in own))
+    more = 1e-6 * factor * scale
+    largest = norm + more  # as clip_grad_norm_ has it: norm = largest / (before + 1e-6) before
+    is_round = abs(largest - float(f"{largest:.2g}")) <= precision * largest + single * more
+    if factor * scale > 1 or not is_round or (whole <= 128 and abs(1 / factor - whole) <= precision * whole):
+        return factor
+    warnings.warn(CLIPPED, RuntimeWarning, stacklevel=4)
+    return 1 / scale
+
+
+def _scale_of(root: Node) -> float:
+    """c if the last operation of a loss is to multiply it by a tensor c, as a GradScaler does; else 1."""
+    tensors = [leaf for leaf in root.leaves if isinstance(leaf, Tensor) and leaf.numel() == 1]
+    return float(tensors[0]) if root.name in ("mul", "__mul__") and len(tensors) == 1 else 1.0
+
+
+def _without_tape(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Taped) else leaf
+
+
+def _is_nonzero(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())
+
+
+def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Of the gradient of each parameter, with its version and that of the parameter."""
+    pairs = [(parameter.grad, parameter._version) for parameter in parameters]
+    return [(0, 0, own) if gradient is None else (id(gradient), gradient._version, own) for gradient, own in pairs]
+
+
+def _reaches(tensor: Tensor, wanted: set[int]) -> bool:
+    """Whether a tensor sends gradients to one of these, by their ids."""
+    edges = () if tensor.grad_fn is None else graph_edges(tensor)
+    return id(tensor) in wanted or any(id(getattr(below, "variable", None)) in wanted for _, below in edges)
+
+
+def _hook_counts(model: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
+    """How many hooks there are on the modules and on the parameters."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    counts = [len(getattr(module, name)) for module in model.modules() for name in names]
+    return counts + [len(getattr(own, kind, None) or ()) for own in parameters for kind in kinds]
 
 
 def run_closure(
-    model: nn.Module, parameters: Iterable[Tensor], closure: Callable[[], Any], known: nn.Module, count: int
-) -> SeenBatch:
-    """The batch and the loss of a closure; it is run once, and its backward pass is not."""
-    watcher = Watcher(model, list(parameters), runs_backward=False)
+    model: nn.Module, parameters: Sequence[Tensor], closure: Callable[[], Any], known: nn.Module
+) -> Seen:
+    """What a closure does, which is run once; it leaves no gradients behind."""
+    watcher = Watcher(model, parameters)
     try:
         with torch.enable_grad():
             value = closure()
-        if not watcher._calls and isinstance(value, Taped):  # a closure that only returns the loss
-            value.backward()
-        if not watcher._calls:
+            if not watcher._calls and watcher._failure is None and isinstance(value, Taped):
+                value.backward()  # a closure that only returns the loss
+        if not watcher._calls and watcher._failure is None:
             raise ValueError(
                 "the closure called no loss.backward() on a loss of this model's outputs: it must call the model, "
                 "compute the loss from its outputs and call backward (torch.autograd.backward is not seen). Or "
                 "write optimizer.step(inputs, targets)"
             )
-        if len(watcher._calls) > 1:
-            raise ValueError(
-                "the closure calls the model and backward more than once: a step needs one loss of one call. With "
-                "watch=True several backward passes before a step are added up"
-            )
-        return watcher.take(known, count)
+        return watcher.take(known)
     finally:
         watcher.close()
+        for parameter in parameters:
+            parameter.grad = None

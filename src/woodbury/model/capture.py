@@ -217,8 +217,9 @@ def moved_model(plan: Plan, changes: Mapping[str, Tensor], forwards: Mapping[str
 
 def _small_changes(plan: Plan, share: float) -> Parts:
     """This share of every parameter, entry by entry, with signs at random but the same at each call."""
-    generator = torch.Generator().manual_seed(0)
-    signs = {name: torch.randn(own.shape, generator=generator).sign() for name, own in plan.parameters.items()}
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    kind: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    signs = {name: torch.randn(own.shape, **kind).sign() for name, own in plan.parameters.items()}
     return {name: share * own.detach() * signs[name].to(own) for name, own in plan.parameters.items()}
 
 

@@ -150,7 +150,8 @@ def wrong_rows(
     that `dtype` has, or the rows.
     """
     m, k, _ = columns.shape
-    c = torch.rand(m, k, generator=torch.Generator().manual_seed(0)).to(columns) + 0.5
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    c = torch.rand(m, k, generator=generator, dtype=torch.float32, device="cpu").to(columns) + 0.5
     seed = torch.zeros_like(outputs)
     seed[start : start + m] = torch.einsum("nk,nkc->nc", c, columns)
     grads = torch.autograd.grad(

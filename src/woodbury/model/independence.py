@@ -45,7 +45,8 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     doubtful = [seeded for seeded, others in halves if _leaves_layers(captured, seeded, others, generator)]
     reason = None
     if alone:
-        doubtful = [torch.tensor([0]), torch.tensor([samples - 1]), *(half for half, _ in halves)]
+        ends = torch.tensor([[0], [samples - 1]], device="cpu")
+        doubtful = [*ends, *(half for half, _ in halves)]
         reason = _mixed_inputs(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
     for index in doubtful:
         reason = reason or _changed_alone(captured, index.flip(0))
@@ -66,8 +67,8 @@ def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generato
 
     By the bits of random ranks: at the first look these part any two of up to 16 samples.
     """
-    generator = torch.Generator().manual_seed(look)  # not torch's own: the pass must be repeatable
-    rank = torch.randperm(samples, generator=generator)
+    generator = torch.Generator(device="cpu").manual_seed(look)  # not torch's own: the pass must be repeatable
+    rank = torch.randperm(samples, generator=generator, device="cpu")
     bits = range(min(4, (samples - 1).bit_length()) if look == 1 else 1)
     halves = [[(rank >> bit & 1 == side).nonzero().flatten() for side in (0, 1)] for bit in bits]
     return halves + [[others, seeded] for seeded, others in halves], generator
@@ -75,8 +76,9 @@ def _halves(samples: int, look: int) -> tuple[list[list[Tensor]], torch.Generato
 
 def _seed(outputs: Tensor, seeded: Tensor, generator: torch.Generator) -> Tensor:
     """Random weights of the outputs, zero but for some samples."""
-    seed = torch.zeros(outputs.shape)
-    seed[seeded] = torch.rand(len(seeded), *outputs.shape[1:], generator=generator) + 0.5
+    kind: Any = {"dtype": torch.float32, "device": "cpu"}
+    seed = torch.zeros(outputs.shape, **kind)
+    seed[seeded] = torch.rand(len(seeded), *outputs.shape[1:], generator=generator, **kind) + 0.5
     return seed.to(outputs)
 
 

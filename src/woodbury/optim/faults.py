@@ -115,7 +115,7 @@ def _bad_samples(passes: Passes, batch: Batch, curvature: Curvature) -> list[int
         return search(indices[:half]) + search(indices[half:])
 
     try:
-        return search(torch.arange(batch.samples))
+        return search(torch.arange(batch.samples, device="cpu"))
     except Exception:  # a model may not take some of the samples alone: then it is not known
         return []
 

@@ -20,11 +20,13 @@ from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Parts
 from woodbury.device.replay import Replay
 from woodbury.device.scalars import to_device
-from woodbury.loop.seen import NoLoss
-from woodbury.loop.watch import SeenBatch, Watcher, run_closure
+from woodbury.loop.calls import Seen, SeenBatch
+from woodbury.loop.compare import Comparison, compare
+from woodbury.loop.watch import Watcher, run_closure
+from woodbury.losses.scaled import NoLoss, ScaledLoss
 from woodbury.model.buffers import Buffers
 from woodbury.model.capture import call_model
-from woodbury.model.compiled import written_model
+from woodbury.model.compiled import uncompiled, written_model
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
 from woodbury.optim.faults import Doubts
@@ -127,7 +129,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.state["generator"] = self._problems.group.same(_random.new_state(seed))
         self.state["largest_batch"] = 0
         start_alike(self._problems.group, self._trained())
-        self._seen_steps = 0  # whose batch and loss came from a loop of the user's own
+        self._comparison = Comparison()
         self._watcher = self._new_watcher()
 
     # -- the contract -----------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class SecondOrder(torch.optim.Optimizer):
             return self._step(self._context(), request)
         if inputs is not None or targets is not None:
             raise TypeError("step takes a batch (inputs, targets) or a closure, not both")
-        seen = self._seen_batch(closure)
+        seen = self._compared(self._seen(closure))
         settings = replace(self.settings, loss=seen.loss, forward=seen.forward)
         request = replace(request, inputs=seen.inputs, targets=seen.targets)
         with self._seen_again(seen):
@@ -292,31 +294,44 @@ class SecondOrder(torch.optim.Optimizer):
     # -- a loop of the user's own -------------------------------------------------------------------------
 
     def _new_watcher(self) -> Watcher | None:
-        return Watcher(self._called, self._trained(), runs_backward=True) if self.watch else None
+        return Watcher(self._called, self._trained()) if self.watch else None
 
     def _trained(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _seen_batch(self, closure: Callable[[], Any] | None) -> SeenBatch:
-        """The batch and the loss of a closure, or of the backward passes that were watched."""
-        self._seen_steps += 1
+    def _seen(self, closure: Callable[[], Any] | None) -> Seen:
+        """What a closure does, or what was watched since the last step."""
         if self._watcher is None:
             assert closure is not None
-            return run_closure(self._called, self._trained(), closure, self.loss, self._seen_steps)
+            return run_closure(self._called, self._trained(), closure, self.loss)
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        return self._watcher.take(self.loss, self._seen_steps)
+        return self._watcher.take(self.loss)
+
+    def _compared(self, seen: Seen) -> SeenBatch:
+        """The batch of a loop, whose loss has the gradients that the loop has left: compared where it is time."""
+        group = self._problems.group
+        what = seen.what if group.size == 1 else None  # several processes compare in the same steps
+        if not self._comparison.is_due(what):
+            return seen.batch
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        trained = {names[id(parameter)]: parameter for parameter in self._trained()}
+        factor = compare(seen, self.model, trained, self._seen_again, group)
+        self._comparison.settle(what, factor)
+        loss = seen.batch.loss
+        return seen.batch if factor == 1 else replace(seen.batch, loss=ScaledLoss(loss, factor))
 
     @contextmanager
     def _seen_again(self, seen: SeenBatch) -> Iterator[None]:
         """The model has run on the batch before: its random numbers are repeated, its buffers stay as they are."""
         watcher = self._watcher
         with nullcontext() if watcher is None else watcher.paused(), _random.replayed(seen.random):
-            holders = self._plan().buffers
-            buffers = Buffers(holders, {}) if holders else None
+            plan = self._plan()
+            buffers = Buffers(plan.buffers, {}) if plan.buffers else None
             try:
-                yield
+                with uncompiled if plan.has_compiled() else nullcontext():
+                    yield
             finally:
                 if buffers is not None:
                     buffers.put_back()

@@ -254,8 +254,8 @@ class Problems:
             return Batch(inputs, targets, samples, samples)
         if self.group.size > 1:  # an order of its own for each process, and the same state for all
             seed, state["generator"] = _random.draw_seed(state["generator"])
-            generator = torch.Generator().manual_seed(seed + self.group.rank)
-            order = torch.randperm(samples, generator=generator).to(context.device)
+            generator = torch.Generator(device="cpu").manual_seed(seed + self.group.rank)
+            order = torch.randperm(samples, generator=generator, device="cpu").to(context.device)
         else:
             order, state["generator"] = self.orders.draw(samples, state["generator"], context.device)
         return _batch.ordered_batch(inputs, targets, samples, order, count)

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from woodbury import _batch
 from woodbury._choice import part_named
-from woodbury.loop.seen import NoSamples
 from woodbury.losses.rules import loss_rule
+from woodbury.losses.scaled import NoSamples
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.quadratic.linearize import Problem
 

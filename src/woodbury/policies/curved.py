@@ -81,7 +81,7 @@ class SearchedStep(Policy):
         rungs = ladder.rungs(search, memory.dropped, memory.depth)
         if not rungs:
             nothing = quadratic.space.zeros(next(iter(quadratic.plan.parameters.values())))
-            choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1))
+            choice = Choice(nothing, STAY._replace(decrease=math.nan), torch.zeros(1, device="cpu"))
             return _proposal(quadratic, objective, choice, math.nan, 0.0, memory)
         judge = self._judge_of(quadratic, objective, rungs)
         combined = minimize_nonnegative(judge.products, -judge.slopes, RIDGE)
@@ -137,9 +137,8 @@ class SearchedStep(Policy):
         if self.held_out is not None:
             held_out = on_samples(objective.passes, *self.held_out, quadratic.decay)
             return self._judge_elsewhere(quadratic, held_out, vectors)
-        slopes = torch.tensor(
-            [float(quadratic.slope(own.vector, own.image)) for own in rungs], dtype=torch.float64
-        )
+        own_slopes = [float(quadratic.slope(own.vector, own.image)) for own in rungs]
+        slopes = torch.tensor(own_slopes, dtype=torch.float64, device="cpu")
         images = torch.stack([rung.image for rung in rungs])[:, : quadratic.curvature_rows]
         factors = images.double() / float(quadratic.divisor) ** 0.5
         products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
@@ -158,7 +157,7 @@ class SearchedStep(Policy):
         factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
         if quadratic.decay is not None:
             decayed = [float(quadratic.decay.slope(own)) for own in vectors]
-            slopes = slopes + torch.tensor(decayed, dtype=torch.float64)
+            slopes = slopes + torch.tensor(decayed, dtype=torch.float64, device="cpu")
         products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
         return Judge(held_out, float(held_out.loss), slopes, products)
 

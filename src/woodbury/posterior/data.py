@@ -49,7 +49,7 @@ class TrainingData:
         targets: Tensor | None,
         check: bool = True,
     ) -> None:
-        self._model, self._loss, self._rule = model, loss, loss_rule(loss)
+        self._model, self._loss, self._rule = model, copy.deepcopy(loss), loss_rule(loss)
         self._options = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
         summed = _as_sum(loss, self._rule)
         self._is_squared = isinstance(loss, nn.MSELoss)

@@ -201,14 +201,14 @@ class AdamMetric(Metric):
 @constant_tensor
 def _lengths(moments: Space, device: torch.device) -> Tensor:
     """Of each part of the moments."""
-    return torch.tensor(moments.sizes).to(device)
+    return torch.tensor(moments.sizes, device="cpu").to(device)
 
 
 @constant_tensor
 def _places(moments: Space, parameters: Space, device: torch.device) -> Tensor:
     """For each part of the moments the place of the rows, or vector, of its parameter: columns follow rows."""
     names = enumerate(moments.shapes)
-    return torch.tensor([place - _are_columns(name, parameters) for place, name in names]).to(device)
+    return torch.tensor([place - _are_columns(name, parameters) for place, name in names], device="cpu").to(device)
 
 
 @constant_tensor
@@ -216,7 +216,7 @@ def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch
     """For each part of the moments the share of its parameter in all of them, 0 for columns."""
     sizes = {name: shape.numel() / parameters.size for name, shape in parameters.shapes.items()}
     sizes |= {f"{name}.rows": share for name, share in sizes.items() if name not in moments.shapes}
-    return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype).to(device)
+    return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype, device="cpu").to(device)
 
 
 def _are_columns(name: str, parameters: Space) -> bool:

@@ -1,0 +1,646 @@
+"""Whatever a training loop does between its model's call and `step`: the step is that of its loss, or an error.
+
+A case is what a loop does with the outputs, and the same as a function of the outputs, from which the dense step
+follows by autograd; or a loop that no step on a batch can stand for, which must raise and leave the parameters.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bounds
+import reference
+import woodbury
+from fuzz.dense import dense_parameters
+from fuzz.loops import main as run_loops
+
+N, CLASSES, DAMPING = 8, 3, 0.3
+MASK = (torch.arange(N * CLASSES).reshape(N, CLASSES) % 3 > 0).double()
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, generator=generator).double(), torch.rand(N, CLASSES, generator=generator).double()
+
+
+class Loop:
+    """A model with its data, as a loop has them."""
+
+    def __init__(self, how, method=woodbury.GaussNewton, model=None, criterion=None):
+        self.model = network() if model is None else model
+        self.inputs, self.targets = batch()
+        self.how = how
+        self.optimizer = method(
+            self.model, criterion, damping=woodbury.Constant(DAMPING), guard=None, watch=how == "watch"
+        )
+
+    @classmethod
+    def of(cls, model, optimizer, how):
+        loop = cls.__new__(cls)
+        loop.model, loop.optimizer, loop.how = model, optimizer, how
+        loop.inputs, loop.targets = batch()
+        return loop
+
+    def outputs(self):
+        return self.model(self.inputs)
+
+    def step(self, body):
+        def closure():
+            self.optimizer.zero_grad()
+            body(self)
+
+        if self.how == "closure":
+            return self.optimizer.step(closure)
+        closure()
+        return self.optimizer.step()
+
+
+def plain(loop):
+    F.mse_loss(loop.outputs(), loop.targets).backward()
+
+
+def squares(y, t):
+    return (y - t).square().mean()
+
+
+def of_loss(loss):
+    """A loop that sends a loss of the outputs back."""
+
+    def body(loop):
+        loss(loop.outputs(), loop.targets).backward()
+
+    return body
+
+
+def after_backward(change):
+    def body(loop):
+        plain(loop)
+        change(loop)
+
+    return body
+
+
+def scaled_gradients(factor):
+    def change(loop):
+        for parameter in loop.model.parameters():
+            parameter.grad.mul_(factor)
+
+    return after_backward(change)
+
+
+def in_place(y, t):
+    y.mul_(2)
+    y += 1
+    return F.mse_loss(y, t)
+
+
+def by_index(y, t):
+    y[:, 0] = 0
+    y[y.detach() > 0.4] *= 3
+    return F.mse_loss(y, t)
+
+
+def through_a_view(y, t):
+    y[:, 0].mul_(3)
+    return F.mse_loss(y, t)
+
+
+def without_gradient(y, t):
+    with torch.no_grad():
+        y[:, 0] = 0
+    return (y - t).pow(4).mean()
+
+
+def of_detached(y, t):
+    y.detach().mul_(2)
+    return F.binary_cross_entropy_with_logits(y * 1, t)
+
+
+def of_data(y, t):
+    y.data.mul_(2)
+    return F.binary_cross_entropy_with_logits(y * 1, t)
+
+
+def by_weights(loop):
+    values = (loop.outputs() - loop.targets).square().mean(1)
+    values.backward(gradient=torch.arange(N).double() / N)
+
+
+def three_times(loop):
+    F.mse_loss(loop.outputs(), loop.targets).backward(gradient=torch.tensor(3.0).double())
+
+
+def hooked(change):
+    """A hook on the outputs."""
+
+    def body(loop):
+        y = loop.outputs()
+        y.register_hook(change)
+        F.mse_loss(y, loop.targets).backward()
+
+    return body
+
+
+def scaler(scale):
+    def body(loop):
+        own = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        own.scale(F.mse_loss(loop.outputs(), loop.targets)).backward()
+        own.unscale_(loop.optimizer)
+
+    return body
+
+
+def forward_hook(loop):
+    """Registered after the optimizer was made: part of the model."""
+    handle = loop.model.register_forward_hook(lambda module, args, outputs: outputs * 2)
+    plain(loop)
+    loop.handle = handle
+
+
+def pre_hook(loop):
+    handle = loop.model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    plain(loop)
+    loop.handle = handle
+
+
+RIGHT = {
+    "sum over outputs": (
+        of_loss(lambda y, t: F.mse_loss(y, t, reduction="sum") / N),
+        lambda y, t: (y - t).square().sum() / N,
+    ),
+    "logistic sum": (
+        of_loss(lambda y, t: 2 * F.binary_cross_entropy_with_logits(y, t, reduction="sum") / len(y)),
+        lambda y, t: 2 * (F.softplus(y) - y * t).sum() / N,
+    ),
+    "Poisson sum": (
+        of_loss(lambda y, t: F.poisson_nll_loss(y, t, reduction="sum").div(N)),
+        lambda y, t: (y.exp() - y * t).sum() / N,
+    ),
+    "mean of a sum": (
+        of_loss(lambda y, t: F.mse_loss(y, t, reduction="none").sum(1).mean()),
+        lambda y, t: (y - t).square().sum() / N,
+    ),
+    "in place": (of_loss(in_place), lambda y, t: squares(2 * y + 1, t)),
+    "by index": (
+        of_loss(by_index),
+        lambda y, t: squares(torch.cat([0 * y[:, :1], torch.where(y[:, 1:] > 0.4, 3 * y[:, 1:], y[:, 1:])], 1), t),
+    ),
+    "in-place activation": (
+        of_loss(lambda y, t: F.mse_loss(F.elu(y, inplace=True), t)),
+        lambda y, t: squares(F.elu(y), t),
+    ),
+    "positional in-place activation": (
+        of_loss(lambda y, t: F.mse_loss(F.hardtanh(y, -0.3, 0.3, True), t)),
+        lambda y, t: squares(y.clamp(-0.3, 0.3), t),
+    ),
+    "in-place module": (
+        of_loss(lambda y, t: F.mse_loss(nn.CELU(inplace=True)(y), t)),
+        lambda y, t: squares(F.celu(y), t),
+    ),
+    "in place after the loss": (
+        of_loss(lambda y, t: (F.cross_entropy(y, t.softmax(1)), y.detach().zero_())[0]),
+        lambda y, t: F.cross_entropy(y, t.softmax(1)),
+    ),
+    "mask": (
+        of_loss(lambda y, t: (MASK * (y - t) ** 2).sum() / MASK.sum()),
+        lambda y, t: (MASK * (y - t) ** 2).sum() / 16,
+    ),
+    "selected": (
+        of_loss(lambda y, t: F.mse_loss(y[MASK > 0], t[MASK > 0])),
+        lambda y, t: squares(y[MASK > 0], t[MASK > 0]),
+    ),
+    "noise": (of_loss(lambda y, t: F.mse_loss(y + 0 * torch.randn_like(y), t)), squares),
+    "constant added": (of_loss(lambda y, t: F.mse_loss(y, t) + 5), lambda y, t: squares(y, t) + 5),
+    "weights of backward": (by_weights, lambda y, t: ((y - t).square().mean(1) * torch.arange(N) / N).sum()),
+    "gradient of backward": (three_times, lambda y, t: 3 * squares(y, t)),
+    "scaled hook": (hooked(lambda g: 2.5 * g), lambda y, t: 2.5 * squares(y, t)),
+    "divided": (scaled_gradients(1 / 3), lambda y, t: squares(y, t) / 3),
+    "multiplied": (scaled_gradients(0.3712), lambda y, t: 0.3712 * squares(y, t)),
+    "scaler": (scaler(1000.0), squares),
+    "odd scaler": (scaler(3333.3), squares),
+    "forward hook": (forward_hook, lambda y, t: squares(2 * y, t)),
+}
+
+
+def change_one(loop):
+    loop.model[0].weight.grad.mul_(2)
+
+
+def remove_one(loop):
+    loop.model[2].bias.grad = None
+
+
+def zero_one(loop):
+    loop.model[2].bias.grad.zero_()
+
+
+def penalty_after(loop):
+    plain(loop)
+    (0.01 * loop.model[2].weight.square().sum()).backward()
+
+
+def penalty_before(loop):
+    (0.01 * loop.model[2].weight.square().sum()).backward()
+    plain(loop)
+
+
+def hidden_penalty(loop):
+    plain(loop)
+    torch.autograd.backward(0.01 * loop.model[2].weight.square().sum())
+
+
+def second_call(loop):
+    plain(loop)
+    loop.optimizer.model.forward(loop.inputs).square().mean().backward()
+
+
+def some_inputs(loop):
+    F.mse_loss(loop.outputs(), loop.targets).backward(inputs=[loop.model[0].weight, loop.model[0].bias])
+
+
+def new_targets(change):
+    def body(loop):
+        kept = loop.targets
+        loop.targets = kept.clone()
+        plain(loop)
+        change(loop.targets)
+        loop.targets = kept
+
+    return body
+
+
+def parameter_hook(loop):
+    handle = loop.model[0].bias.register_hook(lambda g: 2 * g)
+    plain(loop)
+    handle.remove()
+
+
+def module_hook(loop):
+    handle = loop.model[0].register_full_backward_hook(
+        lambda m, given, got: tuple(2 * g for g in given if g is not None)
+    )
+    loop.inputs = loop.inputs.clone().requires_grad_()
+    handle2 = loop.model[2].register_full_backward_hook(lambda m, given, got: (2 * given[0],))
+    plain(loop)
+    handle.remove(), handle2.remove()
+
+
+def accumulate_hook(loop):
+    own = loop.model[2].bias
+
+    def add_one(parameter):
+        parameter.grad.add_(1)
+
+    handle = own.register_post_accumulate_grad_hook(add_one)
+    plain(loop)
+    handle.remove()
+
+
+def replaced_gradient(loop):
+    plain(loop)
+    loop.model[2].weight.grad = 2 * loop.model[2].weight.grad
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+def twice(loop):
+    loss = F.mse_loss(loop.outputs(), loop.targets)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+REFUSED = {
+    "through a view": of_loss(through_a_view),
+    "without gradient": of_loss(without_gradient),
+    "of detached outputs": of_loss(of_detached),
+    "of data": of_loss(of_data),
+    "one gradient changed": after_backward(change_one),
+    "one gradient removed": after_backward(remove_one),
+    "one gradient zero": after_backward(zero_one),
+    "clipped by value": after_backward(lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3)),
+    "noise on gradients": after_backward(
+        lambda loop: [p.grad.add_(1e-3 * torch.randn_like(p)) for p in loop.model.parameters()]
+    ),
+    "penalty after": penalty_after,
+    "penalty before": penalty_before,
+    "unseen penalty": hidden_penalty,
+    "unseen call": second_call,
+    "some inputs": some_inputs,
+    "targets changed": new_targets(lambda t: t.add_(1)),
+    "targets changed unseen": new_targets(lambda t: t.data.add_(1)),
+    "targets changed by NumPy": new_targets(lambda t: t.numpy().__iadd__(1)),
+    "dropout of outputs": of_loss(lambda y, t: F.mse_loss(F.dropout(y, 0.5), t)),
+    "random activation": of_loss(lambda y, t: F.mse_loss(F.rrelu(y - 5, training=True), t)),
+    "hook on outputs": hooked(lambda g: g * MASK),
+    "hook on a parameter": parameter_hook,
+    "hook on modules": module_hook,
+    "hook after accumulation": accumulate_hook,
+    "function of one's own": of_loss(lambda y, t: F.mse_loss(y, t) + Reversed.apply(y).square().mean()),
+    "two backward passes": twice,
+    "gradient replaced": replaced_gradient,
+}
+every_how = pytest.mark.parametrize("how", ["watch", "closure"])
+every_start = pytest.mark.parametrize("since", [1, 3])
+
+
+def two_steps(loop, since):
+    """Ordinary steps before the case: the steps after the first are not all compared."""
+    for _ in range(since - 1):
+        loop.step(plain)
+
+
+@every_how
+@every_start
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_step_is_that_of_the_loss_of_the_loop(name, since, how):
+    body, loss = RIGHT[name]
+    loop = Loop(how)
+    two_steps(loop, since)
+    expected, condition = dense_parameters(loop.model, loop.inputs, lambda y: loss(y, loop.targets), DAMPING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        loop.step(body)
+    found = reference.flat([own.detach() for own in loop.model.parameters()])
+    assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition, steps=since)
+
+
+@every_how
+@every_start
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_step_can_stand_for_raises_and_changes_nothing(name, since, how):
+    loop = Loop(how)
+    two_steps(loop, since)
+    before = copy.deepcopy(loop.model.state_dict())
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match=r"[Ww]ay|step\(\)|Write|one backward|two backward|zero_grad"):
+        loop.step(REFUSED[name])
+    assert all(torch.equal(own, before[name]) for name, own in loop.model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_loops_take_dense_steps_or_raise():
+    """A short form of `make fuzz-loops`."""
+    results = run_loops(count=60, seed=5000)
+    assert not [result for result in results if result.startswith("WRONG")]
+    assert results["right"] >= 15 and results["raised as it must"] >= 15
+
+
+def check_dense(expected, condition, model):
+    found = reference.flat([own.detach() for own in model.parameters()])
+    assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition)
+
+
+@every_how
+@every_start
+def test_parameters_that_change_between_backward_and_step_raise(since, how):
+    def change(loop):
+        with torch.no_grad():
+            loop.model[2].weight.mul_(1.01)
+
+    loop = Loop(how)
+    two_steps(loop, since)
+    with pytest.raises(ValueError, match="or parameters, were changed between"):
+        loop.step(after_backward(change))
+
+
+@every_how
+def test_a_hook_on_the_inputs_belongs_to_the_model(how):
+    loop = Loop(how)
+    inputs = 2 * loop.inputs
+    expected = dense_parameters(loop.model, inputs, lambda y: squares(y, loop.targets), DAMPING)
+    loop.step(pre_hook)
+    check_dense(*expected, loop.model)
+
+
+def discriminator():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(CLASSES, 4), nn.LeakyReLU(0.2, inplace=True), nn.Linear(4, 1)).double()
+
+
+def logistic(y, label):
+    return F.binary_cross_entropy_with_logits(y, torch.full_like(y, label))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_two_watched_models_of_which_one_sees_the_outputs_of_the_other(detached):
+    """A generative adversarial network: both steps are dense ones, whatever gradients the other leaves."""
+    settings = {"damping": woodbury.Constant(DAMPING), "guard": None, "watch": True}
+    maker, judge = network(), discriminator()
+    of_maker = woodbury.GaussNewton(maker, None, **settings)
+    of_judge = woodbury.GaussNewton(judge, None, **settings)
+    noise, real = batch()
+    for _ in range(3):
+        made = maker(noise)
+        of_judge.zero_grad()
+        logistic(judge(real), 1.0).backward()
+        logistic(judge(made.detach() if detached else made.clone()), 0.0).backward(retain_graph=not detached)
+        seen = torch.cat([real, made.detach().as_subclass(torch.Tensor)])
+        expected = dense_parameters(judge, seen, lambda y: logistic(y[:N], 1.0) + logistic(y[N:], 0.0), DAMPING)
+        of_judge.step()
+        check_dense(*expected, judge)
+        of_maker.zero_grad()
+        fixed = copy.deepcopy(judge)
+        expected = dense_parameters(maker, noise, lambda y, fixed=fixed: logistic(fixed(y), 1.0), DAMPING)
+        logistic(judge(maker(noise)), 1.0).backward()
+        of_maker.step()
+        check_dense(*expected, maker)
+
+
+def test_a_watched_model_inside_another_and_two_optimizers_of_one_model():
+    settings = {"damping": woodbury.Constant(DAMPING), "guard": None, "watch": True}
+    whole = nn.Sequential(network(), nn.Tanh(), nn.Linear(CLASSES, CLASSES).double())
+    inside, head = whole[0], whole[1:]
+    optimizers = [
+        (woodbury.GaussNewton(inside, None, **settings), inside, lambda y: copy.deepcopy(head)(y)),
+        (woodbury.GaussNewton(whole, None, **settings), whole, lambda y: y),
+        (woodbury.GaussNewton(whole, None, **settings), whole, lambda y: y),
+    ]
+    inputs, targets = batch()
+    for _ in range(3):
+        for optimizer, model, rest in optimizers:
+            dense = dense_parameters(model, inputs, lambda y, rest=rest: squares(rest(y), targets), DAMPING)
+            whole.zero_grad()
+            F.mse_loss(whole(inputs), targets).backward()
+            optimizer.step()
+            check_dense(*dense, model)
+
+
+@every_how
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_loss_function_runs_as_written_or_is_named(fullgraph, how):
+    loop = Loop(how)
+    torch._dynamo.reset()
+    compiled = torch.compile(squares, backend="aot_eager", fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(RuntimeError, match="without fullgraph=True"):
+            loop.step(of_loss(compiled))
+        return
+    for _ in range(3):
+        expected = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets), DAMPING)
+        loop.step(of_loss(compiled))
+        check_dense(*expected, loop.model)
+
+
+@every_how
+@pytest.mark.parametrize("largest, warns", [(1e9, False), (0.01, True), (0.0012, True)])
+@pytest.mark.parametrize("scale", [1.0, 512.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_start
+def test_clipping_that_binds_warns_and_the_step_is_that_of_the_loss(largest, warns, scale, dtype, since, how):
+    """With a gradient scaler, too, which has taken back its scale before."""
+    loop = Loop(how, model=network().to(dtype))
+    loop.inputs, loop.targets = loop.inputs.to(dtype), loop.targets.to(dtype)
+    two_steps(loop, since)
+    expected, condition = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets), DAMPING)
+
+    def clipped(loop):
+        scaler(scale)(loop) if scale > 1 else plain(loop)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), largest)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.step(clipped)
+    assert ["clipped" in str(warning.message) for warning in caught] == [True] * warns
+    found = reference.flat([own.detach() for own in loop.model.parameters()])
+    assert reference.relative_error(found, expected) <= bounds.rounding(len(expected), condition, since, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [2, 3, 7, 64, 100, 1000])
+def test_gradients_divided_by_a_number_are_not_taken_for_clipped_ones(number, dtype):
+    loop = Loop("watch", model=network().to(dtype))
+    loop.inputs, loop.targets = loop.inputs.to(dtype), loop.targets.to(dtype)
+    dense = dense_parameters(loop.model, loop.inputs, lambda y: squares(y, loop.targets) / number, DAMPING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.step(scaled_gradients(1 / number))
+    found = reference.flat([own.detach() for own in loop.model.parameters()])
+    assert reference.relative_error(found, dense[0]) <= bounds.rounding(len(found), dense[1], dtype=dtype)
+
+
+@every_how
+def test_loops_in_lower_precision_and_with_dropout_raise_no_false_alarm(how):
+    """Dropout in two micro-batches, and passes in bfloat16; what is far beyond its digits is seen."""
+
+    def body(loop):
+        for x, t in zip(loop.inputs.float().split(4), loop.targets.float().split(4), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(loop.model(x), t) / 2
+            loss.backward()
+
+    for change in (None, change_one):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.ReLU(), nn.Linear(50, CLASSES))
+        loop = Loop.of(model, woodbury.GaussNewton(model, None, watch=how == "watch"), how)
+        if change is None:
+            for _ in range(16):
+                loop.step(body)
+            continue
+        with pytest.raises(ValueError, match="not be that of the loop"):
+            loop.step(lambda loop: (body(loop), change_one(loop)))
+
+
+@pytest.mark.parametrize("method", [woodbury.NaturalGradient, woodbury.HessianFree, woodbury.KFAC])
+@every_how
+def test_every_method_believes_the_gradients(method, how):
+    """The step of a loss that a hook has halved is that of half the loss, and a changed gradient raises."""
+    steps = []
+    for body in (hooked(lambda g: g / 2), of_loss(lambda y, t: F.mse_loss(y, t) / 2)):
+        model = network()
+        optimizer = method(model, None, watch=how == "watch", seed=0)
+        loop = Loop.of(model, optimizer, how)
+        for _ in range(3):
+            loop.step(body)
+        steps.append(reference.flat([own.detach() for own in model.parameters()]))
+    assert reference.relative_error(*steps) <= bounds.rounding(len(steps[0]), 100, steps=3)
+    with pytest.raises(ValueError, match="not be that of the loop"):
+        loop.step(after_backward(change_one))
+
+
+@every_how
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_no_false_alarm_near_a_minimum(dtype, scale, how):
+    """Where the gradients of samples cancel, and residuals are differences of nearly equal numbers."""
+    model = network().to(dtype)
+    optimizer = woodbury.GaussNewton(model, None, damping=1e-3 * scale**2, watch=how == "watch")
+    loop = Loop.of(model, optimizer, how)
+    loop.inputs = loop.inputs.to(dtype)
+    loop.targets = (scale * (loop.targets + 100)).to(dtype)
+    for _ in range(64):
+        loop.step(plain)
+
+
+class Bare(nn.Module):
+    """Every kind of rows: a convolution, a norm, linear layers, and parameters of no layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 2))
+        self.scale, self.mixed = nn.Parameter(torch.ones(4)), nn.Parameter(torch.randn(4, CLASSES))
+        self.double()
+
+    def forward(self, x):
+        return self.scale * x @ self.mixed + self.layers(x + x * self.scale).flatten(1)[:, :CLASSES]
+
+
+def of_rows(model, inputs, targets, criterion):
+    found = woodbury.rows(model, criterion, inputs, targets, fallback="autograd")
+    return lambda: found.dense() @ found.rmatvec(torch.ones(found.shape[0]).double()).flat
+
+
+def of_posterior(model, inputs, targets, criterion):
+    found = woodbury.posterior(model, criterion, inputs, targets)
+    new_inputs, new_targets = inputs + 1, 1 - targets
+    return lambda: torch.cat(
+        [found.variance(new_inputs).flatten(), found.influence(new_inputs, new_targets).flatten()]
+    )
+
+
+def of_next_step(model, inputs, targets, criterion):
+    """The rows of earlier batches, and what a watched loop has left."""
+    optimizer = woodbury.GaussNewton(model, criterion, memory=1, watch=True, fallback="autograd")
+    criterion(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    other = inputs + 1, 1 - targets
+    return lambda: torch.cat([own.flatten() for own in optimizer.direction(*other).values()])
+
+
+@pytest.mark.parametrize("make", [Bare, network])
+@pytest.mark.parametrize("keep", [of_rows, of_posterior, of_next_step])
+def test_what_is_changed_later_changes_no_result(keep, make):
+    results = []
+    for changes in (False, True):
+        model, (inputs, targets) = make(), batch()
+        criterion = nn.BCEWithLogitsLoss(pos_weight=torch.ones(CLASSES).double())
+        result = keep(model, inputs, targets, criterion)
+        if changes:
+            inputs.add_(1)
+            targets.zero_()
+            if keep is not of_next_step:  # whose model and loss are those of the step to come
+                criterion.pos_weight.mul_(3)
+                with torch.no_grad():
+                    for own in model.parameters():
+                        own.mul_(2)
+        results.append(result())
+    assert torch.equal(*results)
