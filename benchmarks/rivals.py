@@ -93,9 +93,9 @@ def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple
 class Watch:
     """Called after every step: counts steps, now and then evaluates the loss, and takes the time without that."""
 
-    def __init__(self, evaluate_loss: Callable[[], float], every: int) -> None:
-        self.evaluate_loss, self.every = evaluate_loss, every
-        self.steps = 0
+    def __init__(self, evaluate_loss: Callable[[], float], every: int, samples: Any = None) -> None:
+        self.evaluate_loss, self.every, self.samples = evaluate_loss, every, samples
+        self.steps, self.drawn = 0, 0  # samples drawn for steps: not for the loss at the end
         self.curve: list[list[float]] = []  # CPU seconds, loss
         self._started, self._outside = time.process_time(), 0.0
 
@@ -106,6 +106,7 @@ class Watch:
 
     def __call__(self, *ignored: object) -> None:
         self.steps += 1
+        self.drawn = 0 if self.samples is None else self.samples.drawn
         if self.steps % self.every == 0:
             seconds, before = self.seconds, time.process_time()
             self.curve.append([seconds, self.evaluate_loss()])
@@ -158,7 +159,7 @@ def run(
     torch.manual_seed(seed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        watch = Watch(partial(train_loss, CURVE_SAMPLES), math.ceil(steps / CURVE_POINTS))
+        watch = Watch(partial(train_loss, CURVE_SAMPLES), math.ceil(steps / CURVE_POINTS), samples)
         try:
             if rate is not None:
                 train_first_order(task, loader, method, rate, problem.epochs, watch)
@@ -174,7 +175,7 @@ def run(
         "method": method,
         "rate": rate,
         "seed": seed,
-        "epochs": samples.drawn / len(samples),
+        "epochs": watch.drawn / len(samples),
         "steps": watch.steps,
         "seconds": taken,
         "start_loss": start,

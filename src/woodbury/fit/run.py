@@ -127,9 +127,9 @@ class Run(ABC):
                 inputs, targets = to_device(as_pair(batch, "validation must give pairs"), self.device)
                 with torch.set_grad_enabled(self.optimizer.forward is not call_model):
                     outputs = self.optimizer.forward(self.model, inputs).detach()
-                size = 1.0
-                if isinstance(outputs, Tensor):
-                    size = float(rule.count(loss, prepare(rule, loss, outputs, targets)))
+                size = float(
+                    rule.count(loss, prepare(rule, loss, outputs, targets))
+                )  # which raises for bad shapes
                 value = float(loss_of(loss, outputs, targets))
                 total, count = total + (value if rule.is_sum(loss) else value * size), count + size
         if not count:
