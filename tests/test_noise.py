@@ -326,6 +326,16 @@ def test_an_interrupted_validation_pass_loses_nothing(kind, passes):
     assert fit.validation <= min(seen) * (1 + bounds.rounding(25))
 
 
+def test_an_interrupt_at_the_end_leaves_the_best_parameters():
+    torch.manual_seed(0)
+    passes = 1 + 2 * 20 + 1  # before the first step, two in each, and the first after the last
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), Interrupted(passes), nn.Linear(6, 1)).double()
+    fit = fitted(model, noisy(), steps=20, validation=noisy(3, 25), patience=30)
+    assert fit.reason == "interrupted" and fit.steps == 20 > fit.best_step
+    assert same(fit.validation, loss_of(model, noisy(3, 25)))
+    assert fit.validation == min(entry["validation"] for entry in fit.history)
+
+
 def test_a_run_that_stops_inside_an_epoch_leaves_the_best_parameters():
     model, other = network(), noisy(3, 25)
 

@@ -46,7 +46,7 @@ class Start(NamedTuple):
     parameters: Mapping[str, Tensor] | None = None  # by default those of the model
 
 
-STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1))
+STARTS = (Start(1.0, 0.3), Start(3.0, 1.0), Start(0.1, 0.1), Start(0.01, 0.01))
 TRIAL_STEPS = 50  # of each, unless its evidence rises no more before
 LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 

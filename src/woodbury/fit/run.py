@@ -98,7 +98,13 @@ class Run(ABC):
         except KeyboardInterrupt:
             fit.reason = "interrupted"
         fit.state = self.state()
-        self.finish()
+        try:
+            self.finish()
+        except KeyboardInterrupt:  # while losses were measured anew: then those that are known count
+            fit.reason = "interrupted"
+            if self.validation is not None and self.best is not None:
+                self.load_parameters(self.best.parameters)
+                fit.validation, fit.best_step = self.best.judged, self.best.step
         if progress is not None:
             progress.end(fit)
         return fit
