@@ -24,12 +24,11 @@ from woodbury.fit.run import Callback, Run, Validation
 from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
 
-LOOKED_AT = 24  # searched steps at first, of which
-SHORT, SHORT_STEPS = 1 / 8, 3  # if so many in a row are shorter than this, and
-FEW, LITTLE = 8, 1.0  # so many take less than this off the logarithm of the loss, plain steps follow:
-WINDOW = 32  # twice as many at least, and on as long as this many
+# after so many searched steps: if the last four were shorter than this, plain ones
+LOOKS = {8: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
+WINDOW = 64  # follow, twice as many at least, and on as long as this many
 WORTH = 1.0  # take so much off the logarithm of the loss
-FIRST, MOST_ON_DEVICE = 512, 8192  # samples of a step at first; on a GPU 1.5 per parameter up to the second number
+FIRST, MOST_ON_DEVICE = 256, 8192  # samples of a step at first; on a GPU 1.5 per parameter up to the second number
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
@@ -59,7 +58,7 @@ class SolvingRun(Run):
         self.source = source
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"
-        first = FIRST if on_cpu else min(max(round(1.5 * self.size), 4 * FIRST), MOST_ON_DEVICE)
+        first = FIRST if on_cpu else min(max(round(1.5 * self.size), 8 * FIRST), MOST_ON_DEVICE)
         self.count = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
         self.most = MOST_ROWS * self.size  # samples of a step; fewer where memory has run out
         # the steps before this phase
@@ -103,14 +102,11 @@ class SolvingRun(Run):
 
     def _decide(self) -> None:
         """Whether the next step is a plain one."""
-        history, begun = self.fit.history, self.fit.steps - self.since
-        if self.phase == "look" and begun >= FEW:
-            is_short = all(float(record["length"]) < SHORT for record in history[-SHORT_STEPS:])
-            if is_short and self._gained(FEW) < LITTLE:
-                self.phase, self.since = "plain", self.fit.steps
+        fit, begun = self.fit, self.fit.steps - self.since
+        if self.phase == "look" and fit.steps in LOOKS:
+            if all(float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:]):
+                self.phase, self.since = "plain", fit.steps
                 use_search(self.optimizer, False)
-            elif begun >= LOOKED_AT:
-                self.phase = "search"
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             self.phase = "search"
             use_search(self.optimizer, True)
