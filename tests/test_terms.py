@@ -180,3 +180,79 @@ def test_errors_name_the_term(name):
 def test_what_is_no_term_is_refused_by_name(term):
     with pytest.raises((TypeError, ValueError), match="odd"):
         Equations(odd=term)
+
+
+# -- fits -----------------------------------------------------------------------------------------------------
+
+
+def bend(model, x):
+    return woodbury.laplacian(model, x).laplacian + torch.pi**2 * torch.sin(torch.pi * x)
+
+
+def line_problem(seed=0):
+    """-u'' = pi^2 sin(pi x), u = 0 at both ends."""
+    torch.manual_seed(seed)
+    ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    draw = lambda count: torch.rand(count, 1, dtype=torch.float64)  # noqa: E731
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return model, Equations(inside=(draw, bend), ends=(ends, run_model))
+
+
+def fitted(model, equations, **settings):
+    return woodbury.fit(model, equations, **{"progress": False, "seed": 0, **settings})
+
+
+def test_a_fit_of_terms_solves_the_equation_and_says_how_far_each_term_is():
+    model, equations = line_problem()
+    fit = fitted(model, equations, steps=30)
+    x = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
+    assert float((model(x) - torch.sin(torch.pi * x)).abs().max()) < 1e-4
+    first, last = fit.history[0]["terms"], fit.history[-1]["terms"]
+    assert set(first) == set(last) == {"inside", "ends"} and last["inside"] < 1e-6 * first["inside"]
+
+
+def test_a_fit_of_terms_goes_on_from_its_state_bit_by_bit():
+    whole, equations = line_problem()
+    fitted(whole, equations, steps=12)
+    part, equations = line_problem()
+    state = fitted(part, equations, steps=5).state_dict()
+    again, equations = line_problem(seed=3)
+    fitted(again, equations, steps=12, resume=state)
+    for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
+    model, equations = line_problem()
+    step, most = woodbury.GaussNewton.step, 600
+
+    def small_memory(self, inputs, *args, **kwargs):
+        if len(inputs[0]) > most:
+            raise torch.OutOfMemoryError("too much")
+        return step(self, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(woodbury.GaussNewton, "step", small_memory)
+    with pytest.warns(RuntimeWarning, match="memory has run out: from now on a step has 512 samples") as told:
+        fit = fitted(model, equations, steps=6, samples=1024)
+    assert len(told) == 1 and fit.steps == 6 and fit.samples == 512
+    assert fit.history[-1]["loss"] < fit.history[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data": (torch.zeros(3, 1), None)},
+        {"forward": run_model},
+        {"validation": (torch.zeros(3, 1), torch.zeros(3, 1))},
+        {"epochs": 3},
+        {"points": "elsewhere"},
+        {"weight_decay": "evidence"},
+        {"samples": 0},
+    ],
+)
+def test_what_terms_have_no_use_for_is_refused_by_name(settings):
+    model, equations = line_problem()
+    before = flatten(dict(model.named_parameters())).clone()
+    with pytest.raises(ValueError, match=f"fit: {next(iter(settings))}"):
+        fitted(model, equations, steps=3, **settings)
+    assert torch.equal(before, flatten(dict(model.named_parameters())))
