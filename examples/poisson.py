@@ -1,7 +1,7 @@
 """Solve the Poisson equation with a network: one call of `woodbury.fit`, against Adam and L-BFGS by the clock.
 
 -Lap u = f in the unit cube, u = g on its boundary. A residual is Lap u + f inside and WEIGHT (u - g) on the
-boundary, and the loss is their mean square. Two problems:
+boundary, and the loss is their mean square (`fit` weighs them by itself). Two problems:
 
     2 dimensions   u = sin(pi x) sin(pi y),   2-32-32-1 tanh network,        900 points inside, 120 on the boundary
     5 dimensions   u = sum of cos(pi x_i),    5-64-64-48-48-1 tanh network, 3000 points inside, 500 on the boundary
@@ -48,12 +48,30 @@ class Equation(NamedTuple):
 
     def draw(self, count: int, device: str) -> tuple[Batch, None]:
         """Random points inside, then random points on random faces; the targets of residuals are zeros."""
-        d, inside = self.widths[0], round(count * self.inside / (self.inside + self.boundary))
-        points = torch.rand(count, d, device=device, dtype=torch.float64)
-        faces = torch.randint(d, (count - inside, 1), device=device)
-        sides = torch.randint(2, (count - inside, 1), device=device).double()
-        points[inside:].scatter_(1, faces, sides)
+        inside = round(count * self.inside / (self.inside + self.boundary))
+        points = torch.cat([self.draw_inside(inside, device), self.draw_faces(count - inside, device)])
         return (points, torch.arange(count, device=device).unsqueeze(1) < inside), None
+
+    def draw_inside(self, count: int, device: str) -> Tensor:
+        return torch.rand(count, self.widths[0], device=device, dtype=torch.float64)
+
+    def draw_faces(self, count: int, device: str) -> Tensor:
+        faces = torch.randint(self.widths[0], (count, 1), device=device)
+        sides = torch.randint(2, (count, 1), device=device).double()
+        return self.draw_inside(count, device).scatter(1, faces, sides)
+
+    def terms(self, device: str) -> woodbury.Equations:
+        """The same for `fit`: each kind of points with its residuals."""
+        return woodbury.Equations(
+            inside=(
+                lambda count: self.draw_inside(count, device),
+                lambda model, x: woodbury.laplacian(model, x).laplacian + self.force(x),
+            ),
+            boundary=(
+                lambda count: self.draw_faces(count, device),
+                lambda model, x: model(x) - self.solution(x),
+            ),
+        )
 
     def residuals(self, model: nn.Module, batch: Batch) -> Tensor:
         """One residual per point, (n, 1)."""
@@ -102,9 +120,7 @@ Method = Callable[[Task], Any]
 def by_fit(task: Task, metric: str = "auto") -> woodbury.Fit:
     return woodbury.fit(
         task.model,
-        nn.MSELoss(),
-        task.draw,
-        forward=task.equation.residuals,
+        task.equation.terms(task.device),
         seconds=task.seconds,
         metric=metric,
         callback=lambda _: task.note() >= task.seconds,

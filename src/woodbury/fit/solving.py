@@ -26,7 +26,8 @@ from woodbury.optim import GaussNewton, StepInfo
 
 # after so many searched steps: if the last four were shorter than this, plain ones
 LOOKS = {8: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
-WINDOW = 64  # follow, twice as many at least, and on as long as this many
+FAR = 0.01  # follow, unless the loss is below this share of the first,
+WINDOW = 64  # twice as many at least, and on as long as this many
 WORTH = 1.0  # take so much off the logarithm of the loss
 FIRST, MOST_ON_DEVICE = 256, 8192  # samples of a step at first; on a GPU 1.5 per parameter up to the second number
 GROWTH = 2  # times the samples, where they limit the steps:
@@ -104,7 +105,9 @@ class SolvingRun(Run):
         """Whether the next step is a plain one."""
         fit, begun = self.fit, self.fit.steps - self.since
         if self.phase == "look" and fit.steps in LOOKS:
-            if all(float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:]):
+            if fit.history[-1]["loss"] > FAR * fit.history[0]["loss"] and all(
+                float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:]
+            ):
                 self.phase, self.since = "plain", fit.steps
                 use_search(self.optimizer, False)
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
