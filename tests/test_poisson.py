@@ -54,7 +54,7 @@ def test_a_run_leaves_a_record(dimensions, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("method", [method for own in poisson.RIVALS.values() for method in own.values()])
 def test_every_rival_takes_steps(method):
     curve = poisson.solve(method, poisson.EQUATIONS[2], "cpu", 0.2, seed=0)
-    assert len(curve) >= 2 and all(error > 0 for _, error in curve)
+    assert curve and all(error > 0 for _, error in curve)
 
 
 def test_a_figure_is_drawn_from_a_record(tmp_path):
