@@ -142,6 +142,10 @@ def test_column_of_zeros_gets_no_step():
     assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
 
 
+def begin(problem, x):
+    return iteration._begin(problem, x, problem.residuals(x, None), problem.residuals.jacobian(x, None))
+
+
 @pytest.mark.parametrize("radius", [0.05, 5.0])
 def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     """Both equations in the docstring of `_propose`, with the residuals f + J p of the model written out."""
@@ -150,7 +154,7 @@ def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     residuals = Residuals(lambda x: f + J @ x, (), torch.Size([4]), False, torch.zeros(1, 4).double())
     limits = iteration.Bounds(torch.full((1, 4), -0.04).double(), torch.full((1, 4), 0.03).double())
     problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, 0, None)
-    fits = iteration._begin(problem, torch.zeros(1, 4).double())
+    fits = begin(problem, torch.zeros(1, 4).double())
     fits.radius = double(radius)
     step = iteration._propose(problem, fits)
     p, size = step.p[0], f.square().sum()
@@ -181,7 +185,7 @@ def fits_at(function, x):
     """The state of the iteration at x (b, p), without bounds."""
     residuals = Residuals(function, (), x.shape[1:], True, x)
     problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, 0, None)
-    return problem, iteration._begin(problem, x)
+    return problem, begin(problem, x)
 
 
 def test_secants_find_what_the_hessian_has_beside_j_t_j():
