@@ -143,7 +143,7 @@ def _result(
     f_unit = units.f.unsqueeze(-1)
     x, f = ends.x * units.x, ends.f * f_unit
     target, J = loss.gauss_newton(f, residuals.jacobian(ends.x, None))
-    g = gradient(J, target / f_unit) * f_unit * (f_unit / units.x)
+    g = gradient(J, target / f_unit)
     mask, distance = torch.zeros_like(x, dtype=torch.int64), torch.ones_like(x)
     if limits is not None:
         lower, upper = limits
@@ -156,9 +156,9 @@ def _result(
         "x": x.reshape(-1, *shape),
         "cost": cost,
         "fun": f.reshape(-1, *residuals.output_shape),
-        "jac": J * (f_unit / units.x).unsqueeze(1),
-        "grad": g.reshape(-1, *shape),
-        "optimality": (g * distance).abs().amax(-1),
+        "jac": J / units.x.unsqueeze(1) * f_unit.unsqueeze(-1),
+        "grad": (g / units.x * f_unit * f_unit).reshape(-1, *shape),
+        "optimality": (g * distance / units.x * f_unit * f_unit).abs().amax(-1),
         "active_mask": mask.reshape(-1, *shape),
         "nfev": ends.nfev,
         "njev": ends.njev,

@@ -105,7 +105,10 @@ class Residuals:
             self._change_units(self.units.x, torch.exp2(wanted).to(x))
         J = self.jacobian(x, None)
         self._check_finite(f, J)
-        slope = _exponents(J.abs().amax(1))
+        size = J.abs().amax(1)
+        # a parameter that changes nothing here is as large as it is, or as the one that changes most
+        instead = torch.where(x == 0, _exponents(size.amax(-1, keepdim=True)), -_exponents(x.abs()))
+        slope = torch.where(size > 0, _exponents(size), instead)
         if bool((slope.abs() > reach).any()):
             self._change_units(torch.exp2(torch.where(slope.abs() > reach, -slope, 0.0)).to(x), self.units.f)
         return f / self.units.f.unsqueeze(-1), J * self.units.x.unsqueeze(1)
