@@ -610,12 +610,7 @@ def test_a_fit_that_breaks_leaves_the_others_alone():
 # ------------------------------------------------------------------------------------- numbers of any size
 
 FAR = {torch.float64: (1e-170, 1e-300, 1e160, 1e290), torch.float32: (1e-25, 1e25)}
-PAIRS = [
-    (dtype, of_x, of_f)
-    for dtype, units in FAR.items()
-    for of_x in (1.0, *units)
-    for of_f in (1.0, *units)
-]
+PAIRS = [(dtype, of_x, of_f) for dtype, units in FAR.items() for of_x in (1.0, *units) for of_f in (1.0, *units)]
 
 
 def scaled_decay(of_x, of_f, y, t=T):

@@ -133,7 +133,10 @@ def test_columns_of_different_units_and_constant_ones():
     X, y = small_data()
     units = np.array([2.0**-565, 2.0**565])
     Y = np.stack([y, np.full(40, 2.0), X[:, 0]], axis=1)
-    plain, other = LMRegressor(**SMALL).fit(X, Y), LMRegressor(**SMALL).fit(X * units, Y * [1.0, 2.0**600, 2.0**-600])
+    plain, other = (
+        LMRegressor(**SMALL).fit(X, Y),
+        LMRegressor(**SMALL).fit(X * units, Y * [1.0, 2.0**600, 2.0**-600]),
+    )
     means = other.predict(X * units) / [1.0, 2.0**600, 2.0**-600]
     np.testing.assert_array_equal(means, plain.predict(X))
     np.testing.assert_allclose(means[:, 1], 2.0, rtol=1e-3)
@@ -141,9 +144,9 @@ def test_columns_of_different_units_and_constant_ones():
 
 def test_one_sample_is_refused():
     X, y = small_data()
-    with pytest.raises(ValueError, match="1 sample.* a minimum of 2 is required by LMRegressor"):
+    with pytest.raises(ValueError, match=r"1 sample.* a minimum of 2 is required by LMRegressor"):
         LMRegressor(**SMALL).fit(X[:1], y[:1])
-    with pytest.raises(ValueError, match="sample_weight is zero for all but 1 of 40 samples"):
+    with pytest.raises(ValueError, match="sample_weight is zero for all but 1 samples; give 2"):
         LMRegressor(**SMALL).fit(X, y, np.eye(40)[0])
     pair = LMRegressor(**SMALL).fit(X[:2], y[:2])
     assert all(np.isfinite(own).all() for own in pair.predict(X, return_std=True))

@@ -112,13 +112,11 @@ def _through_linear(layer: nn.Linear, jet: _Jet) -> _Jet:
     parts = [jet.value.unsqueeze(1), jet.slopes]
     if jet.bend is not None:
         parts.append(jet.bend.unsqueeze(1))
-    if layer.bias is None:
+    if layer.bias is not None:
+        parts.append(torch.zeros_like(parts[0]))
+    with _BiasOfValue():
         z = layer(torch.cat(parts, dim=1))
-        derivatives = z[:, 1:]
-    else:
-        with _BiasOfValue():
-            z = layer(torch.cat([*parts, torch.zeros_like(parts[0])], dim=1))
-        derivatives = z[:, 1:-1] - z[:, -1:]
+    derivatives = z[:, 1:] if layer.bias is None else z[:, 1:-1] - z[:, -1:]
     if jet.bend is None:
         return _Jet(z[:, 0], derivatives, None)
     return _Jet(z[:, 0], derivatives[:, :-1], derivatives[:, -1])
@@ -130,7 +128,7 @@ class _BiasOfValue(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not F.linear:
+        if func is not F.linear or args[2] is None:
             return func(*args, **(kwargs or {}))
         inputs, weight, bias = args
         z = F.linear(inputs, weight)

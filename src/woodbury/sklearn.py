@@ -73,9 +73,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         A sample of weight w counts as w samples; one of weight 0 is left out.
         """
         self._check_parameters()
-        X, y = validate_data(
-            self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2
-        )
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
         self._is_flat = y.ndim == 1
         targets = y.reshape(len(y), -1)
@@ -84,10 +82,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
             weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             used = weights > 0
             if used.sum() < 2:
-                raise ValueError(
-                    f"LMRegressor: sample_weight is zero for all but {used.sum()} of {len(used)} samples; a minimum "
-                    "of 2 is required"
-                )
+                raise ValueError(f"LMRegressor: sample_weight is zero for all but {used.sum()} samples; give 2")
             X, targets, weights = X[used], targets[used], weights[used]
         self._x_mean, self._x_scale = _location_and_scale(X, weights)
         self._y_mean, self._y_scale = _location_and_scale(targets, weights)

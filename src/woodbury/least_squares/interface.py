@@ -41,7 +41,7 @@ class LeastSquaresResult:
     active_mask: Tensor  # -1, 0, 1: at the lower bound, at none, at the upper bound
     nfev: Any  # points at which the function was computed
     njev: Any  # Jacobians on the way; `jac` is one more, which scipy does not count either
-    status: Any  # the code of the message, as in scipy; -1 where a Jacobian is not finite, -3 where the cost is not
+    status: Any  # the code of the message, as in scipy; -1 or -3 where a Jacobian or the cost is not finite
     message: Any
     success: Any  # whether a tolerance was met
 
@@ -80,8 +80,7 @@ def least_squares(
     The step p minimizes |f + J p| subject to |D p| <= radius, with J by torch.func and D the largest norm that
     each column of J has had. Radius, damping and the rules to accept a step are those of MINPACK (Moré 1978); near
     the minimum, where the cost no longer shows the difference, steps are judged by gradients. Another unit for a
-    parameter, or for all residuals, gives the same fit in the other unit, also where squares are no numbers. If
-    that holds for the cost itself, `status` is -3.
+    parameter, or for all residuals, gives the same fit in the other unit, also where squares overflow.
 
     function: maps parameters (in the shape of `start`) to residuals f, a tensor of any shape, with operations that
         autograd follows. Where torch.func cannot transform it, J is computed row by row.
@@ -102,8 +101,8 @@ def least_squares(
         that is more.
     args: passed on, function(x, *args).
     batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
-        function sees one of them at a time. Tensors in `args` must have b entries as well, one for each fit;
-        so must arrays, which it sees as tensors.
+        function sees one of them at a time. Tensors and arrays in `args` must have b entries as well, of which
+        it sees one, as a tensor.
     verbose: 1 prints how it ended, 2 every trial.
     callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
     """
@@ -135,9 +134,7 @@ def least_squares(
     return result
 
 
-def _result(
-    residuals: Residuals, loss: Loss, limits: arguments.Bounds | None, ends: Ends
-) -> LeastSquaresResult:
+def _result(residuals: Residuals, loss: Loss, limits: arguments.Bounds | None, ends: Ends) -> LeastSquaresResult:
     """The ends, in the units of the caller."""
     shape, batched, units = residuals.shape, residuals.batched, residuals.units
     f_unit = units.f.unsqueeze(-1)

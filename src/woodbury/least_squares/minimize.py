@@ -126,8 +126,7 @@ def _print(step: int, problem: Problem, fits: _Fits) -> None:
     if step == 0:
         print(f"{'trial':>6}{'fits':>8}{'cost':>16}{'radius':>12}")
     unit = problem.residuals.units.f[fits.row].double()
-    radius = float((fits.radius * (unit if problem.scale is None else 1.0)).median())
-    cost = float((fits.cost * unit * unit).sum())
+    cost, radius = float((fits.cost * unit * unit).sum()), float(fits.radius.median())
     print(f"{step:6}{len(fits.row):8}{cost:16.8e}{radius:12.2e}", flush=True)
 
 

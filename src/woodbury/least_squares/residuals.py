@@ -44,8 +44,7 @@ class Residuals:
         if not callable(function):
             raise TypeError(f"function must be a function of the parameters, got {type(function).__name__}")
         self.batched, self._count = batched, len(start)
-        self._function = self._plain = function
-        self.shape = shape
+        self._function, self.shape = function, shape
         self.units = Units(torch.ones_like(start), start.new_ones(len(start)))
         self._args = self._given = tuple(_shared_out(value, start.device) if batched else value for value in args)
         if batched:
@@ -88,15 +87,14 @@ class Residuals:
         return self._map(self._jacobian, x, rows)
 
     def begin(self, x: Tensor, C: float | None) -> tuple[Tensor, Tensor]:
-        """f and J at x (b, p), in the units that are chosen there: `units`, in which all is from now on.
+        """f and J at x (b, p), in the `units` that are chosen there for all that follows: 1 for ordinary sizes.
 
-        Where everything is of an ordinary size they are all 1. Otherwise the unit of residuals is the largest of
-        them, or C, the scale of a robust loss, but for its part between 1/2 and 1, as far as that is not too far
-        from them; the unit of a parameter is what changes residuals by about 1.
+        That of residuals is the largest of them, or the power of 2 above C, the scale of a robust loss, if that
+        is not too far from them; that of a parameter is the change that changes residuals by about 1.
         """
         f = self(x, None)
         self._check_finite(f, f.unsqueeze(-1))
-        reach = -math.log2(torch.finfo(x.dtype).tiny) // 5  # squares of squares of 2^reach are numbers still
+        reach = -math.log2(torch.finfo(x.dtype).tiny) // 5  # squares of squares of 2^reach do not overflow
         size = _exponents(f.abs().amax(-1))
         wanted = size if C is None else torch.full_like(size, math.frexp(C)[1])
         farthest = max(float(own.abs().max()) for own in (size, wanted, wanted - size))
@@ -115,12 +113,7 @@ class Residuals:
 
     def _change_units(self, x: Tensor, f: Tensor) -> None:
         self.units = Units(x, f)
-        own = x.reshape(-1, *self.shape), f
-        self._args = (*(own if self.batched else (unit[0] for unit in own)), *self._given)
-        self._function = self._in_units
-
-    def _in_units(self, x: Tensor, x_unit: Tensor, f_unit: Tensor, *args: Any) -> Tensor:
-        return self._plain(x * x_unit, *args) / f_unit
+        self._args = (*(self.units if self.batched else (x[0], f[0])), *self._given)
 
     def _check_finite(self, f: Tensor, J: Tensor) -> None:
         """Raises an error that names the first residual that is not finite, or the parameter of a derivative."""
@@ -135,7 +128,10 @@ class Residuals:
             raise ValueError(f"the derivative in parameter{where} is not finite at the start; {advice}")
 
     def _evaluate(self, x: Tensor, *args: Any) -> Tensor:
-        return self._function(x.reshape(self.shape), *args)
+        if self._args is self._given:
+            return self._function(x.reshape(self.shape), *args)
+        x_unit, f_unit, *given = args
+        return self._function((x * x_unit).reshape(self.shape), *given) / f_unit
 
     def _flat(self, x: Tensor, *args: Any) -> Tensor:
         return self._evaluate(x, *args).reshape(-1)
@@ -238,8 +234,7 @@ LOSSES: dict[str, Rho | None] = {
     "arctan": _arctan,
 }
 
-
-_FARTHEST = 2.0**500  # a number whose square is one
+_FARTHEST = 2.0**500  # its square does not overflow
 
 
 class Loss:
