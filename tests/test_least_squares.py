@@ -680,6 +680,15 @@ def test_each_fit_of_a_batch_has_its_own_units():
             assert close(together.x / units[:, None], each.x, 1e-8) and together.success.all()
 
 
+def test_residuals_that_fall_by_hundreds_of_digits_do_not_end_half_way():
+    def f(b):
+        return torch.stack([torch.exp(b[0]), b[0] + 1, b[0] + 3])
+
+    far, near = woodbury.least_squares(f, [500.0]), woodbury.least_squares(f, [3.0])
+    assert far.success and near.success and far.nfev > near.nfev
+    assert close(far.x, near.x, 10 * DIGITS) and far.cost == pytest.approx(near.cost, rel=bounds.rounding(3))
+
+
 @pytest.mark.parametrize("f_scale", [1e20, 1e120, 1e200, 1e308])
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "linear"])
 def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):

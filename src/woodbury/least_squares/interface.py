@@ -112,23 +112,31 @@ def least_squares(
     limits = arguments.limits(bounds, x, shape, batched)
     scale = arguments.diagonal(x_scale, x, shape, batched)
     residuals = Residuals(function, args, shape, batched, x)
-    with torch.no_grad():
+    most = arguments.largest_nfev(max_nfev, x.shape[1])
+
+    def run(x: Tensor, most: int) -> Ends:
         f, J = residuals.begin(x, cost.scale)
-    units = residuals.units
-    problem = Problem(
-        residuals,
-        cost if bool((units.f == 1).all()) else cost.in_units(),
-        None if limits is None else arguments.Bounds(*(side / units.x for side in limits)),
-        None if scale is None else scale * units.x,
-        ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
-        xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
-        gtol=arguments.tolerance("gtol", gtol, 0.0),
-        max_nfev=arguments.largest_nfev(max_nfev, x.shape[1]),
-        verbose=verbose,
-        callback=None if callback is None else lambda x: callback((x * units.x).reshape(start_shape)),
-    )
+        units = residuals.units
+        problem = Problem(
+            residuals,
+            cost if bool((units.f == 1).all()) else cost.in_units(),
+            None if limits is None else arguments.Bounds(*(side / units.x for side in limits)),
+            None if scale is None else scale * units.x,
+            ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
+            xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
+            gtol=arguments.tolerance("gtol", gtol, 0.0),
+            max_nfev=most,
+            verbose=verbose,
+            callback=None if callback is None else lambda x: callback((x * units.x).reshape(start_shape)),
+        )
+        return minimize(problem, x / units.x, f, J)
+
     with torch.no_grad():
-        result = _result(residuals, cost, limits, minimize(problem, x / units.x, f, J))
+        ends = run(x, most)
+        while residuals.are_tiny(ends.f) and bool((ends.status > 0).all()):
+            more = run(ends.x * residuals.units.x, max(1, most - int(ends.nfev.max())))
+            ends = more._replace(nfev=more.nfev + ends.nfev, njev=more.njev + ends.njev)
+        result = _result(residuals, cost, limits, ends)
     if verbose:
         _print_end(result, batched)
     return result

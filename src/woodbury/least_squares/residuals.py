@@ -46,6 +46,8 @@ class Residuals:
         self.batched, self._count = batched, len(start)
         self._function, self.shape = function, shape
         self.units = Units(torch.ones_like(start), start.new_ones(len(start)))
+        # squares of squares of 2^reach do not overflow
+        self._reach = -math.log2(torch.finfo(start.dtype).tiny) // 5
         self._args = self._given = tuple(_shared_out(value, start.device) if batched else value for value in args)
         if batched:
             for number, value in enumerate(self._args):
@@ -92,9 +94,9 @@ class Residuals:
         That of residuals is the largest of them, or the power of 2 above C, the scale of a robust loss, if that
         is not too far from them; that of a parameter is the change that changes residuals by about 1.
         """
-        f = self(x, None)
+        self.units, self._args = Units(torch.ones_like(x), x.new_ones(len(x))), self._given
+        f, reach = self(x, None), self._reach
         self._check_finite(f, f.unsqueeze(-1))
-        reach = -math.log2(torch.finfo(x.dtype).tiny) // 5  # squares of squares of 2^reach do not overflow
         size = _exponents(f.abs().amax(-1))
         wanted = size if C is None else torch.full_like(size, math.frexp(C)[1])
         farthest = max(float(own.abs().max()) for own in (size, wanted, wanted - size))
@@ -110,6 +112,11 @@ class Residuals:
         if bool((slope.abs() > reach).any()):
             self._change_units(torch.exp2(torch.where(slope.abs() > reach, -slope, 0.0)).to(x), self.units.f)
         return f / self.units.f.unsqueeze(-1), J * self.units.x.unsqueeze(1)
+
+    def are_tiny(self, f: Tensor) -> bool:
+        """Whether those of a fit have become so small in their unit that squares are lost: begin again there."""
+        size = f.abs().amax(-1)
+        return bool(((self.units.f != 1) & (size > 0) & (_exponents(size) < -self._reach)).any())
 
     def _change_units(self, x: Tensor, f: Tensor) -> None:
         self.units = Units(x, f)
