@@ -188,6 +188,149 @@ def test_what_cannot_be_is_named():
             woodbury.laplacian(model, draw(), weights)
 
 
+class Writing(nn.Module):
+    """Writes into its input."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x):
+        result = self.write(x)
+        return x if result is None else result
+
+
+def set_first(x):
+    x[:, 0] = x[:, 1] * x[:, 0]
+
+
+def add_to_first(x):
+    x[:, 0] += x[:, 1].sin()
+
+
+def write_and_return_another(x):
+    x.mul_(x)
+    return x.sin()
+
+
+def write_through_views(x):
+    x.view(-1).mul_(0.5)
+    x[:, :1].sin_()
+
+
+def with_first(x, first):
+    return torch.cat([first.unsqueeze(1), x[:, 1:]], dim=1)
+
+
+WRITES = {  # each beside the same function that writes nothing
+    "add": (lambda x: x.add_(1), lambda x: x + 1),
+    "add itself": (lambda x: x.add_(x), lambda x: x + x),
+    "multiply by itself": (lambda x: x.mul_(x), lambda x: x * x),
+    "function": (lambda x: x.sin_(), torch.sin),
+    "part": (set_first, lambda x: with_first(x, x[:, 1] * x[:, 0])),
+    "increment": (add_to_first, lambda x: with_first(x, x[:, 0] + x[:, 1].sin())),
+    "other": (write_and_return_another, lambda x: (x * x).sin()),
+    "views": (write_through_views, lambda x: with_first(0.5 * x, (0.5 * x[:, 0]).sin())),
+    "powers": (lambda x: x.pow_(3).exp_(), lambda x: torch.exp(x**3)),
+    "clamp": (lambda x: x.clamp_(-0.5, 0.5), lambda x: x.clamp(-0.5, 0.5)),
+    "copy": (lambda x: x.copy_(x.square()), torch.square),
+    "functional": (lambda x: nn.functional.elu(x, inplace=True), nn.functional.elu),
+}
+WRITERS = {
+    "first": lambda own: nn.Sequential(own, nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
+    "middle": lambda own: nn.Sequential(nn.Linear(2, 3), own, nn.Linear(3, 1)),
+    "last": lambda own: nn.Sequential(nn.Linear(2, 3), own),
+    "alone": lambda own: own,
+    "inside": lambda own: Parts(
+        lambda parts, x: parts.last(parts.own(parts.first(x))),
+        first=nn.Linear(2, 3), own=own, last=nn.Linear(3, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("write, plain", WRITES.values(), ids=WRITES)
+def test_modules_that_write_into_their_input(write, plain, make):
+    writing, model = (build(make, Writing(function)) for function in (write, plain))
+    points = draw()
+    before = points.clone()
+    found = woodbury.laplacian(writing, points)
+    assert torch.equal(points, before)
+    bound = rounding(model) + bounds.rounding(1, 100)  # derivatives of exp(x^3) are below 15 e
+    for ours, theirs in zip(found, dense(model, points), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=bound, rtol=0)
+    leaf = points.clone().requires_grad_()  # into which nobody may write
+    for ours, same in zip(woodbury.laplacian(writing, leaf), found, strict=True):
+        torch.testing.assert_close(ours, same, atol=bound, rtol=0)
+
+
+def test_hooks_that_write_into_inputs():
+    writing, model = build(network), build(network)
+    writing[2].register_forward_pre_hook(lambda module, args: args[0].mul_(2).add_(1))
+    model[2].register_forward_pre_hook(lambda module, args: 2 * args[0] + 1)
+    found, bound = woodbury.laplacian(writing, draw()), 10 * rounding(model)  # 2 v + 1 has up to 3 |v|
+    for ours, theirs in zip(found, dense(model, draw()), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=bound, rtol=0)
+
+
+def test_a_step_where_modules_write_into_their_input():
+    make = lambda: nn.Sequential(nn.Linear(2, 4), Writing(lambda x: x.sin_()), nn.Linear(4, 1))  # noqa: E731
+    plain, writing = build(lambda: nn.Sequential(nn.Linear(2, 4), Sin(), nn.Linear(4, 1))), build(make)
+    targets = torch.zeros(POINTS, 1, dtype=torch.float64)
+    steps = [
+        woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=residual).direction(draw(), targets)
+        for model in (plain, writing)
+    ]
+    ours, theirs = (reference.flat(step.values()) for step in reversed(steps))
+    assert reference.relative_error(ours, theirs) <= derivative_bound(plain) * 10
+
+
+def large_biases(activation, sizes):
+    """Float32, with biases of these sizes."""
+    model = build(network, activation).float()
+    with torch.no_grad():
+        for layer, size in zip([model[0], model[2], model[4]], sizes, strict=True):
+            layer.bias.mul_(0).add_(size)
+    return model
+
+
+# activations whose derivatives hardly change where z loses digits: what is lost is the derivative's own alone
+BIASES = {
+    "last": (nn.Tanh, (0.3, 0.3, 1e6)),
+    "last of all": (nn.GELU, (0.3, 0.3, 1e30)),
+    "linear": (nn.Identity, (1e5, 1e7, 1e9)),
+    "straight": (nn.LeakyReLU, (1e6, 1e6, 1e6)),
+    "softplus": (lambda: nn.Softplus(beta=1.0), (1e6, 1e7, 1e7)),
+}
+
+
+@pytest.mark.parametrize("activation, sizes", BIASES.values(), ids=BIASES)
+def test_biases_that_dwarf_the_values_leave_the_derivatives_their_digits(activation, sizes):
+    model, points = large_biases(activation, sizes), draw().float()
+    found = woodbury.laplacian(model, points)
+    product = math.prod(float(model[i].weight.detach().abs().sum(1).max()) for i in (0, 2, 4))
+    bound = bounds.rounding(6, (2 * (1 + product)) ** 2, 3, torch.float32)  # |phi'|, |phi''| < 2; without b
+    _, gradient, bend = dense(model.double(), points.double())
+    torch.testing.assert_close(found.gradient.double(), gradient, atol=bound, rtol=0)
+    torch.testing.assert_close(found.laplacian.double(), bend, atol=bound, rtol=0)
+    assert torch.finfo(torch.float32).eps * max(sizes) > 10 * bound  # lost digits would show
+
+
+@pytest.mark.parametrize("fallback", [None, "autograd"])
+def test_rows_of_the_bias_are_those_of_the_value(fallback):
+    """Against autograd in float64, for outputs that use all three results, with biases of all sizes."""
+    model, points = large_biases(nn.Tanh, (0.3, -0.4, 50.0)).double(), draw()
+    targets = torch.zeros(POINTS, 2, dtype=torch.float64)
+    U = woodbury.rows(model, nn.MSELoss(), points, targets, forward=residual, fallback=fallback)
+    rows = [
+        reference.flat(torch.autograd.grad(own, list(model.parameters()), retain_graph=True))
+        for own in dense_residual(model, points).flatten()
+    ]
+    theirs = torch.stack(rows)
+    ours = U.dense()
+    assert reference.relative_error(ours.T @ ours, theirs.T @ theirs / POINTS) <= derivative_bound(model)
+
+
 # Derivatives in the parameters, of something that uses all three results
 
 

@@ -142,6 +142,10 @@ def test_column_of_zeros_gets_no_step():
     assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
 
 
+def begin(problem, x):
+    return iteration._begin(problem, x, problem.residuals(x, None), problem.residuals.jacobian(x, None))
+
+
 @pytest.mark.parametrize("radius", [0.05, 5.0])
 def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     """Both equations in the docstring of `_propose`, with the residuals f + J p of the model written out."""
@@ -150,7 +154,7 @@ def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     residuals = Residuals(lambda x: f + J @ x, (), torch.Size([4]), False, torch.zeros(1, 4).double())
     limits = iteration.Bounds(torch.full((1, 4), -0.04).double(), torch.full((1, 4), 0.03).double())
     problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, 0, None)
-    fits = iteration._begin(problem, torch.zeros(1, 4).double())
+    fits = begin(problem, torch.zeros(1, 4).double())
     fits.radius = double(radius)
     step = iteration._propose(problem, fits)
     p, size = step.p[0], f.square().sum()
@@ -181,7 +185,7 @@ def fits_at(function, x):
     """The state of the iteration at x (b, p), without bounds."""
     residuals = Residuals(function, (), x.shape[1:], True, x)
     problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, 0, None)
-    return problem, iteration._begin(problem, x)
+    return problem, begin(problem, x)
 
 
 def test_secants_find_what_the_hessian_has_beside_j_t_j():
@@ -601,6 +605,142 @@ def test_a_fit_that_breaks_leaves_the_others_alone():
     result = woodbury.least_squares(f, double(2, 2, 2).unsqueeze(1), args=(double(-1, 3, -2),), batched=True)
     assert result.status.tolist()[1] == -1 and result.success.tolist() == [True, False, True]
     assert result.x[[0, 2], 0].tolist() == pytest.approx([1.0, 2.0], rel=bounds.rounding(1))
+
+
+# ------------------------------------------------------------------------------------- numbers of any size
+
+FAR = {torch.float64: (1e-170, 1e-300, 1e160, 1e290), torch.float32: (1e-25, 1e25)}
+PAIRS = [(dtype, of_x, of_f) for dtype, units in FAR.items() for of_x in (1.0, *units) for of_f in (1.0, *units)]
+
+
+def scaled_decay(of_x, of_f, y, t=T):
+    """The residuals of `decay`, in other units."""
+    return lambda b: (curve(b / of_x, t) - y) * of_f
+
+
+ORDINARY = {
+    "plain": lambda of_x, of_f: {},
+    "robust": lambda of_x, of_f: {"loss": "soft_l1", "f_scale": 0.1 * of_f},
+    "bounded": lambda of_x, of_f: {"bounds": ([0, 0.9 * of_x, 0], 2.9 * of_x)},
+    "scaled": lambda of_x, of_f: {"x_scale": [2.0 * of_x, 0.5 * of_x, of_x]},
+}
+
+
+def check_in_units(dtype, of_x, of_f, start, settings):
+    """The fit in ordinary units is that of scipy, and this one the same in other units."""
+    of_x, of_f = (2.0 ** round(math.log2(unit)) for unit in (of_x, of_f))  # which rounds nothing
+    y, t = data(outliers=1.0).to(dtype), T.to(dtype)
+    plain = woodbury.least_squares(scaled_decay(1.0, 1.0, y, t), start, **settings(1.0, 1.0))
+    other = woodbury.least_squares(scaled_decay(of_x, of_f, y, t), start * of_x, **settings(of_x, of_f))
+    eps = torch.finfo(dtype).eps
+    assert plain.success and close(other.x / of_x, plain.x, 1000 * eps ** (2 / 3))
+    assert torch.equal(other.fun, scaled_decay(of_x, of_f, y, t)(other.x))
+    assert torch.equal(other.active_mask, plain.active_mask)
+    if math.isfinite(plain.cost * of_f * of_f):
+        assert (other.success, other.nfev, other.status) == (plain.success, plain.nfev, plain.status)
+        assert other.cost == pytest.approx(plain.cost * of_f * of_f, rel=1000 * eps)
+    else:
+        assert (other.success, other.status) == (False, -3) and "another unit" in other.message
+    # the unit of derivatives may be no number itself: then they are 0 or infinite
+    expected = plain.jac.double() / of_x * of_f
+    assert torch.allclose(other.jac.double(), expected.to(dtype).double(), 1000 * eps ** (2 / 3), atol=1e-300)
+    assert not other.grad.isnan().any() and not math.isnan(other.optimality)
+    return plain
+
+
+@pytest.mark.parametrize("settings", ORDINARY.values(), ids=ORDINARY)
+@pytest.mark.parametrize("dtype, of_x, of_f", PAIRS)
+def test_fits_in_units_far_from_1(dtype, of_x, of_f, settings):
+    check_in_units(dtype, of_x, of_f, torch.tensor([1.0, 1.0, 0.1], dtype=dtype), settings)
+
+
+@pytest.mark.parametrize("dtype, of_x, of_f", [(torch.float64, 1e-170, 1e160), (torch.float32, 1e-25, 1.0)])
+def test_fits_from_zero_in_units_far_from_1(dtype, of_x, of_f):
+    plain = check_in_units(dtype, of_x, of_f, torch.zeros(3, dtype=dtype), ORDINARY["plain"])
+    if dtype == torch.float64:
+        assert agrees_with_scipy(plain, trf(decay(data(outliers=1.0)), START))
+
+
+def test_each_fit_of_a_batch_has_its_own_units():
+    units = double(1e-170, 1.0, 1e-60, 1e140, 1e-250)
+    y, starts = many(5), double(1.0, 0.7, 0.1).expand(5, 3)
+
+    def f(b, y, unit):
+        return (curve(b / unit) - y) * unit
+
+    for settings in ({}, {"loss": "cauchy", "f_scale": 1e-300}, {"loss": "huber", "f_scale": 1e300}):
+        together = woodbury.least_squares(f, starts * units[:, None], args=(y, units), batched=True, **settings)
+        assert torch.isfinite(together.x).all() and torch.isfinite(together.cost).all()
+        for i in range(5):
+            alone = woodbury.least_squares(f, starts[i] * units[i], args=(y[i], units[i]), **settings)
+            assert close(together.x[i] / units[i], alone.x / units[i], 1e-9)
+            assert together.status[i] == alone.status
+        if "f_scale" not in settings or settings["f_scale"] > 1:
+            each = woodbury.least_squares(curve_of, starts, args=(y,), batched=True)
+            assert close(together.x / units[:, None], each.x, 1e-8) and together.success.all()
+
+
+def test_residuals_that_fall_by_hundreds_of_digits_do_not_end_half_way():
+    def f(b):
+        return torch.stack([torch.exp(b[0]), b[0] + 1, b[0] + 3])
+
+    far, near = woodbury.least_squares(f, [500.0]), woodbury.least_squares(f, [3.0])
+    assert far.success and near.success and far.nfev > near.nfev
+    assert close(far.x, near.x, 10 * DIGITS) and far.cost == pytest.approx(near.cost, rel=bounds.rounding(3))
+
+
+@pytest.mark.parametrize("f_scale", [1e20, 1e120, 1e200, 1e308])
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "linear"])
+def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):
+    f = decay(data(outliers=2.0))
+    plain, result = (woodbury.least_squares(f, START, **own) for own in ({}, {"loss": loss, "f_scale": f_scale}))
+    assert result.success and close(result.x, plain.x, 10 * DIGITS)
+    assert result.cost == pytest.approx(plain.cost, rel=bounds.rounding(len(T)))
+    assert close(result.jac, plain.jac, 10 * DIGITS)
+
+
+@pytest.mark.parametrize("f_scale", [1e-6, 1e-80, 1e-150])
+@pytest.mark.parametrize("loss", ["soft_l1", "huber"])
+def test_a_scale_far_below_the_residuals_gives_least_absolute_deviations(loss, f_scale):
+    """Of a constant that is the median, and the cost C sum |f_i|."""
+    y = double(0.0, 1.0, 2.5, 7.0, 100.0)
+    result = woodbury.least_squares(lambda b: b - y, [3.0], loss=loss, f_scale=f_scale)
+    assert result.x.item() == pytest.approx(2.5, abs=1e-4)
+    assert result.cost == pytest.approx(f_scale * float((y - 2.5).abs().sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("start, status", [([1.0, 1.0, 0.0], 0), ([3.0, 0.8, 0.5], 1)])
+@pytest.mark.parametrize("batched", [False, True])
+def test_one_evaluation_is_the_start(start, status, batched):
+    seen, y = [], curve(double(3.0, 0.8, 0.5))
+    x = [start, start] if batched else start
+    result = woodbury.least_squares(decay(y), x, max_nfev=1, batched=batched, callback=seen.append)
+    assert torch.equal(result.x, double(*start).expand_as(result.x)) and not seen
+    each = zip(result.nfev, result.njev, result.status, strict=True) if batched else [result["nfev"]]
+    if batched:
+        assert all((int(n), int(k), int(s)) == (1, 1, status) for n, k, s in each)
+    else:
+        assert (result.nfev, result.njev, result.status) == (1, 1, status)
+    assert result.cost == pytest.approx(0.5 * float((curve(double(*start)) - y).square().sum()))
+
+
+def of_arrays(b, y, scale):
+    return (curve(b) - torch.as_tensor(y)) * torch.as_tensor(scale)
+
+
+@pytest.mark.parametrize("function", [lambda b, y, scale: (curve(b) - y) * scale, of_arrays, None])
+def test_arrays_are_shared_out_over_a_batch_like_tensors(function):
+    def by_numbers(b, y, scale):
+        return of_arrays(b, y, scale) if b[0].item() > -1e300 else b
+
+    y, starts, scale = many(6), double(1.0, 0.7, 0.1).expand(6, 3), torch.arange(1, 7)
+    function = function or by_numbers
+    tensors = woodbury.least_squares(function, starts, args=(y, scale), batched=True)
+    for arrays in ((y.numpy(), scale.numpy()), (y, scale.numpy()), (y.numpy(), scale)):
+        result = woodbury.least_squares(function, starts.numpy(), args=arrays, batched=True)
+        assert torch.equal(result.x, tensors.x) and result.fun.shape == (6, 40)
+    with pytest.raises(ValueError, match=r"args\[0\] has the shape \(5, 40\)"):
+        woodbury.least_squares(function, starts, args=(y.numpy()[:5], scale), batched=True)
 
 
 # ------------------------------------------------------------------------------------- functions of all kinds

@@ -105,6 +105,66 @@ def test_units_of_inputs_and_targets_do_not_matter():
     np.testing.assert_allclose(other_std * 1e4, std, rtol=1e-4)
 
 
+def small_data():
+    random = np.random.RandomState(0)
+    X = random.randn(40, 2)
+    return X, np.tanh(X[:, 0] * X[:, 1]) + 0.1 * random.randn(40)
+
+
+SMALL = {"hidden_layer_sizes": (4,), "restarts": 1, "max_iter": 30, "random_state": 0}
+UNITS = [2.0**-565, 2.0**565, 2.0**-1000, 2.0**1000]  # 1e-170, 1e170, 1e-301, 1e301: they round nothing
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("of_x, of_y", [(x, 1.0) for x in UNITS] + [(1.0, y) for y in UNITS] + [tuple(UNITS[:2])])
+def test_units_far_from_1_change_nothing(of_x, of_y, weighted):
+    X, y = small_data()
+    weights = np.arange(1, 41) if weighted else None
+    plain, other = LMRegressor(**SMALL).fit(X, y, weights), LMRegressor(**SMALL).fit(X * of_x, y * of_y, weights)
+    mean, std = plain.predict(X, return_std=True)
+    other_mean, other_std = other.predict(X * of_x, return_std=True)
+    np.testing.assert_array_equal(other_mean / of_y, mean)
+    np.testing.assert_array_equal(other_std / of_y, std)
+    assert other.noise_std_ / of_y == plain.noise_std_
+
+
+def test_columns_of_different_units_and_constant_ones():
+    X, y = small_data()
+    units = np.array([2.0**-565, 2.0**565])
+    Y = np.stack([y, np.full(40, 2.0), X[:, 0]], axis=1)
+    plain, other = (
+        LMRegressor(**SMALL).fit(X, Y),
+        LMRegressor(**SMALL).fit(X * units, Y * [1.0, 2.0**600, 2.0**-600]),
+    )
+    means = other.predict(X * units) / [1.0, 2.0**600, 2.0**-600]
+    np.testing.assert_array_equal(means, plain.predict(X))
+    np.testing.assert_allclose(means[:, 1], 2.0, rtol=1e-3)
+
+
+def test_one_sample_is_refused():
+    X, y = small_data()
+    with pytest.raises(ValueError, match=r"1 sample.* a minimum of 2 is required by LMRegressor"):
+        LMRegressor(**SMALL).fit(X[:1], y[:1])
+    with pytest.raises(ValueError, match="sample_weight is zero for all but 1 samples; give 2"):
+        LMRegressor(**SMALL).fit(X, y, np.eye(40)[0])
+    pair = LMRegressor(**SMALL).fit(X[:2], y[:2])
+    assert all(np.isfinite(own).all() for own in pair.predict(X, return_std=True))
+
+
+@pytest.mark.parametrize("random_state", [None, 0])
+def test_generators_of_torch_are_left_alone(random_state):
+    X, y = small_data()
+    before = torch.get_rng_state()
+    regressor = LMRegressor(**{**SMALL, "random_state": random_state}).fit(X, y, np.ones(40))
+    regressor.predict(X, return_std=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    again = LMRegressor(**SMALL).fit(X, y).predict(X)
+    torch.manual_seed(6)
+    np.testing.assert_array_equal(LMRegressor(**SMALL).fit(X, y).predict(X), again)
+
+
 def test_a_smooth_function_without_noise_is_found():
     X, y = lm_regressor.smooth_function(5)
     regressor = LMRegressor(random_state=0).fit(X[:300], y[:300])

@@ -2,7 +2,8 @@
 
 Two nested `torch.func.jvp`s give a wrong second derivative, and no warning, where a forward-mode formula uses a
 number saved by the forward pass (the mean of a layer norm, the factors of a determinant): they take it for a
-constant. Seen in torch 2.13, against central differences.
+constant. Seen in torch 2.13, against central differences. A single one does so where an operation in place has its
+own tensor as an operand too: x.mul_(x) gives twice the derivative.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def derivatives_along(function: Callable[[Any], Any], point: Any, direction: Any
     def push(x: Any) -> Any:
         return torch.func.jvp(function, (x,), (direction,))
 
-    with _Corrected():
+    with Corrected():
         (value, first), (_, second) = cast(Any, torch.func.jvp(push, (point,), (direction,)))
     return value, first, second
 
@@ -34,13 +35,18 @@ _WRONG = frozenset(
 )
 
 
-class _Corrected(TorchFunctionMode):
-    """Inside, layer norms are computed by plain operations, and other functions with a wrong formula raise."""
+class Corrected(TorchFunctionMode):
+    """Inside, layer norms are computed by plain operations, and other functions with a wrong formula raise.
+
+    Operations in place get copies of their operands.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", None)
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and (name.startswith("__i") or not name.endswith("__")):
+            args = (*args[:1], *(own.clone() if isinstance(own, Tensor) else own for own in args[1:]))
         if name == "layer_norm":
             return _layer_norm(*args, **(kwargs or {}))
         if name in _WRONG:

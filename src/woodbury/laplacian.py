@@ -12,13 +12,15 @@ Forward Laplacian, 2024).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from woodbury._forward_mode import derivatives_along
+from woodbury._forward_mode import Corrected, derivatives_along
 from woodbury._process import has_global_hook, has_hook
 from woodbury.device.constants import constant_tensor, identity
 
@@ -102,17 +104,36 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def _through_linear(layer: nn.Linear, jet: _Jet) -> _Jet:
-    """By one call of the layer on all positions; one of zeros gives b, which is not part of the derivatives."""
+    """By one call of the layer on all positions, which adds b to the value alone.
+
+    To the rule for sequences b is part of every position. A position of zeros, taken away from the derivatives,
+    sends their gradients back with the other sign: the row of b is that of the value.
+    """
     parts = [jet.value.unsqueeze(1), jet.slopes]
     if jet.bend is not None:
         parts.append(jet.bend.unsqueeze(1))
     if layer.bias is not None:
         parts.append(torch.zeros_like(parts[0]))
-    z = layer(torch.cat(parts, dim=1))
+    with _BiasOfValue():
+        z = layer(torch.cat(parts, dim=1))
     derivatives = z[:, 1:] if layer.bias is None else z[:, 1:-1] - z[:, -1:]
     if jet.bend is None:
         return _Jet(z[:, 0], derivatives, None)
     return _Jet(z[:, 0], derivatives[:, :-1], derivatives[:, -1])
+
+
+class _BiasOfValue(TorchFunctionMode):
+    """Inside, F.linear adds b to the first position alone: W v_i + b - b would lose the digits of W v_i."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear or args[2] is None:
+            return func(*args, **(kwargs or {}))
+        inputs, weight, bias = args
+        z = F.linear(inputs, weight)
+        first = bias.to(z.dtype).expand(1, *z.shape[2:])
+        return z + F.pad(first, [0, 0] * (z.dim() - 2) + [0, z.shape[1] - 1])
 
 
 def _through_activation(derivatives: tuple[Tensor, Tensor, Tensor], jet: _Jet, weights: Tensor | None) -> _Jet:
@@ -136,19 +157,21 @@ Function = Callable[[Tensor], Tensor]
 
 def _through_any(module: Function, jet: _Jet, weights: Tensor | None) -> _Jet:
     """By f' v_i and f''[v_i, v_i] along every axis, for any function of one sample at a time."""
-    function = _out_of_place(module)
+    function = _leaving_inputs(module)
     slopes, bends = torch.func.vmap(
         lambda slope: derivatives_along(function, jet.value, slope)[1:], in_dims=1, out_dims=1
     )(jet.slopes)
     bend = _weighted_sum(bends, weights)
     if jet.bend is None:
         return _Jet(function(jet.value), slopes, bend)
-    value, pushed = cast(Any, torch.func.jvp(function, (jet.value,), (jet.bend,)))
+    with Corrected():
+        value, pushed = cast(Any, torch.func.jvp(function, (jet.value,), (jet.bend,)))
     return _Jet(value, slopes, bend + pushed)
 
 
-def _out_of_place(module: Function) -> Function:
-    return (lambda v: module(v.clone())) if getattr(module, "inplace", False) else module
+def _leaving_inputs(module: Function) -> Function:
+    """A module may write into what it gets."""
+    return lambda v: module(v.clone())
 
 
 Derivatives = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # (module, z) -> phi, phi', phi''
@@ -176,7 +199,7 @@ def _silu(module: nn.Module, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _elementwise(module: nn.Module, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of an activation without a formula here: along ones, as no entry of phi(z) depends on another of z."""
-    return derivatives_along(_out_of_place(module), z, torch.ones_like(z))
+    return derivatives_along(_leaving_inputs(module), z, torch.ones_like(z))
 
 
 DERIVATIVES: dict[type[nn.Module], Derivatives] = {

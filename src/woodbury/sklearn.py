@@ -66,13 +66,14 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.tol = tol
         self.random_state = random_state
 
+    @torch.random.fork_rng(devices=[])  # layers and optimizers draw from torch's generator when they are made
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LMRegressor:
-        """Fit to X (n, features) and y (n,) or (n, outputs).
+        """Fit to X (n, features) and y (n,) or (n, outputs), n at least 2.
 
         A sample of weight w counts as w samples; one of weight 0 is left out.
         """
         self._check_parameters()
-        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True, ensure_min_samples=2)
         y = np.asarray(y, dtype=np.float64)
         self._is_flat = y.ndim == 1
         targets = y.reshape(len(y), -1)
@@ -80,8 +81,8 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         if sample_weight is not None:
             weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             used = weights > 0
-            if not used.any():
-                raise ValueError("LMRegressor: sample_weight is zero for every sample")
+            if used.sum() < 2:
+                raise ValueError(f"LMRegressor: sample_weight is zero for all but {used.sum()} samples; give 2")
             X, targets, weights = X[used], targets[used], weights[used]
         self._x_mean, self._x_scale = _location_and_scale(X, weights)
         self._y_mean, self._y_scale = _location_and_scale(targets, weights)
@@ -162,11 +163,12 @@ def _network(widths: Sequence[int], seed: int) -> nn.Sequential:
 
 
 def _location_and_scale(values: np.ndarray, weights: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """The mean and the standard deviation of each column; 1 for a column that is constant to rounding."""
+    """The mean and the standard deviation of each column; a number of its size if it is constant to rounding."""
+    size = np.exp2(np.frexp(np.abs(values).max(axis=0))[1] - 1.0)
+    values = values / size  # squares of these do not overflow
     mean = np.average(values, axis=0, weights=weights)
     deviation = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
-    rounding = 10 * np.finfo(np.float64).eps * np.abs(values).max(axis=0)
-    return mean, np.where(deviation > rounding, deviation, 1.0)
+    return mean * size, np.where(deviation > 10 * np.finfo(np.float64).eps, deviation, 1.0) * size
 
 
 def _is_whole(value: Any) -> bool:

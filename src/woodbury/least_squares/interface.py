@@ -14,6 +14,7 @@ from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
 from woodbury.least_squares.residuals import Loss, Residuals
 
 MESSAGES = {
+    -3: "The cost is too large for a number; give the residuals in another unit.",
     -2: "Stopped because the callback raised StopIteration.",
     -1: "The Jacobian is not finite.",
     0: "The maximum number of function evaluations is exceeded.",
@@ -40,7 +41,7 @@ class LeastSquaresResult:
     active_mask: Tensor  # -1, 0, 1: at the lower bound, at none, at the upper bound
     nfev: Any  # points at which the function was computed
     njev: Any  # Jacobians on the way; `jac` is one more, which scipy does not count either
-    status: Any  # the code of the message, as in scipy; -1 where a Jacobian is not finite
+    status: Any  # the code of the message, as in scipy; -1 or -3 where a Jacobian or the cost is not finite
     message: Any
     success: Any  # whether a tolerance was met
 
@@ -79,7 +80,7 @@ def least_squares(
     The step p minimizes |f + J p| subject to |D p| <= radius, with J by torch.func and D the largest norm that
     each column of J has had. Radius, damping and the rules to accept a step are those of MINPACK (Moré 1978); near
     the minimum, where the cost no longer shows the difference, steps are judged by gradients. Another unit for a
-    parameter, or for all residuals, gives the same fit in the other unit.
+    parameter, or for all residuals, gives the same fit in the other unit, also where squares overflow.
 
     function: maps parameters (in the shape of `start`) to residuals f, a tensor of any shape, with operations that
         autograd follows. Where torch.func cannot transform it, J is computed row by row.
@@ -100,7 +101,8 @@ def least_squares(
         that is more.
     args: passed on, function(x, *args).
     batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
-        function sees one of them at a time. Tensors in `args` must have b entries as well, one for each fit.
+        function sees one of them at a time. Tensors and arrays in `args` must have b entries as well, of which
+        it sees one, as a tensor.
     verbose: 1 prints how it ended, 2 every trial.
     callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
     """
@@ -110,53 +112,69 @@ def least_squares(
     limits = arguments.limits(bounds, x, shape, batched)
     scale = arguments.diagonal(x_scale, x, shape, batched)
     residuals = Residuals(function, args, shape, batched, x)
-    problem = Problem(
-        residuals,
-        cost,
-        limits,
-        scale,
-        ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
-        xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
-        gtol=arguments.tolerance("gtol", gtol, 0.0),
-        max_nfev=arguments.largest_nfev(max_nfev, x.shape[1]),
-        verbose=verbose,
-        callback=None if callback is None else lambda x: callback(x.reshape(start_shape)),
-    )
+    most = arguments.largest_nfev(max_nfev, x.shape[1])
+
+    def run(x: Tensor, most: int) -> Ends:
+        f, J = residuals.begin(x, cost.scale)
+        units = residuals.units
+        problem = Problem(
+            residuals,
+            cost if bool((units.f == 1).all()) else cost.in_units(),
+            None if limits is None else arguments.Bounds(*(side / units.x for side in limits)),
+            None if scale is None else scale * units.x,
+            ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
+            xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
+            gtol=arguments.tolerance("gtol", gtol, 0.0),
+            max_nfev=most,
+            verbose=verbose,
+            callback=None if callback is None else lambda x: callback((x * units.x).reshape(start_shape)),
+        )
+        return minimize(problem, x / units.x, f, J)
+
     with torch.no_grad():
-        return _result(problem, minimize(problem, x), shape, batched)
+        ends = run(x, most)
+        while residuals.are_tiny(ends.f) and bool((ends.status > 0).all()):
+            more = run(ends.x * residuals.units.x, max(1, most - int(ends.nfev.max())))
+            ends = more._replace(nfev=more.nfev + ends.nfev, njev=more.njev + ends.njev)
+        result = _result(residuals, cost, limits, ends)
+    if verbose:
+        _print_end(result, batched)
+    return result
 
 
-def _result(problem: Problem, ends: Ends, shape: torch.Size, batched: bool) -> LeastSquaresResult:
-    x = ends.x
-    target, J = problem.loss.gauss_newton(ends.f, problem.residuals.jacobian(x, None))
-    g = gradient(J, target)
+def _result(residuals: Residuals, loss: Loss, limits: arguments.Bounds | None, ends: Ends) -> LeastSquaresResult:
+    """The ends, in the units of the caller."""
+    shape, batched, units = residuals.shape, residuals.batched, residuals.units
+    f_unit = units.f.unsqueeze(-1)
+    x, f = ends.x * units.x, ends.f * f_unit
+    target, J = loss.gauss_newton(f, residuals.jacobian(ends.x, None))
+    g = gradient(J, target / f_unit)
     mask, distance = torch.zeros_like(x, dtype=torch.int64), torch.ones_like(x)
-    if problem.bounds is not None:
-        lower, upper = problem.bounds
+    if limits is not None:
+        lower, upper = limits
         mask = (x >= upper).long() - (x <= lower).long()
         distance = torch.where(g < 0, upper - x, x - lower)
         distance = torch.where((g != 0) & torch.isfinite(distance), distance, 1.0)
+    cost = loss.cost(f)
+    status = torch.where(torch.isfinite(cost) | (ends.status <= 0), ends.status, -3)
     each: dict[str, Any] = {
         "x": x.reshape(-1, *shape),
-        "cost": ends.cost,
-        "fun": ends.f.reshape(-1, *problem.residuals.output_shape),
-        "jac": J,
-        "grad": g.reshape(-1, *shape),
-        "optimality": (g * distance).abs().amax(-1),
+        "cost": cost,
+        "fun": f.reshape(-1, *residuals.output_shape),
+        "jac": J / units.x.unsqueeze(1) * f_unit.unsqueeze(-1),
+        "grad": (g / units.x * f_unit * f_unit).reshape(-1, *shape),
+        "optimality": (g * distance / units.x * f_unit * f_unit).abs().amax(-1),
         "active_mask": mask.reshape(-1, *shape),
         "nfev": ends.nfev,
         "njev": ends.njev,
-        "status": ends.status,
-        "message": [MESSAGES[code] for code in ends.status.tolist()],
-        "success": ends.status > 0,
+        "status": status,
+        "message": [MESSAGES[code] for code in status.tolist()],
+        "success": status > 0,
     }
     if not batched:
         numbers = ("cost", "optimality", "nfev", "njev", "status", "success")
         each = {name: values[0].item() if name in numbers else values[0] for name, values in each.items()}
-    result = LeastSquaresResult(**each)
-    if problem.verbose:
-        _print_end(result, batched)
-    return result
+    return LeastSquaresResult(**each)
 
 
 def _print_end(result: LeastSquaresResult, batched: bool) -> None:

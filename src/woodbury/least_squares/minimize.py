@@ -97,14 +97,14 @@ class _Fits:
             getattr(self, field.name)[mask] = getattr(part, field.name)
 
 
-def minimize(problem: Problem, x: Tensor) -> Ends:
-    """All fits from x (b, p), to their ends."""
-    fits = _begin(problem, x)
+def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
+    """All fits from x (b, p), with residuals and Jacobian there, to their ends."""
+    fits = _begin(problem, x, f, J)
     ends = Ends(*(getattr(fits, name).clone() for name in Ends._fields))
     step = 0
     while True:
         if problem.verbose > 1:
-            _print(step, fits)
+            _print(step, problem, fits)
         finished = fits.status != RUNNING
         if finished.any():
             for name, values in ends._asdict().items():
@@ -122,17 +122,15 @@ def minimize(problem: Problem, x: Tensor) -> Ends:
                 fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
 
 
-def _print(step: int, fits: _Fits) -> None:
+def _print(step: int, problem: Problem, fits: _Fits) -> None:
     if step == 0:
         print(f"{'trial':>6}{'fits':>8}{'cost':>16}{'radius':>12}")
-    cost, radius = float(fits.cost.sum()), float(fits.radius.median())
+    unit = problem.residuals.units.f[fits.row].double()
+    cost, radius = float((fits.cost * unit * unit).sum()), float(fits.radius.median())
     print(f"{step:6}{len(fits.row):8}{cost:16.8e}{radius:12.2e}", flush=True)
 
 
-def _begin(problem: Problem, x: Tensor) -> _Fits:
-    f = problem.residuals(x, None)
-    J = problem.residuals.jacobian(x, None)
-    problem.residuals.check_finite(f, J)
+def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:
     number, count = x.new_zeros(len(x), dtype=torch.float64), x.new_zeros(len(x), dtype=torch.int64)
     scale = torch.zeros_like(x) if problem.scale is None else problem.scale
     cost = problem.loss.cost(f)
@@ -147,7 +145,9 @@ def _begin(problem: Problem, x: Tensor) -> _Fits:
     size = vector_norm(fits.scale * x, dim=-1, dtype=torch.float64)
     # from zero: D x is measured in units of f, or of x_scale
     instead = (2 * cost).sqrt() if problem.scale is None else torch.ones_like(cost)
-    fits.radius = (ROBUST_FACTOR if problem.loss.is_robust else FACTOR) * torch.where(size > 0, size, instead)
+    fits.radius = (FACTOR if problem.loss.scale is None else ROBUST_FACTOR) * torch.where(size > 0, size, instead)
+    if problem.max_nfev == 1:
+        fits.status = torch.where(fits.status == RUNNING, 0, fits.status)
     return fits
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,25 @@ from woodbury._choice import part_named
 from woodbury.least_squares.arguments import place
 
 _FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
+
+
+class Units(NamedTuple):
+    """What parameters and residuals of each fit are divided by: powers of 2, which round nothing."""
+
+    x: Tensor  # (b, p)
+    f: Tensor  # (b,)
+
+
+def _exponents(sizes: Tensor) -> Tensor:
+    """Powers of 2 near positive numbers, as float64; 0 for zero."""
+    farthest = -math.log2(torch.finfo(sizes.dtype).tiny) - 2
+    return torch.frexp(sizes.double()).exponent.double().clamp(-farthest, farthest)
+
+
+def _shared_out(value: Any, device: torch.device) -> Any:
+    """An array of numbers as a tensor: fits get their entries of it."""
+    is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+    return torch.as_tensor(value, device=device) if is_array else value
 
 
 class Residuals:
@@ -25,8 +44,11 @@ class Residuals:
         if not callable(function):
             raise TypeError(f"function must be a function of the parameters, got {type(function).__name__}")
         self.batched, self._count = batched, len(start)
-        self._function, self._shape = function, shape
-        self._args = tuple(args)
+        self._function, self.shape = function, shape
+        self.units = Units(torch.ones_like(start), start.new_ones(len(start)))
+        # squares of squares of 2^reach do not overflow
+        self._reach = -math.log2(torch.finfo(start.dtype).tiny) // 5
+        self._args = self._given = tuple(_shared_out(value, start.device) if batched else value for value in args)
         if batched:
             for number, value in enumerate(self._args):
                 if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(start)):
@@ -66,7 +88,41 @@ class Residuals:
         """J (b, m, p)."""
         return self._map(self._jacobian, x, rows)
 
-    def check_finite(self, f: Tensor, J: Tensor) -> None:
+    def begin(self, x: Tensor, C: float | None) -> tuple[Tensor, Tensor]:
+        """f and J at x (b, p), in the `units` that are chosen there for all that follows: 1 for ordinary sizes.
+
+        That of residuals is the largest of them, or the power of 2 above C, the scale of a robust loss, if that
+        is not too far from them; that of a parameter is the change that changes residuals by about 1.
+        """
+        self.units, self._args = Units(torch.ones_like(x), x.new_ones(len(x))), self._given
+        f, reach = self(x, None), self._reach
+        self._check_finite(f, f.unsqueeze(-1))
+        size = _exponents(f.abs().amax(-1))
+        wanted = size if C is None else torch.full_like(size, math.frexp(C)[1])
+        farthest = max(float(own.abs().max()) for own in (size, wanted, wanted - size))
+        if farthest > reach:
+            wanted = torch.minimum(torch.maximum(wanted, size - reach), size + reach)
+            self._change_units(self.units.x, torch.exp2(wanted).to(x))
+        J = self.jacobian(x, None)
+        self._check_finite(f, J)
+        size = J.abs().amax(1)
+        # a parameter that changes nothing here is as large as it is, or as the one that changes most
+        instead = torch.where(x == 0, _exponents(size.amax(-1, keepdim=True)), -_exponents(x.abs()))
+        slope = torch.where(size > 0, _exponents(size), instead)
+        if bool((slope.abs() > reach).any()):
+            self._change_units(torch.exp2(torch.where(slope.abs() > reach, -slope, 0.0)).to(x), self.units.f)
+        return f / self.units.f.unsqueeze(-1), J * self.units.x.unsqueeze(1)
+
+    def are_tiny(self, f: Tensor) -> bool:
+        """Whether those of a fit have become so small in their unit that squares are lost: begin again there."""
+        size = f.abs().amax(-1)
+        return bool(((self.units.f != 1) & (size > 0) & (_exponents(size) < -self._reach)).any())
+
+    def _change_units(self, x: Tensor, f: Tensor) -> None:
+        self.units = Units(x, f)
+        self._args = (*(self.units if self.batched else (x[0], f[0])), *self._given)
+
+    def _check_finite(self, f: Tensor, J: Tensor) -> None:
         """Raises an error that names the first residual that is not finite, or the parameter of a derivative."""
         advice = "start elsewhere, or find the operation in function that gives it"
         wrong = ~torch.isfinite(f)
@@ -75,11 +131,14 @@ class Residuals:
             raise ValueError(f"residual{where} is not finite at the start; {advice}")
         wrong = ~torch.isfinite(J).all(1)
         if wrong.any():
-            where = place(wrong, self._shape, self.batched)
+            where = place(wrong, self.shape, self.batched)
             raise ValueError(f"the derivative in parameter{where} is not finite at the start; {advice}")
 
     def _evaluate(self, x: Tensor, *args: Any) -> Tensor:
-        return self._function(x.reshape(self._shape), *args)
+        if self._args is self._given:
+            return self._function(x.reshape(self.shape), *args)
+        x_unit, f_unit, *given = args
+        return self._function((x * x_unit).reshape(self.shape), *given) / f_unit
 
     def _flat(self, x: Tensor, *args: Any) -> Tensor:
         return self._evaluate(x, *args).reshape(-1)
@@ -182,6 +241,8 @@ LOSSES: dict[str, Rho | None] = {
     "arctan": _arctan,
 }
 
+_FARTHEST = 2.0**500  # its square does not overflow
+
 
 class Loss:
     """The cost 1/2 sum_i C^2 rho(f_i^2 / C^2) of residuals f (b, m)."""
@@ -191,18 +252,27 @@ class Loss:
         self._rho = part_named("loss", name, LOSSES)
         if not isinstance(f_scale, int | float) or not 0 < f_scale < math.inf:
             raise ValueError(f"f_scale must be a positive number, got {f_scale!r}")
-        self._square = float(f_scale) ** 2
+        self._name, self._scale = name, float(f_scale)
 
     @property
-    def is_robust(self) -> bool:
-        return self._rho is not None
+    def scale(self) -> float | None:
+        """C where the loss has one."""
+        return None if self._rho is None else self._scale
+
+    def in_units(self) -> Loss:
+        """The loss of residuals whose unit is that of C."""
+        return Loss(self._name, math.frexp(self._scale)[0])
 
     def cost(self, f: Tensor) -> Tensor:
-        """(b,), float64."""
-        squares = f.double().square()
-        if self._rho is None:
-            return 0.5 * squares.sum(-1)
-        return 0.5 * self._square * self._rho(squares / self._square)[0].sum(-1)
+        """(b,), float64: of residuals and C of any size, as far as it is a number."""
+        f = f.double()
+        size = f.detach().abs().amax(-1)
+        unit = torch.where(size > 0, size, 1.0)
+        if self._rho is not None:
+            unit = torch.full_like(unit, self._scale).clamp(unit / _FARTHEST, unit * _FARTHEST)
+        squares = (f / unit.unsqueeze(-1)).square()
+        values = squares if self._rho is None else self._rho(squares)[0]
+        return 0.5 * values.sum(-1) * unit * unit
 
     def gauss_newton(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
         """Residuals and Jacobian with J^T f the gradient of the cost and J^T J its Gauss-Newton Hessian.
@@ -213,7 +283,7 @@ class Loss:
         """
         if self._rho is None:
             return f, J
-        z = f.double().square() / self._square
+        z = (f.double() / self._scale).square().clamp(max=_FARTHEST)
         _, slope, curvature = self._rho(z)
         smallest = math.sqrt(torch.finfo(f.dtype).eps)  # h is cancelled by f rho' / h: rounding must not show
         root = torch.maximum(slope + 2 * curvature * z, smallest * slope).sqrt()
