@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import signal
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ try:
     from rich.markup import escape
     from rich.table import Table
 
+    from woodbury._process import stop_on_signal
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
-    from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, stop_on_signal, train
+    from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, train
     from woodbury.runs import report
     from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
     from woodbury.runs.storage import RunFolderError, one_line, printable
@@ -221,7 +223,10 @@ def _train_and_report(
     folder = group.object_of_first(folder)
     shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
     try:
-        with stop_on_signal() as stop, _progress_bar(len(configs), group.rank == 0) as show:
+        with (
+            stop_on_signal(signal.SIGINT, signal.SIGTERM) as stop,
+            _progress_bar(len(configs), group.rank == 0) as show,
+        ):
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
                 train(config, run_folder(folder, config), shown, stop=stop, **shared)

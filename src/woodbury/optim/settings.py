@@ -116,7 +116,10 @@ class Settings:
     def check_joint(self) -> None:
         """Raise where several processes cannot take steps together with these settings."""
         if self.search is not None:
-            raise ValueError("search= is for one process: it looks at the loss several times per step")
+            raise ValueError(
+                "search= is for one process, and so is woodbury.fit to a pair or to samples that are drawn: such "
+                "steps look at the loss several times. Pass a loader in each process"
+            )
         if not self.solver.takes_processes:
             raise ValueError(f"solver={self.solver.name!r} is for one process: use 'cholesky', or HessianFree")
         if self.memory or self.metric is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from woodbury import _batch
 from woodbury._choice import part_named
@@ -41,16 +43,69 @@ def start_alike(group: Group, parameters: Iterable[Tensor]) -> None:
                 parameter.copy_(group.same(parameter))
 
 
+def describe(settings: Any, groups: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
+    """What processes that train together must have in common, in words: settings, parameters and their groups."""
+    words: dict[str, str | None] = {name: _in_words(value) for name, value in vars(settings).items()}
+    for index, group in enumerate(groups):
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                words[f"{name} (of parameter group {index})"] = _in_words(value)
+        for place, parameter in enumerate(group["params"]):
+            name = group["param_names"][place] if "param_names" in group else f"{index}.{place}"
+            words[f"parameter {name}"] = f"{parameter.dtype} {tuple(parameter.shape)}"
+    return words
+
+
+def _in_words(value: Any) -> str:
+    """A setting without addresses in memory, which no two processes share."""
+    if isinstance(value, Tensor):  # one on another device is not waited for
+        numbers = value.tolist() if value.device.type == "cpu" else "..."
+        return f"{value.dtype} {tuple(value.shape)} {numbers}"
+    if isinstance(value, nn.Module):  # a loss
+        plain = {**vars(value), **dict(value.named_buffers())}
+        kinds = (bool, int, float, str, type(None), Tensor)
+        names = (name for name in sorted(plain) if name[0] != "_" and name != "training")
+        options = (f"{name}={_in_words(plain[name])}" for name in names if isinstance(plain[name], kinds))
+        return f"{type(value).__name__}({', '.join(options)})"
+    if isinstance(getattr(value, "name", None), str):  # a part that was chosen by its name
+        return repr(value.name)
+    has_words = not callable(value) and type(value).__repr__ is not object.__repr__
+    return repr(value) if has_words else str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _describe_batch(inputs: Any, targets: Any, count: int) -> dict[str, str | None]:
+    """The types of numbers in a batch; an empty one, or what is none, goes with any."""
+    words = {}
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        types = [str(leaf.dtype) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        words[f"dtype of {name}"] = ", ".join(types) if count and types else None
+    return words
+
+
+def _number_of(words: Mapping[str, str | None]) -> int:
+    return zlib.crc32(repr(words).encode())
+
+
 def borrow_sample(
-    group: Group, inputs: Any, targets: Tensor | None, device: torch.device, state: dict[Any, Any]
+    group: Group,
+    inputs: Any,
+    targets: Tensor | None,
+    device: torch.device,
+    state: dict[Any, Any],
+    common: Callable[[], dict[str, str | None]],
 ) -> tuple[Any, Tensor | None] | None:
     """A sample of another process where this one has none; None if it has some. All processes must call it.
 
-    The state learns of the size of the whole batch, which another number of processes can go on with.
+    The state learns of the size of the whole batch, which another number of processes can go on with. All raise
+    an error where they differ in `common`, or in the types of their batches.
     """
     if group.size == 1:
         return None
-    counts = group.gather_numbers(_count(inputs))
+    count, words = _count(inputs), common()
+    of_batch = _describe_batch(inputs, targets, count)
+    counts, commons, batches = group.gather_numbers(count, _number_of(words), _number_of(of_batch))
+    if len(set(commons)) > 1 or len({own for own, samples in zip(batches, counts, strict=True) if samples}) > 1:
+        group.check_same({**words, **of_batch})
     state["largest_batch"] = max(sum(counts), state["largest_batch"])
     if 0 not in counts:
         return None
