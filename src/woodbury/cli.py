@@ -42,6 +42,7 @@ from woodbury.parallel.group import LostProcessError, all_processes
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
+_SIGNALS = signal.SIGINT, signal.SIGTERM  # which stop a run after a step
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun puts into the environment
 PRESET = "the preset's"  # a default that depends on the data set
@@ -223,10 +224,7 @@ def _train_and_report(
     folder = group.object_of_first(folder)
     shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
     try:
-        with (
-            stop_on_signal(signal.SIGINT, signal.SIGTERM) as stop,
-            _progress_bar(len(configs), group.rank == 0) as show,
-        ):
+        with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs), group.rank == 0) as show:
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
                 train(config, run_folder(folder, config), shown, stop=stop, **shared)

@@ -47,7 +47,6 @@ class Run(ABC):
     """A fit under way."""
 
     needed: ClassVar[set[str]] = {"parameters", "optimizer", "steps", "seconds", "samples", "history"}  # to go on
-    takes_processes: ClassVar[bool] = False  # several at once, with samples of their own
 
     def __init__(
         self,
@@ -60,8 +59,6 @@ class Run(ABC):
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
         self.group = find_group(optimizer.process_group, self.model)
-        if self.group.size > 1 and not self.takes_processes:
-            raise ValueError("fit: data used whole is for one process: pass a loader in each")
         self.fit = Fit()
         self.best: Best | None = None
         self.waited = 0  # steps, or epochs, since the best
@@ -87,7 +84,9 @@ class Run(ABC):
 
         The clock is that of the first of them, which alone shows progress.
         """
-        self._check_alike()
+        asked = {"kind of fit": type(self), **vars(self.limits), "steps so far": self.fit.steps}
+        asked["patience"] = None if self.validation is None else self.validation.patience
+        self.group.check_same({name: repr(value) for name, value in asked.items()})
         progress = progress if self.group.rank == 0 else None
         late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
         with stop_on_signal(*late) as told:
@@ -129,12 +128,6 @@ class Run(ABC):
             progress.end(fit)
         return fit
 
-    def _check_alike(self) -> None:
-        """Raise where several processes were not asked for the same fit."""
-        asked = {"kind of fit": type(self), **vars(self.limits), "steps so far": self.fit.steps}
-        asked["patience"] = None if self.validation is None else self.validation.patience
-        self.group.check_same({name: repr(value) for name, value in asked.items()})
-
     # -- losses -----------------------------------------------------------------------------------------
 
     def check_validation(self) -> None:
@@ -159,9 +152,8 @@ class Run(ABC):
                 inputs, targets = to_device(as_pair(batch, "validation must give pairs"), self.device)
                 with torch.set_grad_enabled(self.optimizer.forward is not call_model):
                     outputs = self.optimizer.forward(self.model, inputs).detach()
-                size = float(
-                    rule.count(loss, prepare(rule, loss, outputs, targets))
-                )  # which raises for bad shapes
+                prepared = prepare(rule, loss, outputs, targets)  # which raises for bad shapes
+                size = float(rule.count(loss, prepared))
                 value = float(loss_of(loss, outputs, targets))
                 total, count = total + (value if rule.is_sum(loss) else value * size), count + size
         total, count = self.group.sums(total, count)

@@ -57,7 +57,7 @@ class MiniBatches:
     length: int | None = None  # batches of an epoch, once that is known
     _iterator: Iterator[Any] | None = field(default=None, repr=False)
     _ahead: Data | None = field(default=None, repr=False)
-    _nothing: Data | None = field(default=None, repr=False)  # no sample of the last batch
+    _nothing: Data = field(default=(None, None), repr=False)  # no sample of the last batch
     is_over: bool = False  # whether the batches just taken were the last of their epoch
 
     def __post_init__(self) -> None:
@@ -70,8 +70,6 @@ class MiniBatches:
             self.length = len(self.loader)  # type: ignore[arg-type]
         except TypeError:  # a stream: the first epoch tells
             self.length = None
-        if self.length == 0:
-            raise ValueError("fit: the loader has no batches")
 
     @property
     def epochs(self) -> float:
@@ -90,7 +88,6 @@ class MiniBatches:
             if self._ahead is None:
                 raise ValueError("fit: the loader has no batches")
         if self._ahead is None:
-            assert self._nothing is not None
             return self._nothing, 0
         batch, count = self._take(), 1
         while count < most and self._ahead is not None:
@@ -105,9 +102,8 @@ class MiniBatches:
     def agree(self, group: Group, batch: Data) -> int:
         """The samples of a step of all processes; their epoch is over when none of them has a batch left."""
         samples = 0 if _batch.is_empty(batch[0]) else _batch.sample_count(batch[0])
-        counts, over, taken, lengths = group.gather_numbers(
-            samples, int(self._ahead is None), self.taken, self.length or 0
-        )
+        own = samples, int(self._ahead is None), self.taken, self.length or 0
+        counts, over, taken, lengths = group.gather_numbers(*own)
         self.is_over, self.taken, self.length = all(over), max(taken), max(lengths) or None
         return sum(counts)
 
@@ -116,8 +112,8 @@ class MiniBatches:
         assert batch is not None
         self._read()
         if self._ahead is None:
-            samples, nothing = _batch.sample_count(batch[0]), slice(0, 0)
-            self._nothing = tuple(None if own is None else _batch.part(own, nothing, samples) for own in batch)
+            samples = _batch.sample_count(batch[0])
+            self._nothing = _batch.part(batch[0], slice(0), samples), None if batch[1] is None else batch[1][:0]
         self.taken += 1
         return batch
 
@@ -233,9 +229,8 @@ def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Te
 
     def take(index: Tensor) -> Data:
         index = index.to(device)
-        return _batch.take(data[0], index, samples), None if data[1] is None else _batch.take(
-            data[1], index, samples
-        )
+        targets = None if data[1] is None else _batch.take(data[1], index, samples)
+        return _batch.take(data[0], index, samples), targets
 
     return take(parts[0]), take(parts[1]), parts
 

@@ -57,7 +57,6 @@ class TrainingRun(Run):
     """Steps on the batches of a loader."""
 
     needed: ClassVar[set[str]] = Run.needed | {"epochs"}
-    takes_processes = True
 
     def __init__(
         self,
@@ -73,9 +72,8 @@ class TrainingRun(Run):
         self.batches, self.record = batches, record
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
-        is_joint = find_group(None, self.model).size > 1
-        has_price = optimizer.curvature_samples == "auto" and not is_joint  # by times, which are one's own
-        self.price = Price(optimizer) if has_price else None
+        is_joint = find_group(None, self.model).size > 1  # then nothing may follow from times of one's own
+        self.price = Price(optimizer) if optimizer.curvature_samples == "auto" and not is_joint else None
         self.by_time = is_by_time(limits, self.model)
         self.growth: Growth | None = None
         if isinstance(batches_per_step, str):

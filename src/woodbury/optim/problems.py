@@ -96,8 +96,8 @@ class Problems:
         A process without a sample borrows one of another, and counts it 0 times.
         """
         common = partial(describe, context.common, context.groups)
-        batch_and_state = request.inputs, request.targets, context.device, context.state
-        borrowed = borrow_sample(self.group, *batch_and_state, common)
+        given = request.inputs, request.targets
+        borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
         with self.group.together():

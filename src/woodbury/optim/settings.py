@@ -117,8 +117,7 @@ class Settings:
         """Raise where several processes cannot take steps together with these settings."""
         if self.search is not None:
             raise ValueError(
-                "search= is for one process, and so is woodbury.fit to a pair or to samples that are drawn: such "
-                "steps look at the loss several times. Pass a loader in each process"
+                "search=, as fit takes it for a pair or a sampler, is for one process: pass fit a loader"
             )
         if not self.solver.takes_processes:
             raise ValueError(f"solver={self.solver.name!r} is for one process: use 'cholesky', or HessianFree")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from woodbury.losses.scaled import NoSamples
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.quadratic.linearize import Problem
 
+Words = dict[str, "str | None"]  # by what they are about
 PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one process's own
 
 
@@ -43,16 +45,16 @@ def start_alike(group: Group, parameters: Iterable[Tensor]) -> None:
                 parameter.copy_(group.same(parameter))
 
 
-def describe(settings: Any, groups: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
+def describe(settings: Any, groups: Iterable[Mapping[str, Any]]) -> Words:
     """What processes that train together must have in common, in words: settings, parameters and their groups."""
-    words: dict[str, str | None] = {name: _in_words(value) for name, value in vars(settings).items()}
+    words: Words = {name: _in_words(value) for name, value in vars(settings).items()}
     for index, group in enumerate(groups):
         for name, value in group.items():
             if name not in ("params", "param_names"):
                 words[f"{name} (of parameter group {index})"] = _in_words(value)
-        for place, parameter in enumerate(group["params"]):
-            name = group["param_names"][place] if "param_names" in group else f"{index}.{place}"
-            words[f"parameter {name}"] = f"{parameter.dtype} {tuple(parameter.shape)}"
+        names = group.get("param_names", map(str, count()))
+        for place, (name, parameter) in enumerate(zip(names, group["params"], strict=False)):
+            words[f"parameter {place} (of group {index})"] = f"{name} {parameter.dtype} {tuple(parameter.shape)}"
     return words
 
 
@@ -73,26 +75,17 @@ def _in_words(value: Any) -> str:
     return repr(value) if has_words else str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def _describe_batch(inputs: Any, targets: Any, count: int) -> dict[str, str | None]:
+def _describe_batch(batch: tuple[Any, Any], samples: int) -> Words:
     """The types of numbers in a batch; an empty one, or what is none, goes with any."""
-    words = {}
-    for name, tree in (("inputs", inputs), ("targets", targets)):
+    words: Words = {}
+    for name, tree in zip(("inputs", "targets"), batch, strict=True):
         types = [str(leaf.dtype) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-        words[f"dtype of {name}"] = ", ".join(types) if count and types else None
+        words[f"dtype of {name}"] = ", ".join(types) if samples and types else None
     return words
 
 
-def _number_of(words: Mapping[str, str | None]) -> int:
-    return zlib.crc32(repr(words).encode())
-
-
 def borrow_sample(
-    group: Group,
-    inputs: Any,
-    targets: Tensor | None,
-    device: torch.device,
-    state: dict[Any, Any],
-    common: Callable[[], dict[str, str | None]],
+    group: Group, batch: tuple[Any, Any], device: torch.device, state: dict[Any, Any], common: Callable[[], Words]
 ) -> tuple[Any, Tensor | None] | None:
     """A sample of another process where this one has none; None if it has some. All processes must call it.
 
@@ -101,11 +94,11 @@ def borrow_sample(
     """
     if group.size == 1:
         return None
-    count, words = _count(inputs), common()
-    of_batch = _describe_batch(inputs, targets, count)
-    counts, commons, batches = group.gather_numbers(count, _number_of(words), _number_of(of_batch))
-    if len(set(commons)) > 1 or len({own for own, samples in zip(batches, counts, strict=True) if samples}) > 1:
-        group.check_same({**words, **of_batch})
+    samples = _count(batch[0])
+    both = common(), _describe_batch(batch, samples)
+    counts, commons, batches = group.gather_numbers(samples, *(zlib.crc32(repr(own).encode()) for own in both))
+    if len(set(commons)) > 1 or len({own for own, number in zip(batches, counts, strict=True) if number}) > 1:
+        group.check_same({**both[0], **both[1]})
     state["largest_batch"] = max(sum(counts), state["largest_batch"])
     if 0 not in counts:
         return None
@@ -115,9 +108,7 @@ def borrow_sample(
     lent = None
     if lender == group.rank:
         first = torch.zeros(1, dtype=torch.long, device=device)
-        lent = tuple(
-            None if tree is None else _batch.take(tree, first, counts[lender]) for tree in (inputs, targets)
-        )
+        lent = tuple(None if tree is None else _batch.take(tree, first, counts[lender]) for tree in batch)
     lent = group.gather_objects(lent)[lender]
     return None if counts[group.rank] else lent
 
@@ -125,10 +116,8 @@ def borrow_sample(
 def _count(inputs: Any) -> int:
     """The number of samples, 0 for an empty batch; of what is no batch 1, which is refused where it is checked."""
     try:
-        return _batch.sample_count(inputs)
-    except ValueError as error:
-        return 0 if "empty" in str(error) else 1
-    except TypeError:
+        return 0 if _batch.is_empty(inputs) else _batch.sample_count(inputs)
+    except (TypeError, ValueError):
         return 1
 
 

@@ -112,16 +112,12 @@ class Group:
         everyone = self.gather_objects(dict(own))
         found = []
         for name in dict.fromkeys(name for other in everyone for name in other):
-            ranks: dict[str, list[str]] = {}
-            for rank, other in enumerate(everyone):
-                value = other.get(name, "absent")
-                if value is not None:
-                    ranks.setdefault(value, []).append(str(rank))
-            if len(ranks) > 1:
-                found.append(name + ": " + ", ".join(f"{v} (process {', '.join(at)})" for v, at in ranks.items()))
+            values = [other.get(name, "absent") for other in everyone]
+            if len(set(values) - {None}) > 1:
+                listed = (f"{value} (process {rank})" for rank, value in enumerate(values))
+                found.append(f"{name}: {', '.join(listed)}")
         if found:
-            more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-            raise ValueError(f"processes that train together must have the same {'; '.join(found[:3])}{more}")
+            raise ValueError(f"processes that train together must have the same {'; '.join(found[:3])}")
 
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor of the first process: what all of them have computed alike, to the last bit."""
@@ -144,10 +140,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """At the end, an error inside on one process is an error of all of them, before anything is exchanged.
-
-        Ctrl-C on one is Ctrl-C on all.
-        """
+        """At the end, an error or Ctrl-C inside on one process is one of all, before anything is exchanged."""
         if self.size == 1:
             yield
             return
