@@ -605,7 +605,7 @@ def make_float(tensor):
 CHANGED = {  # after a step, by the second process: a setting, or its batch
     "setting": (change_setting, None, "damping"),
     "rate": (change_rate, None, "lr (of parameter group 0): 1.0 (process 0), 0.25 (process 1)"),
-    "loss": (change_loss, None, "label_smoothing=0.2"),
+    "loss changed": (change_loss, None, "label_smoothing=0.2"),
     "batch": (change_nothing, make_float, "dtype of inputs: torch.float64 (process 0), torch.float32 (process 1)"),
 }
 

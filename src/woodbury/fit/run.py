@@ -80,17 +80,13 @@ class Run(ABC):
         """What the progress line says beside the loss, and the epochs so far."""
 
     def go(self, progress: Progress | None) -> Fit:
-        """Take steps until there is a reason to stop; several processes stop after the same step.
-
-        The clock is that of the first of them, which alone shows progress.
-        """
-        asked = {"kind of fit": type(self), **vars(self.limits), "steps so far": self.fit.steps}
-        asked["patience"] = None if self.validation is None else self.validation.patience
+        """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
+        patience = None if self.validation is None else self.validation.patience
+        asked = {**vars(self.limits), "patience": patience, "steps so far": self.fit.steps}
         self.group.check_same({name: repr(value) for name, value in asked.items()})
-        progress = progress if self.group.rank == 0 else None
         late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
         with stop_on_signal(*late) as told:
-            return self._go(progress, told)
+            return self._go(progress if self.group.rank == 0 else None, told)
 
     def _go(self, progress: Progress | None, told: Callable[[], bool]) -> Fit:
         fit, group = self.fit, self.group

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from woodbury.losses.scaled import NoSamples
 from woodbury.parallel.group import ALONE, Group, all_processes
 from woodbury.quadratic.linearize import Problem
 
+_OPTIONS = (bool, int, float, str, type(None), Tensor)  # what the options of a loss are
 Words = dict[str, "str | None"]  # by what they are about
 PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one process's own
 
@@ -52,8 +52,8 @@ def describe(settings: Any, groups: Iterable[Mapping[str, Any]]) -> Words:
         for name, value in group.items():
             if name not in ("params", "param_names"):
                 words[f"{name} (of parameter group {index})"] = _in_words(value)
-        names = group.get("param_names", map(str, count()))
-        for place, (name, parameter) in enumerate(zip(names, group["params"], strict=False)):
+        names = group.get("param_names", [""] * len(group["params"]))
+        for place, (name, parameter) in enumerate(zip(names, group["params"], strict=True)):
             words[f"parameter {place} (of group {index})"] = f"{name} {parameter.dtype} {tuple(parameter.shape)}"
     return words
 
@@ -65,9 +65,8 @@ def _in_words(value: Any) -> str:
         return f"{value.dtype} {tuple(value.shape)} {numbers}"
     if isinstance(value, nn.Module):  # a loss
         plain = {**vars(value), **dict(value.named_buffers())}
-        kinds = (bool, int, float, str, type(None), Tensor)
-        names = (name for name in sorted(plain) if name[0] != "_" and name != "training")
-        options = (f"{name}={_in_words(plain[name])}" for name in names if isinstance(plain[name], kinds))
+        names = [name for name in sorted(plain) if name[0] != "_" and name != "training"]
+        options = [f"{name}={_in_words(plain[name])}" for name in names if isinstance(plain[name], _OPTIONS)]
         return f"{type(value).__name__}({', '.join(options)})"
     if isinstance(getattr(value, "name", None), str):  # a part that was chosen by its name
         return repr(value.name)
@@ -89,8 +88,8 @@ def borrow_sample(
 ) -> tuple[Any, Tensor | None] | None:
     """A sample of another process where this one has none; None if it has some. All processes must call it.
 
-    The state learns of the size of the whole batch, which another number of processes can go on with. All raise
-    an error where they differ in `common`, or in the types of their batches.
+    The state learns of the size of the whole batch, which another number of processes can go on with. Where
+    processes differ in `common`, or in the types of their batches, all raise an error.
     """
     if group.size == 1:
         return None
