@@ -125,6 +125,7 @@ class MiniBatches:
             self._ahead = None
         else:
             self._ahead = to_device(as_pair(found, "a loader must give pairs"), self.device)
+        self.is_over = self._ahead is None
 
     def end_epoch(self) -> None:
         """Close the epoch under way; the next batch opens another."""
