@@ -100,8 +100,7 @@ def stop_on_signal(*numbers: int) -> Iterator[Callable[[], bool]]:
     So a signal never cuts a step in two. Threads other than the main one are not told of signals.
     """
     stopping = Event()
-    is_main = current_thread() is main_thread()
-    before = {number: signal.getsignal(number) for number in numbers} if is_main else {}
+    before = {number: signal.getsignal(number) for number in numbers if current_thread() is main_thread()}
 
     def note(number: int, frame: FrameType | None) -> None:
         stopping.set()
