@@ -17,6 +17,7 @@ pytest.importorskip("sklearn")
 import processes
 from fuzz.files import stop_after
 from run_folders import assert_same_end, contents, records_of
+from woodbury._process import stop_on_signal
 from woodbury.experiments import train as training
 from woodbury.experiments.data import DATASETS, Dataset, load_dataset
 from woodbury.experiments.presets import PAPER, PRESETS, full_settings
@@ -287,7 +288,7 @@ def test_a_complete_run_is_left_alone_and_an_absent_one_started(run_folder, tmp_
 
 def test_a_signal_does_not_cut_a_step_in_two():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background starts without it
-    with training.stop_on_signal() as stop:
+    with stop_on_signal(signal.SIGINT) as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()

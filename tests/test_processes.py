@@ -310,3 +310,336 @@ def test_for_one_process_nothing_is_exchanged():
 def test_what_several_processes_cannot_do_is_refused():
     with pytest.raises(ValueError, match="process_group"):
         woodbury.GaussNewton(mlp(), nn.MSELoss(), process_group="all")
+
+
+# -- fit ----------------------------------------------------------------------------------------------------------
+
+PLAIN = {"curvature_samples": None, "memory": 0, "metric": None, "progress": False}  # as with several processes
+
+
+def regression(samples, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
+    return inputs, inputs[:, :1].sin() + 0.3 * torch.randn(samples, 1, generator=generator, dtype=torch.float64)
+
+
+def small():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+class Stream:
+    """Batches without a length; at one of them something may happen."""
+
+    def __init__(self, batches, at=None, happen=None):
+        self.batches, self.at, self.happen = batches, at, happen
+
+    def __iter__(self):
+        for number, batch in enumerate(self.batches):
+            if number == self.at:
+                self.happen()
+            yield batch
+
+
+def parts(rank, world, lengths=(3, 3)):
+    """Batches of 4 samples for each process; for one process those of the same steps, joined."""
+    whole = regression(4 * sum(lengths))
+    first = sum(lengths[:rank])
+    batches = list(zip(*(own.split(4) for own in whole), strict=True))
+    if world == 2:
+        return batches[first : first + lengths[rank]]
+    steps = [[own[k] for own in (batches[: lengths[0]], batches[lengths[0] :]) if k < len(own)] for k in range(9)]
+    return [tuple(map(torch.cat, zip(*step, strict=True))) for step in steps if step]
+
+
+def judged(rank, world):
+    """Validation data that is far from the training data for the second process alone."""
+    near, (inputs, targets) = regression(6, seed=4), regression(9, seed=5)
+    both = near, (inputs, targets + inputs[:, 1:2])
+    return both[rank] if world == 2 else tuple(map(torch.cat, zip(*both, strict=True)))
+
+
+def raising(kind, at, rank):
+    """A callback that raises on the second process."""
+
+    def callback(fit):
+        if rank == 1 and fit.steps == at:
+            raise kind("no more")
+
+    return callback
+
+
+class FullDisk:
+    def step(self, info):
+        raise OSError("the disk is full")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def interrupted_forward(rank):
+    calls = []
+
+    def forward(model, inputs):
+        calls.append(1)
+        if rank == 1 and len(calls) == 12:
+            raise KeyboardInterrupt
+        return model(inputs)
+
+    return forward
+
+
+# name: (loader, arguments) of a process; those of "alone" are the fit of one process too
+TOGETHER = {
+    "epochs": lambda rank, world: (parts(rank, world), {"epochs": 3}),
+    "steps": lambda rank, world: (parts(rank, world), {"steps": 4}),
+    "patience": lambda rank, world: (
+        parts(rank, world),
+        {"epochs": 40, "validation": judged(rank, world), "patience": 2},
+    ),
+    "uneven": lambda rank, world: (parts(rank, world, (5, 3)), {"epochs": 2.5, "validation": judged(rank, world)}),
+    "uneven streams": lambda rank, world: (Stream(parts(rank, world, (1, 4))), {"epochs": 3}),
+    "tolerance": lambda rank, world: (parts(rank, world), {"epochs": 40, "tolerance": 0.2}),
+}
+APART = {
+    "seconds": (lambda rank: (parts(rank, 2), {"seconds": 20.5}), "seconds"),
+    "seconds and epochs": (lambda rank: (parts(rank, 2), {"seconds": 20.5, "epochs": 90}), "seconds"),
+    "callback": (
+        lambda rank: (parts(rank, 2), {"callback": (lambda fit: fit.steps == 4) if rank else None}),
+        "callback",
+    ),
+    "callback interrupted": (
+        lambda rank: (parts(rank, 2), {"callback": raising(KeyboardInterrupt, 4, rank)}),
+        "interrupted",
+    ),
+    "signal": (
+        lambda rank: (
+            Stream(parts(rank, 2), 1 if rank else None, lambda: signal.raise_signal(signal.SIGINT)),
+            {"validation": judged(rank, 2)},
+        ),
+        "interrupted",
+    ),
+    "loader interrupted": (
+        lambda rank: (Stream(parts(rank, 2), 2 if rank else None, interrupt), {}),
+        "interrupted",
+    ),
+    "step interrupted": (lambda rank: (parts(rank, 2), {"forward": interrupted_forward(rank)}), "interrupted"),
+    "two batches per step": (
+        lambda rank: (parts(rank, 2, (5, 2)), {"epochs": 2, "batches_per_step": 2}),
+        "epochs",
+    ),
+    "validation of one alone": (
+        lambda rank: (parts(rank, 2), {"epochs": 2, "validation": [] if rank else [judged(0, 2)]}),
+        "epochs",
+    ),
+    "auto": (lambda rank: (parts(rank, 2), {"epochs": 9, "curvature_samples": "auto"}), "epochs"),
+}
+REFUSED = {
+    "a loader that fails": (
+        lambda rank: (Stream(parts(rank, 2), 2 if rank else None, lambda: 1 / 0), {}),
+        "division",
+    ),
+    "an empty loader": (lambda rank: (Stream([] if rank else parts(0, 2)), {}), "no batches"),
+    "a callback that fails": (lambda rank: (parts(rank, 2), {"callback": raising(OSError, 2, rank)}), "no more"),
+    "a full disk": (lambda rank: (parts(rank, 2), {"record": None if rank else FullDisk()}), "disk is full"),
+    "other steps": (lambda rank: (parts(rank, 2), {"steps": 3 + rank}), "steps: 3 (process 0), 4 (process 1)"),
+    "seconds of one": (lambda rank: (parts(rank, 2), {"seconds": 9.0 if rank else None, "steps": 3}), "seconds"),
+    "validation of one": (
+        lambda rank: (parts(rank, 2), {"steps": 3, "validation": judged(0, 2) if rank else None}),
+        "patience",
+    ),
+    "bad validation": (
+        lambda rank: (parts(rank, 2), {"steps": 3, "validation": (judged(0, 2)[0][:, rank:], judged(0, 2)[1])}),
+        "does not go with",
+    ),
+    "a pair and a loader": (lambda rank: (regression(8) if rank else parts(0, 2), {"steps": 3}), "search"),
+    "pairs": (lambda rank: (regression(8), {"steps": 3}), "one process"),
+    "evidence": (lambda rank: (regression(8), {"steps": 3, "weight_decay": "evidence"}), "one process"),
+}
+
+
+class Clock:
+    """The second process is twice as slow, and a second passes from one look to the next."""
+
+    def __init__(self, rank):
+        self.now, self.tick = 0.0, 1.0 + rank
+
+    def perf_counter(self):
+        self.now += self.tick
+        return self.now
+
+
+def told(result, model):
+    """What a `Fit` says, and the parameters it left."""
+    names = ("loss", "validation", "best_step", "steps", "seconds", "samples", "reason", "history")
+    return {name: getattr(result, name) for name in names}, reference.flat(model.parameters()).detach()
+
+
+def fitted(data, arguments):
+    whole = data if isinstance(data, tuple) else None
+    model = small()
+    settings = {"progress": False} if whole is not None else PLAIN
+    try:
+        return told(woodbury.fit(model, nn.MSELoss(), data, **{**settings, **arguments}), model)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def fit_all(rank, world, names):
+    from woodbury.fit import run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    results = {}
+    for name in names:
+        if name in TOGETHER:
+            case = TOGETHER[name](rank, world)
+        else:
+            case = (APART[name] if name in APART else REFUSED[name])[0](rank)
+        run.time = Clock(rank)
+        results[name] = fitted(*case)
+    return results
+
+
+def test_a_fit_of_several_processes_is_that_of_one():
+    first, second = processes.run(fit_all, 2, list(TOGETHER))
+    alone = fit_all(0, 1, list(TOGETHER))
+    for name, (said, parameters) in alone.items():
+        assert first[name][0] == second[name][0], name
+        assert torch.equal(first[name][1], second[name][1]), name
+        inputs, targets = map(torch.cat, zip(*parts(0, 1), strict=True))
+        given = {"damping": 3e-4, "steps": said["steps"]}
+        bound = bounds.of_step(small(), nn.MSELoss(), inputs, targets, **given)
+        assert reference.relative_error(first[name][1], parameters) <= bound, name
+        losses = [key for key in ("loss", "validation") if said[key] is not None]
+        for key in losses:
+            assert first[name][0][key] == pytest.approx(said[key], rel=bound), (name, key)
+        for key in ("best_step", "steps", "samples", "reason"):
+            assert first[name][0][key] == said[key], (name, key)
+    assert alone["patience"][0]["reason"] == "validation" and alone["tolerance"][0]["reason"] == "tolerance"
+    assert alone["uneven"][0]["steps"] == 13 and alone["uneven streams"][0]["steps"] == 12
+
+
+def test_processes_agree_on_when_a_fit_ends():
+    first, second = processes.run(fit_all, 2, list(APART))
+    for name, (_, reason) in APART.items():
+        assert first[name][0] == second[name][0], name
+        assert torch.equal(first[name][1], second[name][1]), name
+        assert first[name][0]["reason"] == reason and first[name][0]["steps"], name
+    assert first["callback"][0]["steps"] == first["callback interrupted"][0]["steps"] == 4
+    assert first["signal"][0]["steps"] <= 2 and first["loader interrupted"][0]["steps"] <= 2
+    assert first["two batches per step"][0]["steps"] == 6  # 2, 2 and 1 batches of the first
+
+
+def test_what_one_process_cannot_fit_is_an_error_of_all():
+    first, second = processes.run(fit_all, 2, list(REFUSED))
+    for name, (_, cause) in REFUSED.items():
+        for kind, text in (first[name], second[name]):
+            assert isinstance(kind, str) and kind.endswith("Error") and cause in text, (name, kind, text)
+    for name in ("other steps", "seconds of one", "validation of one", "a pair and a loader", "pairs", "evidence"):
+        assert first[name] == second[name], name
+
+
+# -- processes that differ ----------------------------------------------------------------------------------------
+
+
+def classifier(bias=True, width=4, dtype=torch.float64):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3, bias=bias)).to(dtype)
+
+
+def made(method=woodbury.GaussNewton, loss=None, model=None, **settings):
+    return method(classifier() if model is None else model, loss or nn.CrossEntropyLoss(), **settings)
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+# what the second process makes otherwise: how, and what the error names
+DIFFERENT = {
+    "dtype": (lambda: made(model=classifier(dtype=torch.float32)), "0.weight torch.float32 (4, 5) (process 1)"),
+    "shape": (
+        lambda: made(model=classifier(width=6)),
+        "parameter 0 (of group 0): 0.weight torch.float64 (4, 5) (process 0), 0.weight",
+    ),
+    "parameters": (
+        lambda: made(model=classifier(bias=False)),
+        "2.bias torch.float64 (3,) (process 0), absent (process 1)",
+    ),
+    "loss": (lambda: made(loss=nn.MSELoss()), "MSELoss"),
+    "option": (lambda: made(loss=nn.CrossEntropyLoss(label_smoothing=0.1)), "label_smoothing=0.1"),
+    "reduction": (lambda: made(loss=nn.CrossEntropyLoss(reduction="sum")), "reduction='sum'"),
+    "class weights": (lambda: made(loss=nn.CrossEntropyLoss(weight=WEIGHTS)), "[1.0, 2.0, 3.0]"),
+    "damping": (lambda: made(damping=0.5), "damping"),
+    "lr": (lambda: made(lr=0.5), "lr (of parameter group 0): 1.0 (process 0), 0.5 (process 1)"),
+    "momentum": (lambda: made(momentum=0.5), "momentum"),
+    "curvature samples": (
+        lambda: made(curvature_samples=0.5),
+        "curvature_samples: None (process 0), 0.5 (process 1)",
+    ),
+    "method": (lambda: made(woodbury.NaturalGradient), "method"),
+    "search": (lambda: made(search=woodbury.CurvedSearch()), "search"),
+    "forward": (lambda: made(forward=interrupted_forward(0)), "forward"),
+    "first order": (lambda: OPTIMIZERS["sgd"](classifier(dtype=torch.float32), nn.CrossEntropyLoss()), "method"),
+}
+
+
+def change_setting(optimizer):
+    optimizer.damping = woodbury.LevenbergMarquardt(initial=0.2)
+
+
+def change_rate(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.25
+
+
+def change_loss(optimizer):
+    optimizer.loss.label_smoothing = 0.2
+
+
+def change_nothing(optimizer):
+    pass
+
+
+def make_float(tensor):
+    return tensor.float()
+
+
+CHANGED = {  # after a step, by the second process: a setting, or its batch
+    "setting": (change_setting, None, "damping"),
+    "rate": (change_rate, None, "lr (of parameter group 0): 1.0 (process 0), 0.25 (process 1)"),
+    "loss changed": (change_loss, None, "label_smoothing=0.2"),
+    "batch": (change_nothing, make_float, "dtype of inputs: torch.float64 (process 0), torch.float32 (process 1)"),
+}
+
+
+def differ(rank, world):
+    messages = {}
+    for name, (make, _) in DIFFERENT.items():
+        try:
+            make() if rank else made()
+            messages[name] = "made"
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    inputs, targets = data("mlp")
+    for name, (change, convert, _) in CHANGED.items():
+        optimizer = made()
+        optimizer.step(inputs, targets)
+        before = reference.flat(optimizer.model.parameters()).detach().clone()
+        if rank:
+            change(optimizer)
+        try:
+            optimizer.step(convert(inputs) if rank and convert else inputs, targets)
+            messages[name] = "stepped"
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        assert torch.equal(before, reference.flat(optimizer.model.parameters()).detach())
+        if not rank:
+            change(optimizer)
+        assert optimizer.step(inputs, targets).accepted
+    return messages
+
+
+def test_processes_that_differ_raise_the_same_error():
+    first, second = processes.run(differ, 2)
+    assert first == second
+    for name, cause in [(name, case[-1]) for name, case in (DIFFERENT | CHANGED).items()]:
+        assert first[name].startswith("ValueError: processes that train together must have the same"), first[name]
+        assert cause in first[name], (name, first[name])

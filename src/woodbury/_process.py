@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from threading import RLock, get_ident
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import Event, RLock, current_thread, get_ident, main_thread
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -89,3 +91,25 @@ def _has_global_hook() -> bool:
 
 # Whether hooks on all modules of the process are registered; torch has its own function for it from 2.8 on.
 has_global_hook = getattr(modules, "_has_any_global_hook", _has_global_hook)
+
+
+@contextmanager
+def stop_on_signal(*numbers: int) -> Iterator[Callable[[], bool]]:
+    """Yield a function that is true after a first such signal; a second one acts at once.
+
+    So a signal never cuts a step in two. Threads other than the main one are not told of signals.
+    """
+    stopping = Event()
+    before = {number: signal.getsignal(number) for number in numbers if current_thread() is main_thread()}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+        signal.signal(number, before[number])
+
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield stopping.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

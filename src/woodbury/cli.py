@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import signal
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,11 @@ try:
     from rich.markup import escape
     from rich.table import Table
 
+    from woodbury._process import stop_on_signal
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
-    from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, stop_on_signal, train
+    from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, train
     from woodbury.runs import report
     from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
     from woodbury.runs.storage import RunFolderError, one_line, printable
@@ -40,6 +42,7 @@ from woodbury.parallel.group import LostProcessError, all_processes
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
+_SIGNALS = signal.SIGINT, signal.SIGTERM  # which stop a run after a step
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
 _LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun puts into the environment
 PRESET = "the preset's"  # a default that depends on the data set
@@ -221,7 +224,7 @@ def _train_and_report(
     folder = group.object_of_first(folder)
     shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
     try:
-        with stop_on_signal() as stop, _progress_bar(len(configs), group.rank == 0) as show:
+        with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs), group.rank == 0) as show:
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
                 train(config, run_folder(folder, config), shown, stop=stop, **shared)

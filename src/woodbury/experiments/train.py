@@ -10,15 +10,12 @@ is an error of all, and so is a stop. A run may go on with another number of pro
 
 import hashlib
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -261,28 +258,6 @@ def evaluate(model: nn.Module, loss: nn.Module, inputs: Tensor, targets: Tensor)
         predicted = outputs > 0 if outputs.shape[1] == 1 else outputs.argmax(dim=1)
         wrong += int((predicted != y).sum())
     return total / len(inputs), wrong / len(inputs)
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is true after a first Ctrl-C or SIGTERM; a second one acts at once.
-
-    So a signal never cuts a step in two.
-    """
-    stopping = threading.Event()
-    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stopping.set()
-        signal.signal(number, before[number])
-
-    try:
-        for number in before:
-            signal.signal(number, note)
-        yield stopping.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _to_device(inputs: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,8 @@ class EvidenceRun(Run):
         settings: dict[str, Any] = {"params": groups, "damping": DAMPING, "accept": LEAST_RATIO}
         optimizer = GaussNewton(model, loss, forward=forward, fallback=fallback, **settings)
         super().__init__(optimizer, limits, callback, validation)
+        if self.group.size > 1:
+            raise ValueError("fit: weight_decay='evidence' is for one process: pass a number, and a loader")
         self.data, self.fallback, self.tolerance, self.most_steps = data, fallback, tolerance, most_steps
         self.fit.samples = _batch.sample_count(data[0])
         rows, value = self._rows(), self.evaluate([data])

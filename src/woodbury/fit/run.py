@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,12 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from woodbury._process import stop_on_signal
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
 from woodbury.fit.sources import as_pair, to_device
 from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
+from woodbury.optim.shards import find_group
 from woodbury.products import loss_of
 
 Callback = Callable[[Fit], Any]
@@ -55,6 +58,7 @@ class Run(ABC):
         self.optimizer, self.model = optimizer, optimizer.model
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
+        self.group = find_group(optimizer.process_group, self.model)
         self.fit = Fit()
         self.best: Best | None = None
         self.waited = 0  # steps, or epochs, since the best
@@ -76,8 +80,16 @@ class Run(ABC):
         """What the progress line says beside the loss, and the epochs so far."""
 
     def go(self, progress: Progress | None) -> Fit:
-        """Take steps until there is a reason to stop."""
-        fit = self.fit
+        """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
+        patience = None if self.validation is None else self.validation.patience
+        asked = {**vars(self.limits), "patience": patience, "steps so far": self.fit.steps}
+        self.group.check_same({name: repr(value) for name, value in asked.items()})
+        late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
+        with stop_on_signal(*late) as told:
+            return self._go(progress if self.group.rank == 0 else None, told)
+
+    def _go(self, progress: Progress | None, told: Callable[[], bool]) -> Fit:
+        fit, group = self.fit, self.group
         self.check_validation()
         started = time.perf_counter() - fit.seconds
         fit.reason = "running"
@@ -88,12 +100,15 @@ class Run(ABC):
                     fit.reason = reason
                     break
                 note = self.advance()
-                fit.seconds = time.perf_counter() - started
+                (fit.seconds,) = group.of_first([time.perf_counter() - started])
                 fit.reason = note() or "running"
-                if progress is not None:
-                    progress.show(fit, *self.shown())
-                if self.callback is not None and self.callback(fit) and fit.reason == "running":
-                    fit.reason = "callback"
+                with group.together():
+                    if progress is not None:
+                        progress.show(fit, *self.shown())
+                    asked = bool(self.callback(fit)) if self.callback is not None else False
+                stops = group.sums(told(), asked)  # asked of one, all of them stop
+                if fit.reason == "running" and any(stops):
+                    fit.reason = "interrupted" if stops[0] else "callback"
                 started = time.perf_counter() - fit.seconds
         except KeyboardInterrupt:
             fit.reason = "interrupted"
@@ -125,19 +140,19 @@ class Run(ABC):
         return self.evaluate(self.validation.batches)
 
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The loss over all samples of the batches, in evaluation mode."""
+        """The loss over all samples of the batches of all processes, in evaluation mode."""
         rule, loss = loss_rule(self.optimizer.loss), self.optimizer.loss
         total, count = 0.0, 0.0
-        with self.in_mode(training=False):
+        with self.group.together(), self.in_mode(training=False):
             for batch in batches:
                 inputs, targets = to_device(as_pair(batch, "validation must give pairs"), self.device)
                 with torch.set_grad_enabled(self.optimizer.forward is not call_model):
                     outputs = self.optimizer.forward(self.model, inputs).detach()
-                size = float(
-                    rule.count(loss, prepare(rule, loss, outputs, targets))
-                )  # which raises for bad shapes
+                prepared = prepare(rule, loss, outputs, targets)  # which raises for bad shapes
+                size = float(rule.count(loss, prepared))
                 value = float(loss_of(loss, outputs, targets))
                 total, count = total + (value if rule.is_sum(loss) else value * size), count + size
+        total, count = self.group.sums(total, count)
         if not count:
             raise ValueError("there are no samples")
         return total if rule.is_sum(loss) else total / count

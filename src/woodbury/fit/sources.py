@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
+from woodbury.parallel.group import Group
 
 Data = tuple[Any, "Tensor | None"]
 Draw = Callable[[int], Any]
@@ -56,6 +57,8 @@ class MiniBatches:
     length: int | None = None  # batches of an epoch, once that is known
     _iterator: Iterator[Any] | None = field(default=None, repr=False)
     _ahead: Data | None = field(default=None, repr=False)
+    _nothing: Data = field(default=(None, None), repr=False)  # no sample of the last batch
+    is_over: bool = False  # whether the batches just taken were the last of their epoch
 
     def __post_init__(self) -> None:
         if isinstance(self.loader, Iterator):
@@ -67,8 +70,6 @@ class MiniBatches:
             self.length = len(self.loader)  # type: ignore[arg-type]
         except TypeError:  # a stream: the first epoch tells
             self.length = None
-        if self.length == 0:
-            raise ValueError("fit: the loader has no batches")
 
     @property
     def epochs(self) -> float:
@@ -78,13 +79,16 @@ class MiniBatches:
     def next(self, most: int = 1) -> tuple[Data, int]:
         """The next batches as one, at most so many, and how many they are.
 
-        Fewer at the end of an epoch, and where those that follow are of another form or shape.
+        Fewer at the end of an epoch, and where those that follow are of another form or shape. Without a sample
+        where the epoch is over here, and not for another process (`agree`).
         """
         if self._iterator is None:
             self._iterator, self.taken = iter(self.loader), 0
             self._read()
             if self._ahead is None:
                 raise ValueError("fit: the loader has no batches")
+        if self._ahead is None:
+            return self._nothing, 0
         batch, count = self._take(), 1
         while count < most and self._ahead is not None:
             try:
@@ -95,10 +99,21 @@ class MiniBatches:
             count += 1
         return batch, count
 
+    def agree(self, group: Group, batch: Data) -> int:
+        """The samples of a step of all processes; their epoch is over when none of them has a batch left."""
+        samples = 0 if _batch.is_empty(batch[0]) else _batch.sample_count(batch[0])
+        own = samples, int(self._ahead is None), self.taken, self.length or 0
+        counts, over, taken, lengths = group.gather_numbers(*own)
+        self.is_over, self.taken, self.length = all(over), max(taken), max(lengths) or None
+        return sum(counts)
+
     def _take(self) -> Data:
         batch = self._ahead
         assert batch is not None
         self._read()
+        if self._ahead is None:
+            samples = _batch.sample_count(batch[0])
+            self._nothing = _batch.part(batch[0], slice(0), samples), None if batch[1] is None else batch[1][:0]
         self.taken += 1
         return batch
 
@@ -110,11 +125,7 @@ class MiniBatches:
             self._ahead = None
         else:
             self._ahead = to_device(as_pair(found, "a loader must give pairs"), self.device)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the batch just taken was the last of its epoch."""
-        return self._ahead is None
+        self.is_over = self._ahead is None
 
     def end_epoch(self) -> None:
         """Close the epoch under way; the next batch opens another."""
@@ -219,9 +230,8 @@ def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Te
 
     def take(index: Tensor) -> Data:
         index = index.to(device)
-        return _batch.take(data[0], index, samples), None if data[1] is None else _batch.take(
-            data[1], index, samples
-        )
+        targets = None if data[1] is None else _batch.take(data[1], index, samples)
+        return _batch.take(data[0], index, samples), targets
 
     return take(parts[0]), take(parts[1]), parts
 

@@ -26,7 +26,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch
 from woodbury.fit.descent import share_gained
 from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
@@ -73,12 +72,12 @@ class TrainingRun(Run):
         self.batches, self.record = batches, record
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
-        self.price = Price(optimizer) if optimizer.curvature_samples == "auto" else None
+        is_joint = find_group(None, self.model).size > 1  # then nothing may follow from times of one's own
+        self.price = Price(optimizer) if optimizer.curvature_samples == "auto" and not is_joint else None
         self.by_time = is_by_time(limits, self.model)
-        self.is_joint = find_group(None, self.model).size > 1
         self.growth: Growth | None = None
         if isinstance(batches_per_step, str):
-            if batches_per_step == "grow" and self.is_joint:
+            if batches_per_step == "grow" and is_joint:
                 raise ValueError("fit: batches_per_step='grow' is for one process: pass a number")
             if batches_per_step == "grow" or (self.by_time and not is_sum(optimizer.loss)):  # a sum grows with N
                 self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
@@ -101,9 +100,11 @@ class TrainingRun(Run):
         return self.limits.reached(self.fit.steps, self.fit.seconds, self.batches.epochs)
 
     def advance(self) -> Callable[[], str | None]:
-        batch, count = self.batches.next(self.batches_per_step)
         fit = self.fit
-        share = self.limits.share(fit.steps, fit.seconds, self.batches.epoch + self._place(count))
+        share = self.limits.share(fit.steps, fit.seconds, self.batches.epochs)
+        with self.group.together():
+            batch, count = self.batches.next(self.batches_per_step)
+        samples = self.batches.agree(self.group, batch)
         risen = min(1.0, LEAST + (1 - LEAST) * share / RISE) if self.by_time else 1.0
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * risen * math.sqrt(1 - share)
@@ -114,13 +115,9 @@ class TrainingRun(Run):
             self.growth.note(seconds, batch, count)
         if self.price is not None and (self.growth is None or self.growth.is_over):
             self.price.note(seconds, batch)
-        fit.steps, fit.samples = fit.steps + 1, _batch.sample_count(batch[0])
+        fit.steps, fit.samples = fit.steps + 1, samples
         self.losses.append(info.loss)
         return lambda: self._note(info)
-
-    def _place(self, count: int) -> float:
-        """How much of the epoch was over before the batches just taken."""
-        return min(1.0, (self.batches.taken - count) / self.batches.length) if self.batches.length else 0.0
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]
@@ -132,8 +129,9 @@ class TrainingRun(Run):
         course = self.optimizer.state.get("course")
         if course is not None:
             self.fit.loss = float(course[1])  # its level
-        if self.record is not None:
-            self.record.step(info)
+        with self.group.together():
+            if self.record is not None:
+                self.record.step(info)
         if not self.batches.is_over:
             return None
         self.batches.end_epoch()
@@ -149,8 +147,9 @@ class TrainingRun(Run):
         fit.history.append(entry)  # before the validation pass, which may be interrupted
         if self.validation is not None:
             entry["validation"] = self.validation_loss()
-        if self.record is not None:
-            self.record.epoch(train_loss=mean, test_loss=entry.get("validation"))
+        with self.group.together():
+            if self.record is not None:
+                self.record.epoch(train_loss=mean, test_loss=entry.get("validation"))
         self.judge(entry.get("validation", mean))
         if self.limits.tolerance is not None and mean <= self.limits.tolerance:
             return "tolerance"
@@ -171,8 +170,7 @@ class TrainingRun(Run):
             fit.loss, fit.best_step = self.best.judged, self.best.step
         ended = [entry for entry in fit.history if entry["step"] == fit.best_step]
         fit.samples = ended[0]["samples"] if ended else fit.samples
-        if not self.is_joint:  # where a loader has the samples of one process alone
-            fit.loss = self.evaluate(self.batches.all())
+        fit.loss = self.evaluate(self.batches.all())
 
     def state(self) -> dict[str, Any]:
         own = {"epochs": self.batches.epoch, "batches_per_step": self.batches_per_step}

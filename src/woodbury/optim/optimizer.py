@@ -41,7 +41,7 @@ from woodbury.optim.settings import (
     plain_groups,
     with_names,
 )
-from woodbury.optim.shards import find_group, start_alike
+from woodbury.optim.shards import describe, find_group, start_alike
 from woodbury.optim.step import Step
 from woodbury.optim.transaction import Transaction
 from woodbury.parallel.group import Group
@@ -120,6 +120,7 @@ class SecondOrder(torch.optim.Optimizer):
         self.last: StepInfo | None = None
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(plain_groups(model, params), defaults)
+        find_group(process_group, self._called).check_same(describe(self.settings, self.param_groups))
         self._problems = Problems(self.settings, self._new_group())
         # Refuses now what no pass is needed for, rather than at the first step.
         self._plan()
@@ -254,7 +255,8 @@ class SecondOrder(torch.optim.Optimizer):
     def _context(self, settings: Settings | None = None) -> Context:
         """What a step is taken with, and the part of the state that posing a problem changes."""
         transaction = Transaction(self.state, ("generator", "largest_batch"))
-        return Context(self.model, settings or self.settings, self.state, self.param_groups, transaction)
+        groups = self.param_groups
+        return Context(self.model, settings or self.settings, self.state, groups, transaction, self.settings)
 
     def _step(self, context: Context, request: Request) -> StepInfo:
         transaction = context.transaction

@@ -28,7 +28,7 @@ from woodbury.model.plan import Plan
 from woodbury.model.structure import Structure
 from woodbury.optim.price import affordable_rows
 from woodbury.optim.settings import Hyperparameters, Settings, check_groups, explain_inputs, read_settings
-from woodbury.optim.shards import borrow_sample, count_nothing
+from woodbury.optim.shards import borrow_sample, count_nothing, describe
 from woodbury.optim.transaction import Transaction
 from woodbury.parallel.group import ALONE, Group
 from woodbury.policies.damping import check_damping
@@ -60,6 +60,7 @@ class Context:
     state: dict[Any, Any]
     groups: Sequence[Mapping[str, Any]]
     transaction: Transaction
+    common: Settings  # that all processes must have: without what a loop of the user's own was seen to do
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +95,9 @@ class Problems:
 
         A process without a sample borrows one of another, and counts it 0 times.
         """
-        borrowed = borrow_sample(self.group, request.inputs, request.targets, context.device, context.state)
+        common = partial(describe, context.common, context.groups)
+        given = request.inputs, request.targets
+        borrowed = borrow_sample(self.group, given, context.device, context.state, common)
         if borrowed is not None:
             request = replace(request, inputs=borrowed[0], targets=borrowed[1], subset=None)
         with self.group.together():

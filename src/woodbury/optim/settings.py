@@ -116,7 +116,7 @@ class Settings:
     def check_joint(self) -> None:
         """Raise where several processes cannot take steps together with these settings."""
         if self.search is not None:
-            raise ValueError("search= is for one process: it looks at the loss several times per step")
+            raise ValueError("search=, which fit uses for a pair or a sampler, is for one process: pass a loader")
         if not self.solver.takes_processes:
             raise ValueError(f"solver={self.solver.name!r} is for one process: use 'cholesky', or HessianFree")
         if self.memory or self.metric is not None:

@@ -69,7 +69,7 @@ class Group:
         """The tensor of each process; they may differ in the length of the last axis: `lengths`, if known."""
         if self.size == 1:
             return [tensor]
-        lengths = self.gather_numbers(tensor.shape[-1]) if lengths is None else lengths
+        lengths = self.gather_numbers(tensor.shape[-1])[0] if lengths is None else lengths
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
@@ -77,15 +77,15 @@ class Group:
         self._run(torch.distributed.all_gather, everyone, padded)
         return [own[..., :length] for own, length in zip(everyone, lengths, strict=True)]
 
-    def gather_numbers(self, number: int) -> list[int]:
-        """One whole number of each process."""
+    def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
+        """Whole numbers by process: for each that was given, those of all processes."""
         if self.size == 1:
-            return [number]
-        own = torch.tensor([number], device=self._device())
+            return [(number,) for number in numbers]
+        own = torch.tensor(numbers, device=self._device())
         everyone = [torch.empty_like(own) for _ in range(self.size)]
         self.bytes_given += own.nbytes
         self._run(torch.distributed.all_gather, everyone, own)
-        return [int(other) for other in torch.cat(everyone)]
+        return [tuple(column) for column in torch.stack(everyone, 1).tolist()]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """A small object of each process."""
@@ -104,6 +104,20 @@ class Group:
         self.bytes_given += len(pickle.dumps(value)) if self.rank == 0 else 0
         self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
         return shared[0]
+
+    def check_same(self, own: Mapping[str, str | None]) -> None:
+        """Raise on all processes unless what they hold by name is the same; None goes with everything."""
+        if self.size == 1:
+            return
+        everyone = self.gather_objects(dict(own))
+        found = []
+        for name in dict.fromkeys(name for other in everyone for name in other):
+            values = [other.get(name, "absent") for other in everyone]
+            if len(set(values) - {None}) > 1:
+                listed = (f"{value} (process {rank})" for rank, value in enumerate(values))
+                found.append(f"{name}: {', '.join(listed)}")
+        if found:
+            raise ValueError(f"processes that train together must have the same {'; '.join(found[:3])}")
 
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor of the first process: what all of them have computed alike, to the last bit."""
@@ -126,7 +140,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """At the end, an error inside on one process is an error of all of them, before anything is exchanged."""
+        """At the end, an error or Ctrl-C inside on one process is one of all, before anything is exchanged."""
         if self.size == 1:
             yield
             return
@@ -135,7 +149,7 @@ class Group:
             yield
         except LostProcessError:
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             failure = error
         (failures,) = self.sums(0.0 if failure is None else 1.0)
         if failures:
@@ -143,6 +157,8 @@ class Group:
             if failure is not None:
                 raise failure
             rank = next(index for index, text in enumerate(texts) if text is not None)
+            if texts[rank].startswith(KeyboardInterrupt.__name__):
+                raise KeyboardInterrupt
             raise LostProcessError(f"process {rank} of {self.size} failed: {texts[rank]}")
 
     def _device(self) -> torch.device:

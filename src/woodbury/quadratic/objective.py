@@ -31,13 +31,14 @@ class Objective(ABC):
 
     def decrease(self, displacement: Displacement) -> Scalar:
         """f(theta) - f(theta + p), float64."""
-        with _random.replayed(self.random):
-            decrease = self._decrease(displacement)
+        with self.passes.group.together(), _random.replayed(self.random):
+            own = self._decrease(displacement)
+        decrease = self.passes.sum(own)
         return decrease if self.decay is None else decrease + self.decay.decrease(displacement.dense())
 
     @abstractmethod
     def _decrease(self, displacement: Displacement) -> Scalar:
-        """That of the loss alone."""
+        """That of the loss alone, on the samples of this process."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class OnPieces(Objective):
             if outputs.dim() != 2:
                 outputs = outputs.reshape(outputs.shape[0], -1)
             differences.append(piece.losses - self.passes.losses(outputs, piece.targets))
-        return self.passes.mean(differences, self.term_count)
+        return mean_of(differences, self.term_count)
 
 
 def on_samples(passes: Passes, inputs: Any, targets: Tensor | None, decay: Decay | None) -> OnPieces:
@@ -86,7 +87,7 @@ class OverLoader(Objective):
                     raw = passes.forward(passes.plan.model, inputs).detach()
                 prepared = prepare(passes.rule, passes.loss, raw, targets)
                 after = after + passes.losses(raw.reshape(raw.shape[0], -1), prepared).sum()
-        return passes.sum(scalar(self.total - after)) / self.term_count
+        return scalar(self.total - after) / self.term_count
 
 
 def over_loader(

@@ -95,10 +95,6 @@ class Passes:
         own = float(samples) if self.samples_count else 0.0
         return own / self.group.sums(own)[0]
 
-    def mean(self, losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
-        """Sum of all losses, of all processes, / M."""
-        return self.sum(mean_of(losses, term_count))
-
     def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
         """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples."""
         if self.group.size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.info import Numbers, StepInfo
 from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
-from woodbury.optim.shards import find_group, start_alike
+from woodbury.optim.shards import describe, find_group, start_alike
 from woodbury.products import loss_of
 from woodbury.quadratic.passes import check_loss
 
@@ -52,6 +53,7 @@ class FirstOrder(torch.optim.Optimizer):
         self.last: StepInfo | None = None
         self.process_group = process_group
         self._group = find_group(process_group, model)
+        self._group.check_same(describe(SimpleNamespace(method=kind.__name__, loss=loss), self.param_groups))
         start_alike(self._group, self._trained())
 
     def _trained(self) -> list[Tensor]:
