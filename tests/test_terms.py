@@ -1,5 +1,7 @@
 """Batches of several terms with points of their own: steps against dense matrices, errors that name the term."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from woodbury._vector import flatten
 from woodbury.fit.equations import Equations, TermSource
 
 N = 7
+solving = import_module("woodbury.fit.solving")  # woodbury.fit is the function
 
 
 class Net(nn.Module):
@@ -234,8 +237,20 @@ def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
     monkeypatch.setattr(woodbury.GaussNewton, "step", small_memory)
     with pytest.warns(RuntimeWarning, match="memory has run out: from now on a step has 512 samples") as told:
         fit = fitted(model, equations, steps=6, samples=1024)
-    assert len(told) == 1 and fit.steps == 6 and fit.samples == 512
+    assert sum("memory" in str(own.message) for own in told) == 1 and fit.steps == 6 and fit.samples == 512
     assert fit.history[-1]["loss"] < fit.history[0]["loss"]
+
+
+def test_samples_do_not_grow_beyond_what_memory_holds(monkeypatch):
+    """Where more of them are wanted after any two steps."""
+    monkeypatch.setattr(solving, "LIMITED", 2.0)
+    ends = []
+    for available in (None, 6 * 16 * 25 * 8):  # rows of 16 samples, 25 parameters
+        monkeypatch.setattr(solving, "available_bytes", lambda device, own=available: own)
+        model, equations = line_problem()
+        fit = fitted(model, equations, steps=5, samples=8)
+        ends.append(max(record["samples"] for record in fit.history))
+    assert ends[0] >= 16 > ends[1] == 8
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 
     A feature that is constant in training is only shifted.
     """
-    scaled_train = torch.empty(train.shape, dtype=torch.float32)
-    scaled_test = torch.empty(test.shape, dtype=torch.float32)
+    scaled_train = torch.empty(train.shape, dtype=torch.float32, device="cpu")
+    scaled_test = torch.empty(test.shape, dtype=torch.float32, device="cpu")
     width = 64  # features at a time, so that no float64 copy of everything is needed
     for first in range(0, train.shape[1], width):
         columns = slice(first, first + width)
@@ -80,7 +80,7 @@ def standardise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
 
 def split(rows: int, train_rows: int) -> tuple[Tensor, Tensor]:
     """Indices of `train_rows` random rows for training and of the others for testing, always the same."""
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return order[:train_rows], order[train_rows:]
 
 

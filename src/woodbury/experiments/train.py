@@ -140,12 +140,12 @@ class _Run:
         config, group, (inputs, targets) = self.config, self.group, self.train_set
         steps = config.epochs * self.per_epoch
         marks = {round(part * self.per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
-        order = torch.Generator().manual_seed(config.seed)  # the same batches for every optimizer
+        order = torch.Generator("cpu").manual_seed(config.seed)  # the same batches for every optimizer
         if self.step == 0:
             self._evaluate(records)
         saved = time.monotonic()
         for epoch in range(config.epochs):
-            batches = torch.randperm(len(inputs), generator=order).split(config.batch_size)
+            batches = torch.randperm(len(inputs), generator=order, device="cpu").split(config.batch_size)
             done = max(0, self.step - epoch * self.per_epoch)  # of these, before the checkpoint
             for number, batch in enumerate(batches[done:], start=done + 1):
                 index = batch.tensor_split(group.size)[group.rank].to(inputs.device)

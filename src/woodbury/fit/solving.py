@@ -61,6 +61,8 @@ class SolvingRun(Run):
         on_cpu = self.device.type == "cpu"
         first = FIRST if on_cpu else min(max(round(1.5 * self.size), 8 * FIRST), MOST_ON_DEVICE)
         self.count = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
+        while samples is None and self.count > FIRST and not self._fits(self.count):
+            self.count //= 2
         self.most = MOST_ROWS * self.size  # samples of a step; fewer where memory has run out
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and on_cpu else "search", 0
@@ -158,13 +160,14 @@ class SolvingRun(Run):
         """Draw more samples from now on, where they limit the steps and their rows fit into memory."""
         agreement = self.optimizer.state.get("search", {}).get("agreement", 1.0)
         self.limited = self.limited + 1 if agreement < LIMITED else 0
-        if self.limited < LIMITED_STEPS or GROWTH * self.count > self.most:
-            return
-        own = next(iter(self.model.parameters()))
-        needed = COPIES * GROWTH * self.count * self.size * own.element_size()
-        available = available_bytes(self.device)
-        if available is None or needed < available:
+        if self.limited >= LIMITED_STEPS and GROWTH * self.count <= self.most and self._fits(GROWTH * self.count):
             self.count, self.rejected, self.limited = GROWTH * self.count, 0, 0
+
+    def _fits(self, count: int) -> bool:
+        """Whether the rows of so many samples fit into what memory is left, as far as that is known."""
+        number = next(iter(self.model.parameters())).element_size()
+        available = available_bytes(self.device)
+        return available is None or COPIES * count * self.size * number < available
 
     def _draw(self, function: Callable[[], Any]) -> Any:
         """function(), with the random numbers of the samples."""

@@ -197,7 +197,7 @@ def _as_tensor(values: Any) -> Any:
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
     if type(values).__module__ == "numpy" or _is_numbers(values):
-        return torch.tensor(values, dtype=torch.float64 if _has_floats(values) else None)
+        return torch.tensor(values, dtype=torch.float64 if _has_floats(values) else None, device="cpu")
     return values
 
 
@@ -224,7 +224,7 @@ def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Te
             f"fit: validation={share} of {samples} sample(s) leaves nothing to train on, or to validate with: "
             "pass a share between 0 and 1, or a pair (inputs, targets)"
         )
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     parts = order[count:].sort().values, order[:count].sort().values
     device = None if data[1] is None else data[1].device
 
