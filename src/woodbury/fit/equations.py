@@ -181,6 +181,11 @@ class TermSource:
         return any(source.draw_some is not None for source in self.sources.values())
 
     @property
+    def has_terms(self) -> bool:
+        """Whether there are several."""
+        return len(self.sources) > 1
+
+    @property
     def like(self) -> Tensor:
         return next(own for own in self.model.parameters() if own.requires_grad).detach()
 

@@ -1,9 +1,9 @@
 """Fits to samples that are drawn: steps with a search on more and more of them, and plain ones before.
 
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
-follow on a CPU, taken if they gain, as long as they gain enough, and then searched steps for good. There are
-twice as many samples after two searched steps in a row that the samples limit: where other samples promise less
-than half of what the batch promises.
+follow (for terms on a CPU), taken if they gain, as long as they gain enough, and then searched steps for good.
+There are twice as many samples after two searched steps in a row that the samples limit: where other samples
+promise less than half of what the batch promises.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ LOOKS = {8: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
 FAR = 0.01  # follow, unless the loss is below this share of the first,
 WINDOW = 64  # twice as many at least, and on as long as this many
 WORTH = 1.0  # take so much off the logarithm of the loss
-FIRST, MOST_ON_DEVICE = 256, 8192  # samples of a step at first; on a GPU 1.5 per parameter up to the second number
+FIRST, MOST, MOST_ON_DEVICE = 256, 4096, 8192  # samples of a step at first: 1.5 per parameter within these bounds
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
-MOST_ROWS = 8  # samples per parameter at most: more of them add little to the curvature
+MOST_ROWS, MOST_ROWS_ON_CPU = (
+    8,
+    2,
+)  # samples per parameter at most: more add little to the curvature, and cost time
 COPIES = 6  # of the rows that a step holds at once, at most
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
@@ -59,13 +62,16 @@ class SolvingRun(Run):
         self.source = source
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"
-        first = FIRST if on_cpu else min(max(round(1.5 * self.size), 8 * FIRST), MOST_ON_DEVICE)
+        fewest, most = (FIRST, MOST) if on_cpu else (8 * FIRST, MOST_ON_DEVICE)
+        few = on_cpu and source.has_terms  # each has points of its own, and few are enough at first
+        first = FIRST if few else min(max(round(1.5 * self.size), fewest), most)
         self.count = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
         while samples is None and self.count > FIRST and not self._fits(self.count):
             self.count //= 2
-        self.most = MOST_ROWS * self.size  # samples of a step; fewer where memory has run out
+        # samples of a step; fewer where memory has run out
+        self.most = (MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size
         # the steps before this phase
-        self.phase, self.since = "look" if source.is_fresh and on_cpu else "search", 0
+        self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
         self.random: _random.Snapshot | None = None  # of the samples, if they have a seed
         if seed is not None:

@@ -26,6 +26,7 @@ class Drawn:
 
     draw: Callable[[int], Data]
     is_fresh = True
+    has_terms = False
     weights: dict[str, float] = field(default_factory=dict)  # of terms: none
 
     def batch(self, count: int) -> Data:
