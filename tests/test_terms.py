@@ -1,5 +1,6 @@
 """Batches of several terms with points of their own: steps against dense matrices, errors that name the term."""
 
+import warnings
 from importlib import import_module
 
 import pytest
@@ -122,6 +123,23 @@ def test_a_searched_step_on_terms_is_the_one_on_their_numbers_together():
         reference.relative_error(flatten(dict(model.named_parameters())), flatten(dict(other.named_parameters())))
         <= bound
     )
+
+
+def test_terms_that_need_different_methods_do_not_slow_each_other_down():
+    """One differentiates by torch.autograd.grad, the other by torch.func."""
+
+    def by_func(model, x):
+        return torch.func.vmap(torch.func.jacrev(lambda point: model.body(point)[0]))(x)
+
+    torch.manual_seed(0)
+    model = Net().double()
+    terms = TermSource(model, Equations(one=(points, by_autograd, 1.0), two=(points, by_func, 1.0)).terms)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=terms.forward, fallback="autograd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # of many passes
+        for _ in range(3):
+            optimizer.step(*terms.batch(32))
+    assert optimizer._plan().findings.fallback_method in ("expanded", "func")
 
 
 def test_points_by_residual_keep_the_expected_loss():

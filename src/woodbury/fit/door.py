@@ -162,9 +162,18 @@ def fit(
         _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
         _check_batches(batches_per_step)
         settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
-        shared = {"callback": callback, "record": record, "batches_per_step": batches_per_step}
+        if steps is None and seconds is None and epochs is None:
+            limits = replace(limits, epochs=DEFAULT_EPOCHS)
         judged = _validation(validation, patience or max(5, math.ceil((epochs or DEFAULT_EPOCHS) / 4)))
-        run = _training(model, criterion, given, limits, judged, **shared, **settings)
+        run = TrainingRun(
+            training_optimizer(model, criterion, is_by_time(limits, model), **settings),
+            MiniBatches(given, _device_of(model)),
+            limits=limits,
+            validation=judged,
+            callback=callback,
+            record=record,
+            batches_per_step=batches_per_step,
+        )
     else:
         _check_no_batches(epochs, record, memory, batches_per_step, curvature_samples)
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
@@ -184,20 +193,6 @@ def fit(
     if resume is not None:
         run.load(resume)
     return run.go(Progress(run.limits) if progress else None)
-
-
-def _training(
-    model: nn.Module, loss: nn.Module, data: Any, limits: Limits, validation: Validation | None, **options: Any
-) -> Run:
-    """A fit to the batches of a loader."""
-    if limits.steps is None and limits.seconds is None and limits.epochs is None:
-        limits = replace(limits, epochs=DEFAULT_EPOCHS)
-    names = ("callback", "record", "batches_per_step")
-    settings = {name: value for name, value in options.items() if name not in names}
-    optimizer = training_optimizer(model, loss, is_by_time(limits, model), **settings)
-    batches = MiniBatches(data, _device_of(model))
-    own = {name: options[name] for name in names}
-    return TrainingRun(optimizer, batches, limits=limits, validation=validation, **own)
 
 
 def _solving(

@@ -18,7 +18,7 @@ unless they are given. Conditions on the solution are rows without derivatives, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,8 @@ class Equations:
     A term is (source, function), or (source, function, weight). The source is a function draw(count) that returns
     as many inputs, or (inputs, targets); or inputs that stay the same; or (inputs, targets). function(model,
     inputs) gives n values, or (n, k) of them, and the residual is the difference from the targets, or from zero.
-    The first term is the one that takes most points: of those drawn it has `samples` per step, and the others a
-    quarter of that. A weight is a number; weights that are not given balance themselves. Unknown coefficients are
+    The first term is the one that takes most points: of those drawn it has `samples` per step, and the others
+    half of that. A weight is a number; weights that are not given balance themselves. Unknown coefficients are
     parameters of the model.
     """
 
@@ -174,7 +174,7 @@ class TermSource:
     sources: Mapping[str, _Source]
     by_residual: bool = True
     weights: dict[str, float] = field(default_factory=dict)
-    forward: Callable[[nn.Module, Any], Tensor] = _run
+    forward = staticmethod(_run)
 
     @property
     def is_fresh(self) -> bool:

@@ -33,10 +33,7 @@ FIRST, MOST, MOST_ON_DEVICE = 256, 4096, 8192  # samples of a step at first: 1.5
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
-MOST_ROWS, MOST_ROWS_ON_CPU = (
-    8,
-    2,
-)  # samples per parameter at most: more add little to the curvature, and cost time
+MOST_ROWS, MOST_ROWS_ON_CPU = 8, 2  # samples per parameter at most: more add little to the curvature
 COPIES = 6  # of the rows that a step holds at once, at most
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
@@ -129,7 +126,7 @@ class SolvingRun(Run):
 
     def shown(self) -> tuple[str, float]:
         record = self.fit.history[-1]
-        if record["length"] is None:
+        if self.phase == "plain":
             return f"plain step, {record['samples']} samples", 0.0
         path = "bent" if record["bent"] else "straight"
         return f"length {record['length']:.3g} ({path}), {record['samples']} samples", 0.0
@@ -144,7 +141,7 @@ class SolvingRun(Run):
             "loss": fit.loss,
             "samples": fit.samples,
         }
-        record |= {name: numbers.get(name) for name in ("length", "share", "bent", "accepted")}
+        record |= {name: numbers[name] for name in ("length", "share", "bent", "accepted")}
         if terms := self.source.mean_squares():
             record["terms"] = terms
         if self.validation is not None:

@@ -104,31 +104,31 @@ def written_rows(
         "func": lambda: rows_by_func(forward_pass, parameters, columns, start, max_bytes),
         "chunks": lambda: rows_by_chunks(forward_pass, parameters, columns, start),
     }
-    for name, compute in methods.items():
-        if method not in (None, name):
-            continue
+    # the one that worked before first; where it fails (another term of the same fit, say) all others are tried
+    order = [] if method == "graph" else sorted(methods, key=lambda name: name != method)
+    for name in order:
         # A comparison would make a device wait: there a method that worked is trusted until the model's mode
         # changes.
-        known = method is not None and columns.device.type != "cpu" and (name, columns.shape) in checked
+        known = name == method and columns.device.type != "cpu" and (name, columns.shape) in checked
         random = None if known else _random.snapshot(columns.device)
         try:
-            outputs, rows = compute()
+            outputs, rows = methods[name]()
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever torch.func, or a model on fewer samples, does not like
-            method = None
+            is_right = False
         else:
             if random is None:
                 return rows
-            if forward_pass.gives(outputs, window) and (
+            is_right = forward_pass.gives(outputs, window) and (
                 (name, columns.shape) in checked
                 or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
-            ):
-                findings.note_method(name, columns.shape)
-                if name == "chunks":
-                    announce(min(len(columns), _CHUNK), _IN_CHUNKS)
-                return rows
-            method = None
+            )
+        if is_right:
+            findings.note_method(name, columns.shape)
+            if name == "chunks":
+                announce(min(len(columns), _CHUNK), _IN_CHUNKS)
+            return rows
         if random is not None:
             _random.restore(random)
     announce(len(columns), _ONE_BY_ONE)

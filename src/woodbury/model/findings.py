@@ -1,6 +1,6 @@
 """What passes through a model have shown about it: read anywhere, and written here.
 
-The two counts of passes alone are set by `woodbury.optim.passes`, which makes them.
+The two counts of passes alone are set by `woodbury.quadratic.passes`, which makes them.
 """
 
 from __future__ import annotations
