@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import woodbury
 from changes import CHANGES, Scaled
 from woodbury import _random
 from woodbury._vector import flatten
-from woodbury.device import recording
+from woodbury.device import fingerprint, passes, recording
 from woodbury.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -629,3 +630,55 @@ def test_a_loop_of_ones_own_takes_the_same_steps(name, how):
             scaler.update()
     assert is_recorded(optimizer) or how == "scaler"
     assert_close(problem.model, same.model)
+
+
+def fitted_equation(function, steps=12, points="by residual"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double().cuda()
+    equation = woodbury.Equations(
+        inside=(lambda count: torch.rand(count, 2, dtype=torch.float64, device="cuda"), function)
+    )
+    return woodbury.fit(model, equation, steps=steps, samples=64, seed=0, points=points, progress=False)
+
+
+def residual(model, x):
+    return woodbury.laplacian(model, x).laplacian + torch.sin(3 * x).sum(1, keepdim=True)
+
+
+def differentiated(model, x):
+    x = x.requires_grad_()
+    (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slopes.sum(1) - 1
+
+
+@pytest.mark.parametrize("function", [residual, differentiated])
+def test_a_search_with_replayed_passes_takes_the_same_steps(function, monkeypatch):
+    replayed = []
+    ordinary_replay = passes._Kind.replay
+    monkeypatch.setattr(passes._Kind, "replay", lambda *a: replayed.append(1) or ordinary_replay(*a))
+    fit = fitted_equation(function)
+    assert replayed
+    monkeypatch.setattr(passes, "_MOST_BYTES", -1)
+    count = len(replayed)
+    ordinary = fitted_equation(function)
+    assert len(replayed) == count
+    losses, expected = ([record["loss"] for record in own.history] for own in (fit, ordinary))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def test_replayed_passes_notice_a_number_that_a_function_reads_and_random_numbers():
+    replays, x = passes.Replays(), torch.ones(3, device="cuda")
+    factor = 1.0
+
+    def times(x):
+        return x * factor
+
+    def key():
+        return fingerprint.of_function(times)
+
+    for factor in (1.0,) * 5 + (2.0,) * 5:
+        assert bool((replays(key(), times, x) == factor).all())
+    drawn = [replays("noise", lambda x: x + torch.rand_like(x), x) for _ in range(6)]
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(drawn))
+    waiting = [float(replays("wait", lambda x: x * float(x.sum()), x)[0]) for _ in range(6)]
+    assert waiting == [3.0] * 6

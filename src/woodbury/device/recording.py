@@ -21,7 +21,7 @@ from woodbury.device.constants import all_constants
 WARM_UP = 2  # ordinary steps of a kind before one is recorded
 _MAX_RECORDINGS = 4  # at a time, one per shape of batches
 _MAX_KINDS = 64  # kinds of steps that are counted
-_WORTH_RECORDING = 2**30  # bytes: a step that allocates more keeps the device busy without a recording
+WORTH_RECORDING = 2**30  # bytes: a step that allocates more keeps the device busy without a recording
 
 
 class Key(NamedTuple):
@@ -86,7 +86,7 @@ class Recordings:
             self._step_counts, self._large_kinds = {}, set()
         self._step_counts[key] = step_count = self._step_counts.get(key, 0) + 1
         if step_count <= WARM_UP:
-            self._running = key, _bytes_ever_allocated(device)
+            self._running = key, bytes_ever_allocated(device)
             return False
         alike = [old for old in self._recordings if old.fixed == key.fixed]
         return len(alike) < _MAX_RECORDINGS
@@ -95,7 +95,7 @@ class Recordings:
         """Note whether a step of this kind is too large to be worth recording."""
         if self._running is not None:
             key, before = self._running
-            if _bytes_ever_allocated(device) - before > _WORTH_RECORDING:
+            if bytes_ever_allocated(device) - before > WORTH_RECORDING:
                 self._large_kinds.add(key)
             self._running = None
 
@@ -112,7 +112,7 @@ class Recordings:
         self._recordings, self._step_counts, self._running, self._given_up = {}, {}, None, True
 
 
-def _bytes_ever_allocated(device: torch.device) -> int:
+def bytes_ever_allocated(device: torch.device) -> int:
     """All bytes that torch has allocated on a device so far, freed ones included."""
     statistics = torch.cuda.memory_stats(device)
     return int(statistics.get("allocated_bytes.all.allocated", 0))
@@ -141,7 +141,7 @@ def shape_of(inputs: Any, targets: Tensor | None, device: torch.device) -> Hasha
     return tuple(descriptions), plain
 
 
-def _buffers_like(tree: Any) -> Any:
+def buffers_like(tree: Any) -> Any:
     """Copies of every tensor in a tree."""
 
     def copy(leaf: Any) -> Any:
@@ -173,20 +173,16 @@ def record(
     state holds tensors, or dictionaries of them; in the recording the new state overwrites the old. dtype is
     that of the rates.
     """
-    inputs, targets, state = _buffers_like(inputs), _buffers_like(targets), _buffers_like(state)
+    inputs, targets, state = buffers_like(inputs), buffers_like(targets), buffers_like(state)
     rate_buffers = [torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates]
-    graph = torch.cuda.CUDAGraph()
-    constants = all_constants()
-    try:
-        # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            numbers, new = run(inputs, targets, rate_buffers, state)
-            overwrite(state, new)
-    except BaseException:
-        _clean_up(graph, device)
-        raise
+
+    def run_on_buffers() -> Tensor:
+        numbers, new = run(inputs, targets, rate_buffers, state)
+        overwrite(state, new)
+        return numbers
+
+    graph, numbers, constants = record_graph(run_on_buffers, device)
     known_rates: list[float | None] = [None] * len(rate_buffers)
-    constants += all_constants()  # and those that were made meanwhile
     return Recording(
         graph,
         inputs,
@@ -197,6 +193,20 @@ def record(
         known_rates=known_rates,
         constants=constants,
     )
+
+
+def record_graph(run: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Any, Any, Any]:
+    """A graph of run(), what it returned, and the constants that it reads; computes nothing yet."""
+    graph = torch.cuda.CUDAGraph()
+    constants = all_constants()
+    try:
+        # thread_local: other threads (a DataLoader's, say) may go on using the device meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            results = run()
+    except BaseException:
+        _clean_up(graph, device)
+        raise
+    return graph, results, constants + all_constants()  # and those that were made meanwhile
 
 
 def _clean_up(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

@@ -4,10 +4,11 @@
 
 **Points by residual.** Where a term draws its points, a step takes n of 8 n candidates, with the probabilities
 
-    q = 1/2 uniform + 1/2 |r| / sum |r|
+    q = 1/2 uniform + 1/2 s / sum s,      s = min(|r|, 10 mean |r|)
 
 and multiplies their residuals by 1 / sqrt(8 n q): the expected loss and its gradient stay what they are, and
-points are where the residual is.
+points are where the residual is. The bound is for corners that no network can fit, such as two ends of a start
+that do not meet: without it half of all points would be there.
 
 **Weights.** The first term has the weight 1. With tau_t, the mean square of a row of term t, the others have
 
@@ -26,12 +27,15 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
+from woodbury.device import fingerprint
+from woodbury.device.passes import Replays
 from woodbury.fit.sources import Data, Draw
 from woodbury.model.fallback import Forward
 from woodbury.model.terms import Term, Terms, terms_of
 from woodbury.row_matrix import rows
 
 CANDIDATES = 8  # points drawn for each that is taken
+CAP = 10.0  # times the mean |r|: as much as counts of a residual
 AT_ONCE = 16384  # candidates that go through the model together
 FEWER = 2  # times fewer points than the first term has, for the others
 PROBE = 64  # points that tell how long the rows of a term are
@@ -62,52 +66,14 @@ class Equations:
         self.terms = {name: _Source.read(name, term) for name, term in terms.items()}
 
 
-@dataclass
-class _Source:
-    """Where the points of a term come from, and its function."""
+@dataclass(frozen=True)
+class _Residual:
+    """What a term makes of inputs."""
 
     name: str
-    draw_some: Draw | None  # None: `fixed`
-    fixed: Data | None
     function: Forward
-    weight: float | None
-    mean_square: float = float("nan")  # of the residual, as last seen
 
-    @staticmethod
-    def read(name: str, term: Any) -> _Source:
-        """Raises an error that names the term where it is none."""
-        if not isinstance(term, tuple | list) or len(term) not in (2, 3) or not callable(term[1]):
-            raise TypeError(f"Equations: {name} must be (source, function) or (source, function, weight)")
-        source, function, weight = (*term, None)[:3]
-        if weight is not None:
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
-                raise TypeError(f"Equations: the weight of {name} must be a number, got {weight!r}")
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"Equations: the weight of {name} must be positive and finite, got {weight}")
-        if callable(source):
-            return _Source(name, source, None, function, weight)
-        fixed = _as_data(source)
-        try:
-            _batch.check_batch(*fixed)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Equations: {name}: {error}") from None
-        return _Source(name, None, fixed, function, weight)
-
-    def draw(self, count: int) -> tuple[Any, Tensor | None, int]:
-        """So many inputs with their targets, or all there are, and how many."""
-        if self.draw_some is None:
-            assert self.fixed is not None
-            return (*self.fixed, _batch.sample_count(self.fixed[0]))
-        inputs, targets = _as_data(self.draw_some(count))
-        try:
-            found = _batch.check_batch(inputs, targets)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"fit: term {self.name!r}: draw({count}): {error}") from None
-        if found != count:
-            raise ValueError(f"fit: term {self.name!r}: draw({count}) gave {found} points")
-        return inputs, targets, count
-
-    def residual(self, model: nn.Module, inputs: Any, targets: Tensor | None, scale: Tensor) -> Tensor:
+    def __call__(self, model: nn.Module, inputs: Any, targets: Tensor | None, scale: Tensor) -> Tensor:
         """(n, k), times (n, 1)."""
         values = self.function(model, inputs)
         if not isinstance(values, Tensor) or values.dim() == 0 or len(values) != len(scale):
@@ -125,6 +91,56 @@ class _Source:
             values = values - targets.reshape(values.shape)
         return values * scale
 
+
+@dataclass
+class _Source:
+    """Where the points of a term come from, and its function."""
+
+    residual: _Residual
+    draw_some: Draw | None  # None: `fixed`
+    fixed: Data | None
+    weight: float | None
+    mean_square: float = float("nan")  # of the residual, as last seen
+    replays: Replays = field(default_factory=Replays)
+
+    @property
+    def name(self) -> str:
+        return self.residual.name
+
+    @staticmethod
+    def read(name: str, term: Any) -> _Source:
+        """Raises an error that names the term where it is none."""
+        if not isinstance(term, tuple | list) or len(term) not in (2, 3) or not callable(term[1]):
+            raise TypeError(f"Equations: {name} must be (source, function) or (source, function, weight)")
+        source, function, weight = (*term, None)[:3]
+        if weight is not None:
+            if isinstance(weight, bool) or not isinstance(weight, int | float):
+                raise TypeError(f"Equations: the weight of {name} must be a number, got {weight!r}")
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"Equations: the weight of {name} must be positive and finite, got {weight}")
+        if callable(source):
+            return _Source(_Residual(name, function), source, None, weight)
+        fixed = _as_data(source)
+        try:
+            _batch.check_batch(*fixed)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Equations: {name}: {error}") from None
+        return _Source(_Residual(name, function), None, fixed, weight)
+
+    def draw(self, count: int) -> tuple[Any, Tensor | None, int]:
+        """So many inputs with their targets, or all there are, and how many."""
+        if self.draw_some is None:
+            assert self.fixed is not None
+            return (*self.fixed, _batch.sample_count(self.fixed[0]))
+        inputs, targets = _as_data(self.draw_some(count))
+        try:
+            found = _batch.check_batch(inputs, targets)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"fit: term {self.name!r}: draw({count}): {error}") from None
+        if found != count:
+            raise ValueError(f"fit: term {self.name!r}: draw({count}) gave {found} points")
+        return inputs, targets, count
+
     def evaluate(self, model: nn.Module, inputs: Any, targets: Tensor | None, count: int, like: Tensor) -> Tensor:
         """The residuals (n, k), without a graph; raises an error that names the term if one is not finite."""
         parts = []
@@ -140,12 +156,17 @@ class _Source:
         return residual
 
     def _values(self, model: nn.Module, inputs: Any, targets: Tensor | None, scale: Tensor) -> Tensor:
+        def run(*batch: Any) -> Tensor:
+            return self.residual(model, *batch)
+
+        key = fingerprint.of_model(model), fingerprint.of_function(self.residual.function)
         try:
             with torch.no_grad():
-                return self.residual(model, inputs, targets, scale)
+                values: Tensor = self.replays(key, run, inputs, targets, scale)
         except RuntimeError:  # it differentiates the model by torch.autograd.grad
             with torch.enable_grad():
-                return self.residual(model, inputs, targets, scale).detach()
+                values = self.replays(key, run, inputs, targets, scale)
+        return values.detach()
 
 
 def _as_data(given: Any) -> Data:
@@ -237,6 +258,7 @@ class TermSource:
         scale = like.new_ones(found, 1)
         if chosen:
             sizes = residual.norm(dim=1).double()
+            sizes = sizes.clamp(max=CAP * sizes.mean())
             total = sizes.sum()
             share = (1 / found + torch.where(total > 0, sizes / total, 1 / found)) / 2
             index = torch.multinomial(share, count, replacement=True)

@@ -26,15 +26,17 @@ from woodbury.optim import GaussNewton, StepInfo
 
 # after so many searched steps: if the last four were shorter than this, plain ones
 LOOKS = {8: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
-FAR = 0.01  # follow, unless the loss is below this share of the first,
-WINDOW = 64  # twice as many at least, and on as long as this many
-WORTH = 1.0  # take so much off the logarithm of the loss
-FIRST, MOST, MOST_ON_DEVICE = 256, 4096, 8192  # samples of a step at first: 1.5 per parameter within these bounds
+FAR = 1e-4  # follow, unless the loss is below this share of the first,
+WINDOW = 96  # twice as many at least, and on as long as this many
+WORTH = 0.5  # take so much off the logarithm of the loss
+LEAST, MOST, MOST_ON_DEVICE = 256, 4096, 8192  # samples of a step at first: 1.5 per parameter within these bounds
+FEW = 256  # samples of terms on a CPU in the first steps, and in plain ones; twice as many in searched ones
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
-MOST_ROWS, MOST_ROWS_ON_CPU = 8, 2  # samples per parameter at most: more add little to the curvature
+MOST_ROWS, MOST_ROWS_ON_CPU = 8, 4  # samples per parameter at most: more add little to the curvature
 COPIES = 6  # of the rows that a step holds at once, at most
+AVAILABLE = 0.5  # of the memory that is left: a step takes no more than this by itself
 BALANCED_AT = frozenset(2**power for power in range(3, 20))  # steps before which weights balance themselves anew
 STALLED = 12  # searched steps in a row that were rejected: nothing moves any more
 _COURSE = ("phase", "since", "rejected", "limited", "count", "most")  # what `resume` needs
@@ -59,14 +61,16 @@ class SolvingRun(Run):
         self.source = source
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"
-        fewest, most = (FIRST, MOST) if on_cpu else (8 * FIRST, MOST_ON_DEVICE)
+        fewest, most = (LEAST, MOST) if on_cpu else (8 * LEAST, MOST_ON_DEVICE)
         few = on_cpu and source.has_terms  # each has points of its own, and few are enough at first
-        first = FIRST if few else min(max(round(1.5 * self.size), fewest), most)
+        first = FEW if few else min(max(round(1.5 * self.size), fewest), most)
         self.count = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
-        while samples is None and self.count > FIRST and not self._fits(self.count):
+        while samples is None and self.count > LEAST and not self._fits(self.count):
             self.count //= 2
         # samples of a step; fewer where memory has run out
         self.most = (MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size
+        self.first = self.count  # and in plain steps
+        self.searched = self.first if samples is not None else min(2 * self.first, self.most)  # after looks
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
@@ -91,7 +95,7 @@ class SolvingRun(Run):
                 info = self._step(batch)
                 break
             except (torch.OutOfMemoryError, MemoryError):
-                if self.count < 2 * FIRST:
+                if self.count < 2 * LEAST:
                     raise
                 self.count, self.limited = self.count // 2, 0
                 self.most = self.count
@@ -110,13 +114,14 @@ class SolvingRun(Run):
         """Whether the next step is a plain one."""
         fit, begun = self.fit, self.fit.steps - self.since
         if self.phase == "look" and fit.steps in LOOKS:
-            if fit.history[-1]["loss"] > FAR * fit.history[0]["loss"] and all(
-                float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:]
-            ):
-                self.phase, self.since = "plain", fit.steps
+            creeps = all(float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:])
+            if creeps and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
+                self.phase, self.since, self.count = "plain", fit.steps, self.first
                 use_search(self.optimizer, False)
+            elif fit.steps == min(LOOKS):
+                self.count = max(self.count, self.searched)
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
-            self.phase = "search"
+            self.phase, self.count = "search", min(self.searched, self.most)
             use_search(self.optimizer, True)
 
     def _gained(self, steps: int) -> float:
@@ -170,7 +175,7 @@ class SolvingRun(Run):
         """Whether the rows of so many samples fit into what memory is left, as far as that is known."""
         number = next(iter(self.model.parameters())).element_size()
         available = available_bytes(self.device)
-        return available is None or COPIES * count * self.size * number < available
+        return available is None or COPIES * count * self.size * number < AVAILABLE * available
 
     def _draw(self, function: Callable[[], Any]) -> Any:
         """function(), with the random numbers of the samples."""

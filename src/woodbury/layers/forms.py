@@ -364,8 +364,9 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     return F.linear(a, b)
 
 
-# from so many rows and columns on it pays to leave out half of a symmetric product, in so many strips
-_HALVED_ON_CPU, _HALVED_ELSEWHERE = (192, 4), (8192, 16)
+# From so many rows and columns on it pays to leave out half of a symmetric product, in strips: 4 on a CPU,
+# elsewhere of 320 rows or more and at most 16.
+_HALVED_ON_CPU, _HALVED_ELSEWHERE = 192, 1024
 
 
 def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -382,8 +383,9 @@ def own_product(a: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _strips(a: Tensor) -> int:
     """In how many strips to form a a^T."""
-    least, strips = _HALVED_ON_CPU if a.device.type == "cpu" else _HALVED_ELSEWHERE
-    return strips if min(a.shape) >= least else 1
+    if a.device.type == "cpu":
+        return 4 if min(a.shape) >= _HALVED_ON_CPU else 1
+    return min(a.shape[0] // 320, 16) if min(a.shape) >= _HALVED_ELSEWHERE else 1
 
 
 def add_own_product(product: Tensor, a: Tensor, beta: int = 1) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from woodbury._vector import Space
+from woodbury.device.passes import Replays
 from woodbury.layers.attention import projects_out
 from woodbury.layers.registry import Rule, layer_rule
 from woodbury.layers.rules import LOOKUPS, refused_option
@@ -76,6 +77,7 @@ class Plan:
     modules: tuple[ModuleState, ...]  # all of them: what a pass shows holds for one structure in one mode
     buffers: tuple[Holder, ...]  # those that a pass may change
     findings: Findings = field(default_factory=Findings, compare=False)
+    replays: Replays = field(default_factory=Replays, compare=False)  # passes that a search repeats
 
     @cached_property
     def space(self) -> Space:

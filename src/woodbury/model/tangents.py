@@ -23,29 +23,37 @@ from woodbury.layers.attention import plain_attention
 from woodbury.model.fallback import Bound, Moved, Pass, no_batching_warnings
 
 Along = Callable[[Mapping[str, Tensor]], Tensor]  # parameters by name -> outputs (n, C)
+Repeat = Callable[..., Any]  # (name, function, *arguments) -> function(*arguments), perhaps replayed
 
 
-def push_forward(forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: Sequence[Parts]) -> Tensor | None:
+def push_forward(
+    forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: Sequence[Parts], repeat: Repeat
+) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
-    along, point = _as_function(forward_pass, parameters)
 
-    def push(direction: Parts) -> tuple[Tensor, Tensor]:
-        pair: Any = torch.func.jvp(along, (point,), (direction,))
-        return pair[0], pair[1]
+    def push(point: Parts, directions: Parts, inputs: Any) -> Any:
+        along = outputs_by(forward_pass, inputs)
+        jvp: Any = torch.func.jvp
+        return torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
 
     directions = {name: torch.stack([vector[name] for vector in vectors]) for name in parameters}
-    found = _attempt(lambda: torch.func.vmap(push, randomness="same")(directions))
+    found = _attempt(lambda: repeat("push", push, _values(parameters), directions, forward_pass.inputs))
     if found is None or not forward_pass.gives(found[0][0]):
         return None
     image: Tensor = found[1]
     return image
 
 
-def second_derivative(forward_pass: Pass, parameters: Mapping[str, Tensor], vector: Parts) -> Tensor | None:
+def second_derivative(
+    forward_pass: Pass, parameters: Mapping[str, Tensor], vector: Parts, repeat: Repeat
+) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
-    along, point = _as_function(forward_pass, parameters)
+
+    def bend(point: Parts, direction: Parts, inputs: Any) -> Any:
+        return derivatives_along(outputs_by(forward_pass, inputs), point, direction)
+
     direction = {name: vector[name] for name in parameters}
-    found = _attempt(lambda: derivatives_along(along, point, direction))
+    found = _attempt(lambda: repeat("bend", bend, _values(parameters), direction, forward_pass.inputs))
     if found is None or not forward_pass.gives(found[0]):
         return None
     curve: Tensor = found[2]
@@ -90,16 +98,20 @@ def _difference_step(outputs: Tensor, parameters: Mapping[str, Tensor], vector: 
     return (step / torch.where(length > 0, length, 1.0)).to(outputs.dtype)
 
 
-def _as_function(forward_pass: Pass, parameters: Mapping[str, Tensor]) -> tuple[Along, Parts]:
-    """The outputs (n, C) as a function of the parameters, and the parameters as they are."""
+def outputs_by(forward_pass: Pass, inputs: Any) -> Along:
+    """The outputs (n, C) as a function of the parameters."""
     bound, samples = Bound(forward_pass.model, forward_pass.forward), len(forward_pass.outputs)
 
     def along(values: Mapping[str, Tensor]) -> Tensor:
         named = {f"model.{name}": value for name, value in values.items()}
-        result: Tensor = torch.func.functional_call(bound, named, (forward_pass.inputs,))
+        result: Tensor = torch.func.functional_call(bound, named, (inputs,))
         return result.reshape(samples, -1)
 
-    return along, {name: parameter.detach() for name, parameter in parameters.items()}
+    return along
+
+
+def _values(parameters: Mapping[str, Tensor]) -> Parts:
+    return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 def _attempt(compute: Callable[[], Any]) -> Any:
