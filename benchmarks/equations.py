@@ -8,10 +8,12 @@ and then L-BFGS get the same terms, the same weights and as many seconds.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -384,6 +386,16 @@ def by_descent(problem: Problem, seconds: float, note: Callable[[float], None]) 
     return {"steps": steps, "points": 2048}
 
 
+# the best results on such networks: error, seconds (None where not said), source
+PUBLISHED: dict[str, tuple[float, float | None, str]] = {
+    "burgers, nu 0.01/pi, 4x40": (1.6e-8, 2878, "SSBroyden"),
+    "burgers, nu 0.01, 4x20": (3.9e-7, 16, "DSGNAR, float32"),
+    "allen-cahn": (1.9e-6, None, "vRBA + SSBroyden"),
+    "helmholtz": (2.0e-9, 540, "SPRING"),
+    "heat 4+1-d": (1.3e-6, 3000, "KFAC"),
+    "poisson 5-d": (2.6e-7, 7000, "SPRING"),
+    "poisson 10-d": (1.5e-5, 7000, "SPRING"),
+}
 METHODS = {"fit": by_fit, "adam + l-bfgs": by_descent}
 
 
@@ -391,19 +403,24 @@ def solve(name: str, method: str, device: str, seconds: float, seed: int) -> dic
     torch.manual_seed(seed)
     problem = PROBLEMS[name](device)
     reached: dict[str, float] = {}
+    course: list[tuple[float, float]] = []  # (seconds, error)
 
     def note(spent: float) -> None:
         error = problem.error(problem.model)
+        course.append((spent, error))
         for goal in GOALS:
             if error <= goal:
                 reached.setdefault(f"{goal:g}", spent)
 
     counts = METHODS[method](problem, seconds, note)
-    return {"error": problem.error(problem.model), "reached": reached, **counts}
+    return {"error": problem.error(problem.model), "reached": reached, **counts, "course": course}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     device = options.device
+    if options.read:
+        read = [json.loads(Path(name).read_text().splitlines()[-1]) for name in options.read]
+        return _with_figure({name: own for result in read for name, own in result.items()}, options.figure)
     chosen = [name for name in PROBLEMS if any(word in name for word in options.only)] or list(PROBLEMS)
     results: dict[str, Any] = {}
     for name in chosen:
@@ -414,6 +431,45 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             error = median(own["error"] for own in runs)
             reached = ", ".join(f"{goal} {own:.1f}" for goal, own in runs[0]["reached"].items())
             say(f"{name}, {method}: {error:.1e} ({runs[0]['steps']} steps; seconds to {reached or 'none'})")
+    return _with_figure(results, options.figure)
+
+
+def _with_figure(results: dict[str, Any], path: str | None) -> dict[str, Any]:
+    """Draw error against seconds, a panel for each problem, with what is published."""
+    if path is None:
+        return results
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(4, len(results))
+    rows = -(-len(results) // columns)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.5 * rows), squeeze=False, sharey=True)
+    for panel in panels.flat[len(results) :]:
+        panel.axis("off")
+    for panel, (name, methods) in zip(panels.flat, results.items(), strict=False):
+        colours = {"fit": "#0072b2", "adam + l-bfgs": "#999999"}
+        for method, runs in methods.items():
+            for index, own in enumerate(runs):
+                label = f"woodbury.{method}" if method == "fit" else method
+                seconds, errors = zip(*own["course"], strict=True)
+                panel.loglog(seconds, errors, color=colours[method], label=None if index else label)
+        if name in PUBLISHED:
+            error, after, source = PUBLISHED[name]
+            panel.axhline(error, color="#d55e00", linestyle="--", linewidth=1)
+            when = "" if after is None else f" in {after:,} s"
+            panel.text(
+                0.98, error * 1.5, source + when, transform=panel.get_yaxis_transform(), ha="right", fontsize=8
+            )
+        panel.set_title(name, fontsize=10)
+        panel.grid(alpha=0.25)
+        panel.set_xlabel("seconds", fontsize=9)
+    for row in panels:
+        row[0].set_ylabel("relative error", fontsize=9)
+    panels.flat[0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
     return results
 
 
@@ -433,6 +489,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="networks and points (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where to compute (default: %(default)s)")
     parser.add_argument("--rivals", action="store_true", help="Adam and L-BFGS beside it")
+    parser.add_argument("--figure", metavar="PNG", help="draw error against seconds into this file (matplotlib)")
+    parser.add_argument("--read", nargs="+", metavar="JSON", help="results of --json, in place of new runs")
 
 
 COMMAND = Command("Solve a list of equations, by default for a minute each.", run, table, add_options)
