@@ -454,7 +454,7 @@ def _with_figure(results: dict[str, Any], path: str | None) -> dict[str, Any]:
             for index, own in enumerate(runs):
                 label = f"woodbury.{method}" if method == "fit" else method
                 seconds, errors = zip(*own["course"], strict=True)
-                panel.loglog(seconds, errors, color=colours[method], label=None if index else label)
+                panel.semilogy(seconds, errors, color=colours[method], label=None if index else label)
         if name in PUBLISHED:
             error, after, source = PUBLISHED[name]
             panel.axhline(error, color="#d55e00", linestyle="--", linewidth=1)
