@@ -238,7 +238,10 @@ def test_derivatives_along_a_chain_with_a_scale_are_those_of_torch(last):
         return torch.func.functional_call(model, moved, (inputs,))
 
     zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    slope = lambda t: torch.func.jvp(outputs, (t,), (one,))[1]
+
+    def slope(t):
+        return torch.func.jvp(outputs, (t,), (one,))[1]
+
     torch.testing.assert_close(own.push_forward([along])[0], slope(zero))
     torch.testing.assert_close(own.second_derivative(along), torch.func.jvp(slope, (zero,), (one,))[1])
     torch.testing.assert_close(own.run_again(along, {}), outputs(one))

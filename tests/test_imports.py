@@ -59,6 +59,7 @@ FLOORS = {
         ["independence", "structure", "terms"],
     ],
     "fit": [
+        ["plot", "columns"],
         ["result"],
         ["limits", "sources"],
         ["equations"],

@@ -11,7 +11,7 @@ from typing import Any
 from woodbury import _batch
 from woodbury.fit.descent import Descent, share_gained
 from woodbury.fit.limits import Limits
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import SEARCH, Callback, Run, Validation
 from woodbury.fit.sources import Data
 from woodbury.optim import GaussNewton, StepInfo
 
@@ -37,9 +37,6 @@ class PreciseRun(Run):
         self.fit.samples = _batch.check_batch(*data)
         self.descent = None if validation is None else Descent(optimizer)
 
-    def reached(self) -> str | None:
-        return self.limits.reached(self.fit.steps, self.fit.seconds)
-
     def advance(self) -> Callable[[], str | None]:
         info = self.optimizer.step(*self.data)
         self.fit.steps += 1
@@ -54,17 +51,9 @@ class PreciseRun(Run):
     def _note(self, info: StepInfo) -> str | None:
         """Record a step, and decide whether to stop."""
         fit, numbers = self.fit, info.as_dict()
-        record = {
-            "step": fit.steps,
-            "seconds": fit.seconds,
-            "loss": float(numbers["loss"]),
-            "samples": fit.samples,
-        }
-        record |= {name: numbers[name] for name in ("length", "share", "bent", "accepted")}
-        fit.history.append(record)
+        record = self.note(float(numbers["loss"]), **{name: numbers[name] for name in SEARCH})
         fit.loss = self.evaluate([self.data])
-        if self.validation is not None:
-            record["validation"] = self.validation_loss()
+        self.measure(record)
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
         if self.validation is not None and self._is_over(record["validation"], self.validation.patience):

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from woodbury.fit import plot
+
 REASONS = {
     "tolerance": "the tolerance is reached",
     "steps": "all steps are taken",
@@ -26,13 +28,14 @@ REASONS = {
 class Fit:
     """What `woodbury.fit` reached. The model holds the best parameters.
 
-    loss, validation, best_step and samples are about the model as it was returned. Losses are measured anew at the
-    end, in evaluation mode and without weight decay.
+    loss, validation, metrics, best_step and samples are about the model as it was returned. They are measured anew
+    at the end, in evaluation mode; losses without weight decay.
     """
 
     # of the data; with a sampler of samples drawn at the end, with a loader of the batches of an epoch
     loss: float = math.inf
     validation: float | None = None  # the loss on the validation data, if there is any
+    metrics: dict[str, float] = field(default_factory=dict)  # by name, those of `fit(metrics=...)`
     best_step: int = 0  # the step that led to the parameters
     steps: int = 0
     seconds: float = 0.0  # without those of the callback
@@ -56,6 +59,21 @@ class Fit:
             "history": history
         }
 
+    def plot(self) -> Any:
+        """Losses, the best step, and lengths and samples of steps where they change, as a matplotlib Figure."""
+        return plot.draw(self.history, self.best_step, str(self))
+
+    def _repr_html_(self) -> str:
+        try:
+            figure = self.plot() if self.history else None
+        except ImportError:  # matplotlib is not installed
+            figure = None
+        return plot.page(str(self), figure)
+
+    @property
+    def metrics_shown(self) -> str:
+        return "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+
     def __str__(self) -> str:
         validation = (
             "" if self.validation is None else f", validation {self.validation:.3g} (step {self.best_step})"
@@ -63,10 +81,9 @@ class Fit:
         samples = f"{self.samples} samples per step"
         if self.split is not None:
             samples += f", {len(self.split[1])} others for validation"
-        return (
-            f"loss {self.loss:.3g}{validation} after {self.steps} steps, {self.seconds:.1f} s, {samples}: "
-            f"{REASONS.get(self.reason, self.reason)}"
-        )
+        judged = f"loss {self.loss:.3g}{validation}{self.metrics_shown}"
+        reason = REASONS.get(self.reason, self.reason)
+        return f"{judged} after {self.steps} steps, {self.seconds:.1f} s, {samples}: {reason}"
 
     def __repr__(self) -> str:
         return f"<Fit: {self}>"

@@ -20,7 +20,7 @@ from woodbury._memory import available_bytes
 from woodbury.fit.descent import use_search
 from woodbury.fit.equations import TermSource
 from woodbury.fit.limits import Limits
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import SEARCH, Callback, Run, Validation
 from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
 
@@ -77,9 +77,6 @@ class SolvingRun(Run):
             self.random = _random.snapshot(self.device)
             _random.restore(now)
 
-    def reached(self) -> str | None:
-        return self.limits.reached(self.fit.steps, self.fit.seconds)
-
     def advance(self) -> Callable[[], str | None]:
         self._decide()
         if self.fit.steps in BALANCED_AT:
@@ -87,6 +84,7 @@ class SolvingRun(Run):
         while True:
             batch = self._draw(lambda: self.source.batch(self.count))
             loss = self.source.loss()
+            self.warn_of_columns(batch[0])
             try:
                 info = self._step(batch)
                 break
@@ -135,18 +133,10 @@ class SolvingRun(Run):
         """Record a step, and decide whether to stop or to draw more."""
         fit, numbers = self.fit, info.as_dict()
         fit.loss = float(numbers["loss"]) if math.isnan(loss) else loss
-        record: dict[str, Any] = {
-            "step": fit.steps,
-            "seconds": fit.seconds,
-            "loss": fit.loss,
-            "samples": fit.samples,
-        }
-        record |= {name: numbers[name] for name in ("length", "share", "bent", "accepted")}
+        record = self.note(fit.loss, **{name: numbers[name] for name in SEARCH})
         if terms := self.source.mean_squares():
             record["terms"] = terms
-        if self.validation is not None:
-            record["validation"] = self.validation_loss()
-        fit.history.append(record)
+        self.measure(record)
         self.judge(record.get("validation", fit.loss))
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"

@@ -44,15 +44,51 @@ class Drawn:
         return {}
 
 
+_REAL = {torch.float32, torch.float64}
+
+
+@dataclass
+class Conversion:
+    """Pairs as a model takes them: on its device, and in its type of floats, which is said once."""
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype | None = None  # of floats; None: as they are
+    is_said: bool = False
+
+    @staticmethod
+    def to(model: nn.Module) -> Conversion:
+        parameters = list(model.parameters())
+        dtypes = {own.dtype for own in parameters if own.is_floating_point()}
+        (dtype,) = dtypes if len(dtypes) == 1 and dtypes <= _REAL else (None,)
+        return Conversion(parameters[0].device if parameters else "cpu", dtype)
+
+    def __call__(self, pair: Any) -> Data:
+        if str(self.device) != "cpu":
+            pair = pytree.tree_map_only(Tensor, lambda own: own.to(self.device, non_blocking=True), pair)
+        others = {_dtype_of(own) for own in pair} & _REAL - {self.dtype}
+        if self.dtype is None or not others:
+            return pair
+        if not self.is_said:
+            names = ", ".join(map(str, others))
+            warnings.warn(f"fit: data of {names} is converted to {self.dtype}, as the model has it", stacklevel=4)
+            self.is_said = True
+        inputs, targets = (own.to(self.dtype) if _dtype_of(own) in others else own for own in pair)
+        return inputs, targets
+
+
+def _dtype_of(values: Any) -> torch.dtype | None:
+    return values.dtype if isinstance(values, Tensor) else None
+
+
 @dataclass
 class MiniBatches:
-    """The batches of a loader, epoch after epoch, on the device of the model.
+    """The batches of a loader, epoch after epoch.
 
     One batch is read ahead: so the last one of an epoch is known as such, however long the epochs of a stream are.
     """
 
     loader: Iterable[Any]
-    device: torch.device
+    convert: Conversion = field(default_factory=Conversion)
     epoch: int = 0  # epochs that are over
     taken: int = 0  # batches of the epoch under way
     length: int | None = None  # batches of an epoch, once that is known
@@ -125,7 +161,7 @@ class MiniBatches:
         except StopIteration:
             self._ahead = None
         else:
-            self._ahead = to_device(as_pair(found, "a loader must give pairs"), self.device)
+            self._ahead = self.convert(as_pair(found, "a loader must give pairs"))
         self.is_over = self._ahead is None
 
     def end_epoch(self) -> None:
@@ -155,14 +191,6 @@ def as_pair(batch: Any, what: str) -> Data:
     return batch[0], batch[1]
 
 
-def to_device(data: Data, device: torch.device) -> Data:
-    """The same batch where the model is."""
-    if device.type == "cpu":
-        return data
-    moved: Data = pytree.tree_map_only(Tensor, lambda own: own.to(device, non_blocking=True), data)
-    return moved
-
-
 def is_batches(data: Any) -> bool:
     """Whether data is a loader, or a list of batches, rather than a pair of tensors or a function."""
     if isinstance(data, Tensor) or (callable(data) and not isinstance(data, Iterable)):
@@ -172,33 +200,23 @@ def is_batches(data: Any) -> bool:
     return isinstance(data, Iterable)
 
 
-def as_tensors(pair: Any, model: nn.Module) -> Any:
-    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors, in the dtype of the model.
+def as_tensors(pair: Any, convert: Conversion) -> Any:
+    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors that the model takes.
 
     Anything else is returned as it is, with the parts of nested inputs.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         return pair
-    tensors = tuple(_as_tensor(own) for own in pair)
-    dtypes = {own.dtype for own in model.parameters() if own.is_floating_point()}
-    others = {own.dtype for own in tensors if isinstance(own, Tensor) and own.dtype in _REAL} - dtypes
-    if len(dtypes) != 1 or not dtypes <= _REAL or not others:
-        return tensors
-    (dtype,) = dtypes
-    if not all(isinstance(own, list) for own in pair):  # floats of Python have no size
-        names = ", ".join(map(str, others))
-        warnings.warn(f"fit: data of {names} is converted to {dtype}, as the model has it", stacklevel=3)
-    return tuple(own.to(dtype) if isinstance(own, Tensor) and own.dtype in others else own for own in tensors)
+    inputs, targets = (_as_tensor(own, convert.dtype) for own in pair)
+    return convert((inputs, targets))
 
 
-_REAL = {torch.float32, torch.float64}
-
-
-def _as_tensor(values: Any) -> Any:
+def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
     if type(values).__module__ == "numpy" or _is_numbers(values):
-        return torch.tensor(values, dtype=torch.float64 if _has_floats(values) else None, device="cpu")
+        floats = dtype or torch.float64  # those of Python have no size
+        return torch.tensor(values, dtype=floats if _has_floats(values) else None, device="cpu")
     return values
 
 
@@ -258,11 +276,12 @@ def check_learnable(data: Data) -> None:
         raise ValueError("fit: all targets are the same: there is nothing to learn from them")
 
 
-def drawing(data: Any) -> Callable[[int], Data]:
-    """draw(count) as it was given, with a pair as its result."""
+def drawing(data: Any, convert: Conversion) -> Callable[[int], Data]:
+    """draw(count) as it was given, with a pair that the model takes as its result."""
 
     def draw(count: int) -> Data:
         drawn = data(count)
-        return (drawn, None) if isinstance(drawn, Tensor) else as_pair(drawn, f"draw({count}) must return a pair")
+        is_pair = not isinstance(drawn, Tensor)
+        return convert(as_pair(drawn, f"draw({count}) must return a pair") if is_pair else (drawn, None))
 
     return draw

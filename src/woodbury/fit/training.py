@@ -69,7 +69,7 @@ class TrainingRun(Run):
         batches_per_step: int | str = 1,
     ) -> None:
         super().__init__(optimizer, limits, callback, validation)
-        self.batches, self.record = batches, record
+        self.batches, self.record, self.convert = batches, record, batches.convert
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         is_joint = find_group(None, self.model).size > 1  # then nothing may follow from times of one's own
@@ -142,11 +142,9 @@ class TrainingRun(Run):
         fit = self.fit
         fit.loss = mean = float(torch.stack(self.losses).mean())
         self.losses = []
-        entry = {"epoch": self.batches.epoch, "step": fit.steps, "seconds": fit.seconds, "loss": mean}
-        entry |= {"samples": fit.samples, "rate": float(self.optimizer.param_groups[0]["lr"])}
-        fit.history.append(entry)  # before the validation pass, which may be interrupted
-        if self.validation is not None:
-            entry["validation"] = self.validation_loss()
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        entry = self.note(mean, epoch=self.batches.epoch, rate=rate)
+        self.measure(entry)
         with self.group.together():
             if self.record is not None:
                 self.record.epoch(train_loss=mean, test_loss=entry.get("validation"))

@@ -5,8 +5,8 @@
 A chain needs no autograd graph: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns back by one
 product per layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` and `Scale` in front,
 is a chain by its structure, whatever the data: `read_chain` returns it, and a pass is a `ChainCapture`. Any other
-model, and one with frozen parameters, is run by `woodbury.model.capture`, which uses `chain_rows` where the graph of
-a pass is a chain.
+model, and one with frozen parameters, is run by `woodbury.model.capture`, which uses `chain_rows` where the graph
+of a pass is a chain.
 """
 
 from __future__ import annotations
