@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,15 +64,15 @@ class Fit:
         }
 
     def plot(self) -> Any:
-        """Losses, the best step, and lengths and samples of steps where they change, as a matplotlib Figure."""
-        return plot.draw(self.history, self.best_step, str(self))
+        """Losses, best step, metrics, and length and samples of steps where they change: a matplotlib Figure."""
+        return plot.draw(self)
 
     def _repr_html_(self) -> str:
-        try:
-            figure = self.plot() if self.history else None
-        except ImportError:  # matplotlib is not installed
-            figure = None
-        return plot.page(str(self), figure)
+        page = f"<p>{html.escape(str(self))}</p>"
+        with suppress(ImportError):  # of matplotlib
+            self.plot().savefig(picture := io.BytesIO(), dpi=100)
+            page += f'<img src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+        return page
 
     @property
     def metrics_shown(self) -> str:
