@@ -34,22 +34,19 @@ class Scale(nn.Module):
     def inputs(cls, values: Any) -> Scale:
         """From inputs (n, ..., columns) to -1 ... 1: a first layer. Constant columns become 0."""
         columns = _columns(values)
-        low, high = columns.amin(0), columns.amax(0)
-        center, half = low / 2 + high / 2, high / 2 - low / 2
-        return cls._of(columns, center=center, factor=1 / _spread(half, columns))
+        low, high = columns.amin(0) / 2, columns.amax(0) / 2
+        return cls._with(center=low + high, factor=1 / _spread(high - low, columns))
 
     @classmethod
     def targets(cls, values: Any) -> Scale:
         """From mean 0 and deviation 1 to targets like these (n, ..., columns), or (n,): a last layer."""
         columns = _columns(values)
-        deviation = columns.std(0, correction=0)
-        return cls._of(columns, shift=columns.mean(0), factor=_spread(deviation, columns))
+        return cls._with(shift=columns.mean(0), factor=_spread(columns.std(0, correction=0), columns))
 
     @classmethod
-    def _of(cls, columns: Tensor, **numbers: Tensor) -> Scale:
-        scale = cls(columns.shape[1] if columns.dim() == 2 else None).to(columns)
-        for name, number in numbers.items():
-            getattr(scale, name).copy_(number)
+    def _with(cls, factor: Tensor, **others: Tensor) -> Scale:
+        scale = cls(*factor.shape).to(factor)
+        scale.load_state_dict({**scale.state_dict(), "factor": factor, **others})
         return scale
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -58,21 +55,17 @@ class Scale(nn.Module):
         scaled = self.shift + self.factor * (inputs - self.center)
         return scaled.to(inputs.dtype) if inputs.is_floating_point() else scaled
 
-    def extra_repr(self) -> str:
-        return f"{len(self.factor)} columns" if self.factor.dim() else ""
-
 
 def _columns(values: Any) -> Tensor:
     """(n, columns), or (n,), of a tensor, an array, a table or a list."""
     values = torch.as_tensor(values.to_numpy() if hasattr(values, "to_numpy") else values).detach()
-    columns = values.flatten(0, -2) if values.dim() > 1 else values
-    if not columns.dim() or not len(columns):
+    if not values.dim() or not len(values):
         raise ValueError(f"Scale needs samples (n, columns), got the shape {tuple(values.shape)}")
-    columns = columns if columns.is_floating_point() else columns.double()
+    columns: Tensor = values.flatten(0, -2) if values.dim() > 1 else values
     bad = (~torch.isfinite(columns)).reshape(len(columns), -1).any(0).nonzero().flatten().tolist()
     if bad:
         raise ValueError(f"Scale: nan or inf in column {', '.join(map(str, bad[:10]))}")
-    return columns
+    return columns if columns.is_floating_point() else columns.double()
 
 
 def _spread(spread: Tensor, columns: Tensor) -> Tensor:

@@ -94,10 +94,10 @@ def fit(
         model: any module; it is trained in place and ends with the best parameters.
         loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
             as mse_loss, stand for their classes. Or `Equations`, in place of loss and data.
-        data: (inputs, targets), used whole at every step, tensors, NumPy arrays, tables of pandas or lists of
-            numbers; a function draw(count) that returns as many fresh
-            samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
-            a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.
+        data: (inputs, targets), used whole at every step: tensors, NumPy arrays, tables of pandas or lists; a
+            function draw(count) that returns as many fresh samples, (inputs, targets), with targets None for zeros
+            (residuals of a differential equation); or a loader: a DataLoader or anything else that gives batches
+            (inputs, targets) again and again. Floats become those of the model, which is said once.
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
@@ -119,9 +119,8 @@ def fit(
             aside, by `seed` or 0; `Fit.split` says which.
         patience: with validation data: stop after so many steps without a lower validation loss (6 by default),
             with a loader epochs (a quarter of all, at least 5).
-        metrics: functions by name, {"accuracy": f}, of (outputs, targets) of all validation samples (of a pair
-            without these: of its own samples) to a number: after every step, with a loader after every epoch, in
-            `Fit.history`, in the line that is shown, and at last in `Fit.metrics`.
+        metrics: functions by name, {"accuracy": f}, from (outputs, targets) of all validation samples, or of a
+            pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
             number), by the shapes of the model and, on the CPU in one process, by what steps are seen to cost:
@@ -192,45 +191,31 @@ def fit(
             _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
             if samples is not None:
                 _check_whole("samples", samples)
-            if callable(given):
-                given = drawing(given, convert)
-            drawn = _drawn(model, criterion, given, forward, points)
+            given = drawing(given, convert) if callable(given) else given
+            source = _source(model, criterion, given, forward, points)
+            settings["forward"] = source.forward
             judged = _validation(validation, patience or PATIENCE)
-            run = _solving(model, criterion, drawn, limits, judged, callback=callback, samples=samples, **settings)
+            if judged is not None:
+                judged = replace(judged, batches=[source.as_data(*convert(own)) for own in judged.batches])
+            run = SolvingRun(
+                GaussNewton(model, criterion, **settings),
+                source,
+                limits=_with_budget(limits),
+                validation=judged,
+                seed=seed,
+                callback=callback,
+                samples=samples,
+            )
         else:
             _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
             judges: dict[str, Any] = {"validation": validation, "patience": patience, "callback": callback}
             run = _whole(model, criterion, given, limits, **judges, **settings)
-    run.metrics = _checked_metrics(metrics, run)
+    if metrics is not None:
+        _check_metrics(metrics, run)
+        run.metrics = metrics
     if resume is not None:
         run.load(resume)
     return run.go(Progress(run.limits) if progress else None)
-
-
-def _solving(
-    model: nn.Module,
-    loss: nn.Module,
-    source: TermSource | Drawn,
-    limits: Limits,
-    validation: Validation | None,
-    callback: Callback | None,
-    samples: int | None,
-    **settings: Any,
-) -> Run:
-    """A fit to samples that are drawn."""
-    if isinstance(source, TermSource):
-        settings["forward"] = source.forward
-        if validation is not None:
-            validation = replace(validation, batches=[source.as_data(*own) for own in validation.batches])
-    return SolvingRun(
-        GaussNewton(model, loss, **settings),
-        source,
-        limits=_with_budget(limits),
-        validation=validation,
-        seed=settings["seed"],
-        callback=callback,
-        samples=samples,
-    )
 
 
 def _whole(
@@ -269,7 +254,7 @@ def _with_budget(limits: Limits) -> Limits:
     return limits if has_budget else replace(limits, steps=DEFAULT_STEPS)
 
 
-def _drawn(
+def _source(
     model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str
 ) -> TermSource | Drawn:
     """Terms, or one of them, or the samples of another loss than a mean of squares."""
@@ -279,7 +264,7 @@ def _drawn(
     if isinstance(data, Equations):
         return TermSource(model, data.terms, by_residual)
     if type(loss) is not nn.MSELoss or loss.reduction != "mean":
-        return Drawn(data)
+        return Drawn(data, forward)
     term = (data, forward or call_model)
     return TermSource(model, Equations(samples=term).terms, by_residual)
 
@@ -287,7 +272,7 @@ def _drawn(
 def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:
     """A pair and its validation data, checked, and how they were split, if they were."""
     pair, split = as_pair(data, "data must be a pair"), None
-    if isinstance(validation, float):
+    if isinstance(validation, int | float):
         pair, other, split = split_off(pair, validation, seed)
     else:
         other = as_pair(validation, "validation must be a pair")
@@ -316,7 +301,7 @@ def _validation(data: Any, patience: int) -> Validation | None:
     """Validation data as batches: a loader, or one pair."""
     if data is None:
         return None
-    if isinstance(data, float):
+    if isinstance(data, int | float):
         raise ValueError(
             f"fit: validation={data} splits a pair (inputs, targets), which is used whole: pass other samples, a "
             "pair or a loader of them"
@@ -350,22 +335,17 @@ def _check_no_batches(**given: Any) -> None:
         _check_absent(name, own, f"for the batches of a loader: {ways.get(name, 'leave it out')}")
 
 
-def _checked_metrics(metrics: Any, run: Run) -> Mapping[str, Metric]:
+def _check_metrics(metrics: Mapping[str, Metric], run: Run) -> None:
     """Raise unless they are functions by names of their own, and there is something to measure them on."""
-    if metrics is None:
-        return {}
     if not isinstance(metrics, Mapping) or not all(callable(own) for own in metrics.values()):
         raise TypeError("fit: metrics must be functions of (outputs, targets) by name, {'accuracy': f}")
-    taken = sorted(_COLUMNS & set(metrics))
-    if taken:
+    if taken := sorted(_COLUMNS & set(metrics)):
         raise ValueError(f"fit: a metric cannot be called {taken[0]!r}, as the history has that already")
-    if run.validation is None and run.data is None:
-        raise ValueError("fit: metrics= are measured on validation data: pass validation= too")
-    return metrics
+    if isinstance(run, SolvingRun) or (run.validation is None and run.data is None):
+        raise ValueError("fit: metrics= are for a pair, or a loader with validation=; a callback= takes any data")
 
 
-_COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "terms", "rate", "noise", "log_evidence"}
-_COLUMNS |= set(SEARCH)
+_COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "rate", "noise", "log_evidence", *SEARCH}
 
 
 def _with_epochs(callback: Callback | None, epoch_callback: Callback | None) -> Callback | None:

@@ -14,10 +14,8 @@ def draw(fit: Any) -> Any:
     """Losses and the best step of a `Fit`; below them metrics, and length, rate and samples where they change."""
     from matplotlib.figure import Figure
 
-    columns = {
-        name: [float(entry.get(name, math.nan)) for entry in fit.history]
-        for name in ("step", *LOSSES, *fit.metrics, *OTHERS)
-    }
+    names = ("step", *LOSSES, *fit.metrics, *OTHERS)
+    columns = {name: [float(entry.get(name, math.nan)) for entry in fit.history] for name in names}
     below = [*fit.metrics, *(name for name in OTHERS if len(_known(columns[name])) > 1)]
     heights = [3.2, *[1.2] * len(below)]
     figure = Figure(figsize=(7.5, 0.7 + sum(heights)), layout="constrained")

@@ -42,12 +42,6 @@ class PreciseRun(Run):
         self.fit.steps += 1
         return lambda: self._note(info)
 
-    def shown(self) -> tuple[str, float]:
-        record = self.fit.history[-1]
-        if "validation" in record:
-            return f"validation {record['validation']:.3e}", 0.0
-        return f"length {record['length']:.3g} ({'bent' if record['bent'] else 'straight'})", 0.0
-
     def _note(self, info: StepInfo) -> str | None:
         """Record a step, and decide whether to stop."""
         fit, numbers = self.fit, info.as_dict()
@@ -83,7 +77,7 @@ class PreciseRun(Run):
     def finish(self) -> None:
         self.fit.best_step = self.fit.steps
         if self.validation is not None:
-            self.finish_by_validation()
+            self.fit.validation = self.take_best(self.validation_loss)
         self.fit.loss = self.evaluate([self.data])
 
     def state(self) -> dict[str, Any]:

@@ -47,9 +47,8 @@ class Fit:
     reason: str = "running"  # or why it stopped: one of `REASONS`
     # per step, with a loader per epoch: step, seconds, loss before it or its mean, samples, ...
     history: list[dict[str, Any]] = field(default_factory=list)
-    split: tuple[Tensor, Tensor] | None = (
-        None  # validation=0.2: indices of the samples trained on, and of the others
-    )
+    # validation=0.2: indices of the samples trained on, and of the others
+    split: tuple[Tensor, Tensor] | None = None
     noise: float | None = None  # weight_decay="evidence": the variance of the noise, for squared error
     effective_parameters: float | None = None  # weight_decay="evidence": how many the data determines
     log_evidence: float | None = None

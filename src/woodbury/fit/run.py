@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from woodbury import _batch
 from woodbury._process import stop_on_signal
 from woodbury.fit.columns import warn_of_columns
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
-from woodbury.fit.sources import Conversion, Data, as_pair
+from woodbury.fit.sources import Conversion, Data, as_pair, check_finite
 from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
@@ -83,9 +82,10 @@ class Run(ABC):
     def finish(self) -> None:
         """Leave the best parameters in the model, and what is true of them in the `Fit`."""
 
-    @abstractmethod
     def shown(self) -> tuple[str, float]:
-        """What the progress line says beside the loss, and the epochs so far."""
+        """What the progress line says beside losses and metrics, and the epochs so far."""
+        record = self.fit.history[-1]
+        return f"length {record['length']:.3g} ({'bent' if record['bent'] else 'straight'})", 0.0
 
     def go(self, progress: Progress | None) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
@@ -144,8 +144,7 @@ class Run(ABC):
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
         if self.validation is not None and not math.isfinite(seen["validation"]):
-            for batch in self.validation.batches:
-                _batch.check_batch(*as_pair(batch, "validation must give pairs"))
+            check_finite(self.validation.batches)
             raise ValueError(f"fit: the loss on the validation data is {seen['validation']} before the first step")
 
     def validation_loss(self) -> float:
@@ -154,26 +153,25 @@ class Run(ABC):
 
     def measure(self, record: dict[str, Any]) -> None:
         """Add the validation loss, if there is one, and the metrics, there or on data that is used whole."""
+        seen: list[Data] | None = [] if self.metrics else None
         if self.validation is not None:
-            seen: list[Data] = []
-            record["validation"] = self.evaluate(self.validation.batches, seen if self.metrics else None)
+            record["validation"] = self.evaluate(self.validation.batches, seen)
         elif self.metrics:
-            self.evaluate([self.data], seen := [])
-        if self.metrics:
+            self.evaluate([self.data], seen)
+        if seen is not None:
             self.fit.metrics = self._measure_metrics(seen)
             record |= self.fit.metrics
 
     def _measure_metrics(self, seen: list[Data]) -> dict[str, float]:
         """Of all samples at once; over processes the mean by samples."""
-        samples = sum(len(outputs) for outputs, _ in seen)
+        samples, values = sum(len(outputs) for outputs, _ in seen), {}
         parts: Any = zip(*seen, strict=True)  # outputs, and targets
         columns: Any = [None if part[0] is None else torch.cat(part) for part in parts]
-        values = {}
         for name, metric in self.metrics.items():
             try:
                 value = float(metric(*columns)) if samples else 0.0
             except Exception as error:
-                raise ValueError(f"fit: the metric {name!r} failed: {error}") from error
+                raise TypeError(f"fit: metric {name!r} of (outputs, targets) gives no number: {error}") from error
             total, count = self.group.sums(value * samples, float(samples))
             values[name] = total / count
         return values
@@ -232,18 +230,19 @@ class Run(ABC):
         self.waited += 1
         return False
 
-    def finish_by_validation(self) -> None:
-        """Leave the parameters with the lowest validation loss: the last ones may not have been judged."""
-        fit = self.fit
-        fit.best_step, last = fit.steps, self.parameters()
-        fit.validation = self.validation_loss()
-        if self.best is not None and not fit.validation < self.best.judged:
-            self.load_parameters(self.best.parameters)
-            other = self.validation_loss()
-            if other <= fit.validation:
-                fit.validation, fit.best_step = other, self.best.step
-            else:
-                self.load_parameters(last)
+    def take_best(self, judge: Callable[[], float], has_judged: bool = True) -> float:
+        """Leave the last parameters, or the best if judge() now finds them better; what it found."""
+        fit, last, value = self.fit, self.parameters(), judge()
+        fit.best_step = fit.steps
+        if self.best is None or (has_judged and value < self.best.judged):
+            return value
+        self.load_parameters(self.best.parameters)
+        other = judge()
+        if other <= value:
+            fit.best_step = self.best.step
+            return other
+        self.load_parameters(last)
+        return value
 
     def parameters(self) -> dict[str, Tensor]:
         """A copy of the parameters and buffers of the model."""

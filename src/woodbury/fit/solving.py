@@ -123,11 +123,8 @@ class SolvingRun(Run):
         return math.log(before / now) if before > 0 and now > 0 else math.nan
 
     def shown(self) -> tuple[str, float]:
-        record = self.fit.history[-1]
-        if self.phase == "plain":
-            return f"plain step, {record['samples']} samples", 0.0
-        path = "bent" if record["bent"] else "straight"
-        return f"length {record['length']:.3g} ({path}), {record['samples']} samples", 0.0
+        kind = "plain step" if self.phase == "plain" else super().shown()[0]
+        return f"{kind}, {self.fit.history[-1]['samples']} samples", 0.0
 
     def _note(self, info: StepInfo, loss: float) -> str | None:
         """Record a step, and decide whether to stop or to draw more."""
@@ -175,21 +172,12 @@ class SolvingRun(Run):
             _random.restore(now)
 
     def finish(self) -> None:
-        fit = self.fit
-        fit.best_step = fit.steps
-        data = [self._draw(lambda: self.source.draw(self.count))]
+        fit, data = self.fit, [self._draw(lambda: self.source.draw(self.count))]
         if self.validation is not None:
-            self.finish_by_validation()
+            fit.validation = self.take_best(self.validation_loss)
             fit.loss = self.evaluate(data)
-        else:
-            fit.loss, last = self.evaluate(data), self.parameters()
-            if self.best is not None:  # by samples of its own: compared on the same ones
-                self.load_parameters(self.best.parameters)
-                other = self.evaluate(data)
-                if other < fit.loss:
-                    fit.loss, fit.best_step = other, self.best.step
-                else:
-                    self.load_parameters(last)
+        else:  # the best was judged by samples of its own: compared on the same ones
+            fit.loss = self.take_best(lambda: self.evaluate(data), has_judged=False)
         fit.samples = fit.history[fit.best_step - 1]["samples"] if fit.best_step else self.count
 
     def state(self) -> dict[str, Any]:

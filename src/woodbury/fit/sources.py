@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
+from woodbury.model.fallback import Forward
 from woodbury.parallel.group import Group
 
 Data = tuple[Any, "Tensor | None"]
@@ -25,6 +26,7 @@ class Drawn:
     """Samples of a function that draws them, for any loss. See `woodbury.fit.equations.TermSource` for squares."""
 
     draw: Callable[[int], Data]
+    forward: Forward | None
     is_fresh = True
     has_terms = False
     weights: dict[str, float] = field(default_factory=dict)  # of terms: none
@@ -32,6 +34,10 @@ class Drawn:
     def batch(self, count: int) -> Data:
         """Samples for a step."""
         return self.draw(count)
+
+    def as_data(self, inputs: Any, targets: Tensor | None) -> Data:
+        """Other samples, as they are."""
+        return inputs, targets
 
     def balance(self) -> None:
         """Nothing, as there are no terms."""
@@ -65,19 +71,15 @@ class Conversion:
     def __call__(self, pair: Any) -> Data:
         if str(self.device) != "cpu":
             pair = pytree.tree_map_only(Tensor, lambda own: own.to(self.device, non_blocking=True), pair)
-        others = {_dtype_of(own) for own in pair} & _REAL - {self.dtype}
+        others = {getattr(own, "dtype", None) for own in pair} & _REAL - {self.dtype}
         if self.dtype is None or not others:
             return pair
         if not self.is_said:
             names = ", ".join(map(str, others))
             warnings.warn(f"fit: data of {names} is converted to {self.dtype}, as the model has it", stacklevel=4)
             self.is_said = True
-        inputs, targets = (own.to(self.dtype) if _dtype_of(own) in others else own for own in pair)
+        inputs, targets = (own.to(self.dtype) if getattr(own, "dtype", None) in others else own for own in pair)
         return inputs, targets
-
-
-def _dtype_of(values: Any) -> torch.dtype | None:
-    return values.dtype if isinstance(values, Tensor) else None
 
 
 @dataclass
@@ -214,10 +216,12 @@ def as_tensors(pair: Any, convert: Conversion) -> Any:
 def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
-    if type(values).__module__ == "numpy" or _is_numbers(values):
-        floats = dtype or torch.float64  # those of Python have no size
-        return torch.tensor(values, dtype=floats if _has_floats(values) else None, device="cpu")
-    return values
+    if type(values).__module__ != "numpy" and not _is_numbers(values):
+        return values
+    found = torch.tensor(values, device="cpu")
+    if isinstance(values, list) and found.is_floating_point():  # floats of Python have no size
+        return torch.tensor(values, dtype=dtype or torch.float64, device="cpu")
+    return found
 
 
 def _is_numbers(tree: Any) -> bool:
@@ -229,16 +233,11 @@ def _is_numbers(tree: Any) -> bool:
     )
 
 
-def _has_floats(values: Any) -> bool:
-    """Whether a list holds a float somewhere, which torch would take for one of torch's default size."""
-    return isinstance(values, list) and any(isinstance(own, float) or _has_floats(own) for own in values)
-
-
 def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor]]:
     """A share of the samples for validation: the others, these, and the indices of both."""
     samples = _batch.check_batch(*data)
-    count = round(share * samples)
-    if not 0 < share < 1 or not 0 < count < samples:
+    count = round(share * samples) if 0 < share < 1 else 0
+    if not 0 < count < samples:
         raise ValueError(
             f"fit: validation={share} of {samples} sample(s) leaves nothing to train on, or to validate with: "
             "pass a share between 0 and 1, or a pair (inputs, targets)"
@@ -246,18 +245,22 @@ def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Te
     order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     parts = order[count:].sort().values, order[:count].sort().values
     device = None if data[1] is None else data[1].device
+    pairs = [_batch.take(data, own.to(device), samples) for own in parts]
+    return pairs[0], pairs[1], parts
 
-    def take(index: Tensor) -> Data:
-        index = index.to(device)
-        targets = None if data[1] is None else _batch.take(data[1], index, samples)
-        return _batch.take(data[0], index, samples), targets
 
-    return take(parts[0]), take(parts[1]), parts
+def check_finite(validation: Iterable[Any]) -> None:
+    """Raise if a batch of validation data holds something that is not finite, or is none."""
+    for batch in validation:
+        try:
+            _batch.check_batch(*as_pair(batch, "validation must give pairs"))
+        except ValueError as error:
+            raise ValueError(f"fit: validation: {error}") from None
 
 
 def check_validation(data: Data, validation: Data) -> None:
     """Raise unless validation data has the columns of the data, and the data can be learned from."""
-    _batch.check_batch(*validation)
+    check_finite([validation])
     shapes = [
         [tuple(own.shape[1:]) for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)]
         for pair in (data, validation)

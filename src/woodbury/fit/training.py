@@ -121,9 +121,7 @@ class TrainingRun(Run):
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]
-        last = self.fit.history[-1].get("validation") if self.fit.history else None
-        validation = "" if last is None else f", validation {last:.3e}"
-        return f"epoch {self.batches.epochs:.2f}{validation}, rate {rate:.2g}", self.batches.epochs
+        return f"epoch {self.batches.epochs:.2f}, rate {rate:.2g}", self.batches.epochs
 
     def _note(self, info: StepInfo) -> str | None:
         course = self.optimizer.state.get("course")
@@ -162,7 +160,7 @@ class TrainingRun(Run):
         if self.losses:  # of an epoch that did not end
             fit.loss = float(torch.stack(self.losses).mean())
         if self.validation is not None:
-            self.finish_by_validation()
+            fit.validation = self.take_best(self.validation_loss)
         elif self.best is not None and share_gained(self.best.judged, fit.loss) < -0.1:
             self.load_parameters(self.best.parameters)
             fit.loss, fit.best_step = self.best.judged, self.best.step
