@@ -58,7 +58,8 @@ class Scale(nn.Module):
 
 def _columns(values: Any) -> Tensor:
     """(n, columns), or (n,), of a tensor, an array, a table or a list."""
-    values = torch.as_tensor(values.to_numpy() if hasattr(values, "to_numpy") else values).detach()
+    values = values.to_numpy() if hasattr(values, "to_numpy") else values
+    values = torch.as_tensor(values, dtype=torch.float64 if isinstance(values, list) else None).detach()
     if not values.dim() or not len(values):
         raise ValueError(f"Scale needs samples (n, columns), got the shape {tuple(values.shape)}")
     columns: Tensor = values.flatten(0, -2) if values.dim() > 1 else values
