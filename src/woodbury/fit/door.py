@@ -215,6 +215,8 @@ def fit(
         run.metrics = metrics
     if resume is not None:
         run.load(resume)
+    if run.data is not None:
+        run.warn_of_columns(run.data[0])
     return run.go(Progress(run.limits) if progress else None)
 
 
@@ -245,7 +247,6 @@ def _whole(
         optimizer = GaussNewton(model, loss, **settings)
         run = PreciseRun(optimizer, pair, limits=limits, validation=judged, callback=callback)
     run.fit.split = split
-    run.warn_of_columns(pair[0])
     return run
 
 
