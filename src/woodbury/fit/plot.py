@@ -37,6 +37,7 @@ def draw(fit: Any) -> Any:
         place.spines[["top", "right"]].set_visible(False)
     places[0].legend(frameon=False)
     places[-1].set_xlabel("step")
+    places[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
