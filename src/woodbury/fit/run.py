@@ -7,7 +7,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,13 +123,14 @@ class Run(ABC):
         fit.state = self.state()
         try:
             self.finish()
-            if self.metrics:
-                self.measure({})
         except KeyboardInterrupt:  # while losses were measured anew: then those that are known count
             fit.reason = "interrupted"
             if self.validation is not None and self.best is not None:
                 self.load_parameters(self.best.parameters)
                 fit.validation, fit.best_step = self.best.judged, self.best.step
+        if self.metrics:
+            with suppress(KeyboardInterrupt):
+                self.measure({})
         if progress is not None:
             progress.end(fit)
         return fit
@@ -168,10 +169,13 @@ class Run(ABC):
         parts: Any = zip(*seen, strict=True)  # outputs, and targets
         columns: Any = [None if part[0] is None else torch.cat(part) for part in parts]
         for name, metric in self.metrics.items():
-            try:
-                value = float(metric(*columns)) if samples else 0.0
-            except Exception as error:
-                raise TypeError(f"fit: metric {name!r} of (outputs, targets) gives no number: {error}") from error
+            with self.group.together():
+                try:
+                    value = float(metric(*columns)) if samples else 0.0
+                except Exception as error:
+                    raise TypeError(
+                        f"fit: metric {name!r} of (outputs, targets) gives no number: {error}"
+                    ) from error
             total, count = self.group.sums(value * samples, float(samples))
             values[name] = total / count
         return values
