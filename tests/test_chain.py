@@ -79,8 +79,17 @@ def pair_of(method, model, loss, **settings):
     return [method(own, loss, seed=0, **settings) for own in (model, Wrapped(copy.deepcopy(model)))]
 
 
+def scale(*size):
+    """With numbers of its own, in float64."""
+    made = woodbury.Scale(*size).double()
+    for own in (made.center, made.factor, made.shift):
+        own.copy_(0.5 + torch.rand(size, dtype=torch.float64))
+    return made
+
+
 def instance(kind):
-    return {nn.GELU: nn.GELU("tanh"), nn.LeakyReLU: nn.LeakyReLU(0.3), nn.ELU: nn.ELU(0.7)}.get(kind) or kind()
+    own = {nn.GELU: nn.GELU("tanh"), nn.LeakyReLU: nn.LeakyReLU(0.3), nn.ELU: nn.ELU(0.7), woodbury.Scale: scale()}
+    return own.get(kind) or kind()
 
 
 @pytest.mark.parametrize("kind", list(ACTIVATIONS), ids=lambda kind: kind.__name__)
@@ -193,6 +202,51 @@ def test_a_chain_may_flatten_its_inputs_first(shape, method):
     assert_verified(pair[0], inputs, targets)
 
 
+SETTINGS_AT_THE_ENDS = {name: SETTINGS[name] for name in ("all samples", "momentum", "gram in double")}
+
+
+@every_pair(
+    first=[(), (4,), (nn.Flatten,), (nn.Flatten, 4)],
+    last=[(), (3,), (nn.Tanh,)],
+    method=list(METHODS),
+    name=list(SETTINGS_AT_THE_ENDS),
+)
+def test_a_chain_may_begin_with_a_scale_and_end_in_one_or_in_an_activation(first, last, method, name):
+    torch.manual_seed(7)
+    ends = [[scale(own) if isinstance(own, int) else own() for own in end] for end in (first, last)]
+    model = nn.Sequential(*ends[0], nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), *ends[1]).double()
+    loss = nn.CrossEntropyLoss()
+    pair = pair_of(METHODS[method], model, loss, **SETTINGS_AT_THE_ENDS[name])
+    batches = [batch(3, loss, n) for n in (9, 9, 5)]
+    assert pair[0]._problems.structure.chain.takes(batches[0][0])
+    assert_same_steps(pair, batches)
+    assert_verified(pair[0], *batches[0])
+
+
+@pytest.mark.parametrize("last", [(), (nn.Tanh(),), (scale(3),)], ids=str)
+def test_derivatives_along_a_chain_with_a_scale_are_those_of_torch(last):
+    torch.manual_seed(8)
+    model = nn.Sequential(scale(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), *last).double()
+    inputs = torch.randn(5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        own = chain_of(model).run(inputs)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    along = {name: torch.randn_like(value) for name, value in values.items()}
+
+    def outputs(t):
+        moved = {name: value + t * along[name] for name, value in values.items()}
+        return torch.func.functional_call(model, moved, (inputs,))
+
+    zero, one = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+
+    def slope(t):
+        return torch.func.jvp(outputs, (t,), (one,))[1]
+
+    torch.testing.assert_close(own.push_forward([along])[0], slope(zero))
+    torch.testing.assert_close(own.second_derivative(along), torch.func.jvp(slope, (zero,), (one,))[1])
+    torch.testing.assert_close(own.run_again(along, {}), outputs(one))
+
+
 def test_settings_of_a_flatten_are_read_at_each_step():
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).double()
     inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
@@ -212,7 +266,7 @@ class Reversed(nn.Flatten):
 
 
 def test_a_flatten_of_ones_own_is_no_part_of_a_chain():
-    for first in ([Reversed()], [nn.Flatten(), nn.Flatten()], [nn.Flatten(0)]):
+    for first in ([Reversed()], [nn.Flatten(), Reversed()], [nn.Flatten(0)]):
         assert chain_of(nn.Sequential(*first, nn.Linear(4, 3))) is None
     plain = chain_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)))
     assert not plain.takes(torch.randn(4)) and not plain.takes(torch.randn(3, 2, 3))
@@ -232,7 +286,6 @@ NOT_CHAINS = {
     "a computed weight": lambda model: nn.utils.parametrizations.weight_norm(model[2]),
     "one layer twice": lambda model: setattr(model, "2", model[0]),
     "a frozen weight": lambda model: model[0].weight.requires_grad_(False),
-    "an activation at the end": lambda model: model.append(nn.Tanh()),
 }
 
 

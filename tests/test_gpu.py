@@ -459,9 +459,14 @@ def test_a_policy_of_ones_own_may_use_torch(capture):
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dtype):
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_steps_along_a_chain_are_those_of_the_same_layers_run_by_torch(kind, dtype, is_scaled):
     torch.manual_seed(0)
-    model = problems.mlp(9, 12, 10, 4).to("cuda", dtype)
+    model = problems.mlp(9, 12, 10, 4)
+    if is_scaled:
+        scales = woodbury.Scale.inputs(torch.randn(30, 9)), woodbury.Scale.targets(torch.randn(30, 4))
+        model = nn.Sequential(scales[0], model, scales[1])
+    model = model.to("cuda", dtype)
     wrapped = nn.ModuleDict({"inside": copy.deepcopy(model)})
     settings = {"curvature_samples": 8, "seed": 0, "lr": 0.5}
     own = OPTIMIZERS[kind](model, nn.CrossEntropyLoss(), **settings)

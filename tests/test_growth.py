@@ -136,7 +136,7 @@ def test_a_step_of_two_batches_is_that_of_a_batch_of_both():
 
 
 def test_the_end_of_an_epoch_has_fewer():
-    source = MiniBatches(batches(classes(50), 10), torch.device("cpu"))
+    source = MiniBatches(batches(classes(50), 10))
     seen = [(len(batch[0]), count) for batch, count in (source.next(2) for _ in range(3))]
     assert seen == [(20, 2), (20, 2), (10, 1)] and source.is_over
     source.end_epoch()
@@ -150,7 +150,7 @@ def test_streams_are_used_whole_however_long_their_epochs_are():
         def __iter__(self):
             return iter(batches(classes(next(self.lengths)), 10))
 
-    source, seen = MiniBatches(Stream(), torch.device("cpu")), []
+    source, seen = MiniBatches(Stream()), []
     while source.epoch < 3:
         seen.append((source.epoch, source.next(2)[1]))
         if source.is_over:
@@ -161,7 +161,7 @@ def test_streams_are_used_whole_however_long_their_epochs_are():
 def test_batches_that_do_not_fit_together_are_steps_of_their_own():
     lengths = [3, 3, 5, 5, 5, 3]
     sequences = [({"x": torch.zeros(2, length), "scale": 2.0}, torch.zeros(2)) for length in lengths]
-    source = MiniBatches(sequences, torch.device("cpu"))
+    source = MiniBatches(sequences)
     seen = []
     while not (seen and source.is_over):
         (inputs, targets), count = source.next(4)
@@ -171,7 +171,7 @@ def test_batches_that_do_not_fit_together_are_steps_of_their_own():
 
 
 def test_targets_may_be_none():
-    source = MiniBatches([(torch.ones(2, 3), None), (torch.zeros(1, 3), None)], torch.device("cpu"))
+    source = MiniBatches([(torch.ones(2, 3), None), (torch.zeros(1, 3), None)])
     (inputs, targets), count = source.next(2)
     assert targets is None and count == 2 and inputs.shape == (3, 3)
 
@@ -179,7 +179,7 @@ def test_targets_may_be_none():
 def run_by(limits, batches_per_step="auto", loader=None, loss=None, **settings):
     model, loss = network(), loss or nn.CrossEntropyLoss()
     optimizer = training.training_optimizer(model, loss, training.is_by_time(limits, model), **settings)
-    source = MiniBatches(batches(classes()) if loader is None else loader, torch.device("cpu"))
+    source = MiniBatches(batches(classes()) if loader is None else loader)
     return training.TrainingRun(optimizer, source, limits, batches_per_step=batches_per_step)
 
 

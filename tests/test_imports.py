@@ -27,7 +27,7 @@ ROOMS = [
         "parallel",
         "device",
     ),
-    *("laplacian", "linalg", "least_squares"),
+    *("scale", "laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),
     *("loop", "optim", "rivals", "optimizers", "fit", "runs", "experiments"),
     *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
@@ -59,6 +59,7 @@ FLOORS = {
         ["independence", "structure", "terms"],
     ],
     "fit": [
+        ["plot", "columns"],
         ["result"],
         ["limits", "sources"],
         ["equations"],

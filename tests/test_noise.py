@@ -1,6 +1,7 @@
 """Noisy data: fits that generalise, by validation data and by the evidence; and what a `Fit` says is true."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -205,15 +206,32 @@ def loader():
     return DataLoader(TensorDataset(*noisy()), 20)
 
 
+def sampler(count):
+    return noisy(samples=count)
+
+
 BAD = {
     "other columns": ({"validation": noisy(inputs=3)}, "samples of the data have the shapes"),
     "other targets": ({"validation": (noisy()[0], noisy()[1][:, 0])}, "have the shapes"),
-    "nan": ({"validation": (noisy()[0] * math.nan, noisy()[1])}, "nan or inf"),
+    "nan": ({"validation": (noisy()[0] * math.nan, noisy()[1])}, "validation: inputs hold nan or inf"),
+    "nan targets": ({"validation": (noisy()[0], noisy()[1] * math.nan)}, "validation: targets hold nan or inf"),
+    "nan, loader": ({"data": loader(), "validation": (noisy()[0], noisy()[1] * math.nan)}, "validation: targets"),
+    "nan, sampler": ({"data": sampler, "validation": (noisy()[0] * math.nan, noisy()[1])}, "validation: inputs"),
+    "nan in a loader": ({"data": [(noisy()[0] * math.nan, noisy()[1])] * 3}, "inputs hold nan or inf"),
+    "nan of a sampler": ({"data": lambda count: noisy(samples=count)[0] * math.nan}, "inputs hold nan or inf"),
+    "other columns, sampler": ({"data": sampler, "validation": noisy(inputs=3)}, "validation data does not go"),
+    "split of a sampler": ({"data": sampler, "validation": 0.2}, "splits a pair"),
     "nan to train on": ({"data": (noisy()[0] * math.nan, noisy()[1]), "validation": 0.2}, "nan or inf"),
     "one sample": ({"data": noisy(samples=1), "validation": noisy()}, "one sample"),
     "one sample to split": ({"data": noisy(samples=1), "validation": 0.5}, "leaves nothing"),
     "nothing split off": ({"data": noisy(samples=4), "validation": 0.01}, "leaves nothing"),
     "all split off": ({"validation": 1.5}, "leaves nothing"),
+    "none split off": ({"validation": 0.0}, "validation=0.0 of 60 sample"),
+    "the whole split off": ({"validation": 1.0}, "validation=1.0 of 60 sample"),
+    "a whole number": ({"validation": 1}, "validation=1 of 60 sample"),
+    "no number": ({"validation": math.nan}, "validation=nan of 60 sample"),
+    "a tenth of three": ({"data": noisy(samples=3), "validation": 0.1}, "validation=0.1 of 3 sample"),
+    "most of three": ({"data": noisy(samples=3), "validation": 0.9}, "validation=0.9 of 3 sample"),
     "constant targets": (
         {"data": (noisy()[0], torch.ones_like(noisy()[1])), "validation": 0.2},
         "all targets are",
@@ -415,12 +433,46 @@ def test_arrays_tables_and_lists_are_data():
     )
 
 
-def test_floats_of_another_size_are_said_once_and_functions_are_losses():
-    inputs, targets = noisy(samples=30)
-    with pytest.warns(UserWarning, match="torch.float64 is converted to torch.float32") as warned:
-        first = fitted(network().float(), (inputs, targets), loss=nn.functional.mse_loss, steps=3)
-    assert len(warned) == 1
-    second = fitted(network().float(), (inputs.float(), targets.float()), steps=3)
+FLOATS = {
+    "pair": (noisy(), noisy(1)),
+    "loader": (loader(), noisy(1)),
+    "both loaders": (loader(), loader()),
+    "sampler": (sampler, noisy(1)),
+    "sampler, loader": (sampler, loader()),
+}
+
+
+def in_floats(data, dtype):
+    if callable(data):
+        return lambda count: in_floats(data(count), dtype)
+    if isinstance(data, DataLoader | list):
+        return [in_floats(tuple(batch), dtype) for batch in data]
+    return data[0].to(dtype), data[1].to(dtype)
+
+
+@pytest.mark.parametrize("model_type, data_type", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_floats_of_another_size_are_converted_and_said_once(kind, model_type, data_type):
+    fits = []
+    for dtype in (data_type, model_type):  # by woodbury, and by hand
+        data, other = (in_floats(in_floats(own, torch.float32), dtype) for own in FLOATS[kind])
+        settings = {"samples": 30, "seed": 0} if "sampler" in kind else {}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fits.append(fitted(network().to(model_type), data, validation=other, steps=4, **settings))
+        named = [own for own in seen if f"{data_type} is converted to {model_type}" in str(own.message)]
+        assert len(named) == (dtype == data_type)
+    assert fits[0].loss == fits[1].loss and fits[0].validation == fits[1].validation
+
+
+@pytest.mark.parametrize("loss", [[1], {}, torch.ones(2), "mse", lambda outputs, targets: 0])
+def test_what_is_no_loss_is_named(loss):
+    with pytest.raises(TypeError, match="the second argument must be the loss as a module"):
+        fitted(network(), noisy(), loss=loss)
+
+
+def test_functions_are_losses():
+    first, second = (fitted(network(), noisy(), loss=loss, steps=3) for loss in (nn.functional.mse_loss, MSE))
     assert first.loss == second.loss
 
 

@@ -391,12 +391,16 @@ def interrupted_forward(rank):
 
 
 # name: (loader, arguments) of a process; those of "alone" are the fit of one process too
+def mean_square(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
 TOGETHER = {
     "epochs": lambda rank, world: (parts(rank, world), {"epochs": 3}),
     "steps": lambda rank, world: (parts(rank, world), {"steps": 4}),
     "patience": lambda rank, world: (
         parts(rank, world),
-        {"epochs": 40, "validation": judged(rank, world), "patience": 2},
+        {"epochs": 40, "validation": judged(rank, world), "patience": 2, "metrics": {"mean square": mean_square}},
     ),
     "uneven": lambda rank, world: (parts(rank, world, (5, 3)), {"epochs": 2.5, "validation": judged(rank, world)}),
     "uneven streams": lambda rank, world: (Stream(parts(rank, world, (1, 4))), {"epochs": 3}),
@@ -436,6 +440,13 @@ APART = {
     "auto": (lambda rank: (parts(rank, 2), {"epochs": 9, "curvature_samples": "auto"}), "epochs"),
 }
 REFUSED = {
+    "a metric that fails": (
+        lambda rank: (
+            parts(rank, 2),
+            {"validation": judged(rank, 2), "metrics": {"own": [max, mean_square][rank]}},
+        ),
+        "metric 'own'",
+    ),
     "a loader that fails": (
         lambda rank: (Stream(parts(rank, 2), 2 if rank else None, lambda: 1 / 0), {}),
         "division",
@@ -516,6 +527,8 @@ def test_a_fit_of_several_processes_is_that_of_one():
             assert first[name][0][key] == pytest.approx(said[key], rel=bound), (name, key)
         for key in ("best_step", "steps", "samples", "reason"):
             assert first[name][0][key] == said[key], (name, key)
+    seen = first["patience"][0]["history"]
+    assert [own["mean square"] for own in seen] == pytest.approx([own["validation"] for own in seen])
     assert alone["patience"][0]["reason"] == "validation" and alone["tolerance"][0]["reason"] == "tolerance"
     assert alone["uneven"][0]["steps"] == 13 and alone["uneven streams"][0]["steps"] == 12
 

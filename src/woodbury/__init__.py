@@ -13,6 +13,7 @@ from woodbury.posterior import Posterior, posterior
 from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
 from woodbury.runs.recorder import Recorder
+from woodbury.scale import Scale
 
 __all__ = [
     "KFAC",
@@ -30,6 +31,7 @@ __all__ = [
     "Posterior",
     "Recorder",
     "Rows",
+    "Scale",
     "StepInfo",
     "__version__",
     "fit",

@@ -21,9 +21,10 @@ from woodbury.fit.evidence import EvidenceRun
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
-from woodbury.fit.run import Run, Validation
+from woodbury.fit.run import SEARCH, Callback, Metric, Run, Validation
 from woodbury.fit.solving import SolvingRun
 from woodbury.fit.sources import (
+    Conversion,
     Data,
     Draw,
     Drawn,
@@ -60,6 +61,7 @@ def fit(
     points: str = "by residual",
     validation: Data | Iterable[Any] | float | None = None,
     patience: int | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     curvature_samples: int | float | str | None = "auto",
     batches_per_step: int | str = "auto",
     memory: int | None = None,
@@ -67,7 +69,8 @@ def fit(
     record: Record | None = None,
     progress: bool = True,
     seed: int | None = None,
-    callback: Callable[[Fit], Any] | None = None,
+    callback: Callback | None = None,
+    epoch_callback: Callback | None = None,
     resume: Mapping[str, Any] | None = None,
 ) -> Fit:
     """Fit a model to data, to the samples that a function draws, or to the batches of a loader.
@@ -91,10 +94,10 @@ def fit(
         model: any module; it is trained in place and ends with the best parameters.
         loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
             as mse_loss, stand for their classes. Or `Equations`, in place of loss and data.
-        data: (inputs, targets), used whole at every step, tensors, NumPy arrays, tables of pandas or lists of
-            numbers; a function draw(count) that returns as many fresh
-            samples, (inputs, targets), with targets None for zeros (the residuals of a differential equation); or
-            a loader: a DataLoader or anything else that gives batches (inputs, targets) again and again.
+        data: (inputs, targets), used whole at every step: tensors, NumPy arrays, tables of pandas or lists; a
+            function draw(count) that returns as many fresh samples, (inputs, targets), with targets None for zeros
+            (residuals of a differential equation); or a loader: a DataLoader or anything else that gives batches
+            (inputs, targets) again and again. Floats become those of the model, which is said once.
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
@@ -116,6 +119,8 @@ def fit(
             aside, by `seed` or 0; `Fit.split` says which.
         patience: with validation data: stop after so many steps without a lower validation loss (6 by default),
             with a loader epochs (a quarter of all, at least 5).
+        metrics: functions by name, {"accuracy": f}, from (outputs, targets) of all validation samples, or of a
+            pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
             number), by the shapes of the model and, on the CPU in one process, by what steps are seen to cost:
@@ -135,12 +140,14 @@ def fit(
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
         callback: called with the `Fit` so far after every step; a true result stops. Its time does not count.
+        epoch_callback: the same after every epoch of a loader, which is the last entry of `Fit.history` then.
         resume: the `state_dict()` of an earlier `Fit` of the same model, to go on from there.
 
     Returns:
-        a `Fit`: loss, validation, best_step, steps, seconds, samples, reason, history.
+        a `Fit`: loss, validation, metrics, best_step, steps, seconds, samples, reason, history, plot().
     """
     model = written_model(model)
+    convert = Conversion.to(model)
     settings: dict[str, Any] = {"fallback": fallback, "weight_decay": weight_decay, "seed": seed}
     if isinstance(loss, Equations):
         _check_absent("data", data, "not for Equations, whose terms have their own")
@@ -150,7 +157,7 @@ def fit(
         criterion: nn.Module = nn.MSELoss()
     else:
         criterion, settings["forward"] = written_model(_as_module(loss)), forward
-        given, validation = as_tensors(data, model), as_tensors(validation, model)
+        given, validation = as_tensors(data, convert), as_tensors(validation, convert)
     if patience is not None:
         if validation is None:
             raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
@@ -167,15 +174,16 @@ def fit(
         judged = _validation(validation, patience or max(5, math.ceil((epochs or DEFAULT_EPOCHS) / 4)))
         run = TrainingRun(
             training_optimizer(model, criterion, is_by_time(limits, model), **settings),
-            MiniBatches(given, _device_of(model)),
+            MiniBatches(given, convert),
             limits=limits,
             validation=judged,
-            callback=callback,
+            callback=_with_epochs(callback, epoch_callback),
             record=record,
             batches_per_step=batches_per_step,
         )
     else:
-        _check_no_batches(epochs, record, memory, batches_per_step, curvature_samples)
+        own = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
+        _check_no_batches(**own, batches_per_step=batches_per_step, curvature_samples=curvature_samples)
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
         settings |= {"metric": None if metric == "auto" else metric, "search": CurvedSearch(), "damping": PLAIN}
@@ -183,42 +191,33 @@ def fit(
             _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
             if samples is not None:
                 _check_whole("samples", samples)
-            drawn = _drawn(model, criterion, given, forward, points)
+            given = drawing(given, convert) if callable(given) else given
+            source = _source(model, criterion, given, forward, points)
+            settings["forward"] = source.forward
             judged = _validation(validation, patience or PATIENCE)
-            run = _solving(model, criterion, drawn, limits, judged, callback=callback, samples=samples, **settings)
+            if judged is not None:
+                judged = replace(judged, batches=[source.as_data(*convert(own)) for own in judged.batches])
+            run = SolvingRun(
+                GaussNewton(model, criterion, **settings),
+                source,
+                limits=_with_budget(limits),
+                validation=judged,
+                seed=seed,
+                callback=callback,
+                samples=samples,
+            )
         else:
             _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
             judges: dict[str, Any] = {"validation": validation, "patience": patience, "callback": callback}
             run = _whole(model, criterion, given, limits, **judges, **settings)
+    if metrics is not None:
+        _check_metrics(metrics, run)
+        run.metrics = metrics
     if resume is not None:
         run.load(resume)
+    if run.data is not None:
+        run.warn_of_columns(run.data[0])
     return run.go(Progress(run.limits) if progress else None)
-
-
-def _solving(
-    model: nn.Module,
-    loss: nn.Module,
-    source: TermSource | Drawn,
-    limits: Limits,
-    validation: Validation | None,
-    callback: Callable[[Fit], Any] | None,
-    samples: int | None,
-    **settings: Any,
-) -> Run:
-    """A fit to samples that are drawn."""
-    if isinstance(source, TermSource):
-        settings["forward"] = source.forward
-        if validation is not None:
-            validation = replace(validation, batches=[source.as_data(*own) for own in validation.batches])
-    return SolvingRun(
-        GaussNewton(model, loss, **settings),
-        source,
-        limits=_with_budget(limits),
-        validation=validation,
-        seed=settings["seed"],
-        callback=callback,
-        samples=samples,
-    )
 
 
 def _whole(
@@ -228,7 +227,7 @@ def _whole(
     limits: Limits,
     validation: Any,
     patience: int | None,
-    callback: Callable[[Fit], Any] | None,
+    callback: Callback | None,
     **settings: Any,
 ) -> Run:
     """A fit to data that is used whole."""
@@ -256,7 +255,7 @@ def _with_budget(limits: Limits) -> Limits:
     return limits if has_budget else replace(limits, steps=DEFAULT_STEPS)
 
 
-def _drawn(
+def _source(
     model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str
 ) -> TermSource | Drawn:
     """Terms, or one of them, or the samples of another loss than a mean of squares."""
@@ -266,15 +265,15 @@ def _drawn(
     if isinstance(data, Equations):
         return TermSource(model, data.terms, by_residual)
     if type(loss) is not nn.MSELoss or loss.reduction != "mean":
-        return Drawn(drawing(data))
-    term = (drawing(data), forward or call_model)
+        return Drawn(data, forward)
+    term = (data, forward or call_model)
     return TermSource(model, Equations(samples=term).terms, by_residual)
 
 
 def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:
     """A pair and its validation data, checked, and how they were split, if they were."""
     pair, split = as_pair(data, "data must be a pair"), None
-    if isinstance(validation, float):
+    if isinstance(validation, int | float):
         pair, other, split = split_off(pair, validation, seed)
     else:
         other = as_pair(validation, "validation must be a pair")
@@ -295,19 +294,15 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 
 
 def _as_module(loss: Any) -> Any:
-    kind = None if isinstance(loss, nn.Module) else _FUNCTIONS.get(loss)
-    return loss if kind is None else kind()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(own.device for own in model.parameters() if own.requires_grad)
+    kinds = [kind for function, kind in _FUNCTIONS.items() if function is loss]
+    return kinds[0]() if kinds else loss
 
 
 def _validation(data: Any, patience: int) -> Validation | None:
     """Validation data as batches: a loader, or one pair."""
     if data is None:
         return None
-    if isinstance(data, float):
+    if isinstance(data, int | float):
         raise ValueError(
             f"fit: validation={data} splits a pair (inputs, targets), which is used whole: pass other samples, a "
             "pair or a loader of them"
@@ -333,16 +328,38 @@ def _check_decay(weight_decay: float | str, kind: str, way: str) -> None:
         )
 
 
-def _check_no_batches(
-    epochs: Any, record: Any, memory: Any, batches_per_step: Any, curvature_samples: Any
-) -> None:
+def _check_no_batches(**given: Any) -> None:
     """Raise for what only a loader has a use for."""
-    given = {"epochs": epochs, "record": record, "memory": memory}
-    given["batches_per_step"] = None if batches_per_step == "auto" else batches_per_step
-    given["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
+    ways = {"epochs": "a pair or a function has none: use steps= or seconds=", "epoch_callback": "use callback="}
     for name, value in given.items():
-        way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
-        _check_absent(name, value, f"for the batches of a loader: {way}")
+        own = None if isinstance(value, str) and value == "auto" else value
+        _check_absent(name, own, f"for the batches of a loader: {ways.get(name, 'leave it out')}")
+
+
+def _check_metrics(metrics: Mapping[str, Metric], run: Run) -> None:
+    """Raise unless they are functions by names of their own, and there is something to measure them on."""
+    if not isinstance(metrics, Mapping) or not all(callable(own) for own in metrics.values()):
+        raise TypeError("fit: metrics must be functions of (outputs, targets) by name, {'accuracy': f}")
+    if taken := sorted(_COLUMNS & set(metrics)):
+        raise ValueError(f"fit: a metric cannot be called {taken[0]!r}, as the history has that already")
+    if isinstance(run, SolvingRun) or (run.validation is None and run.data is None):
+        raise ValueError("fit: metrics= are for a pair, or a loader with validation=; a callback= takes any data")
+
+
+_COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "rate", "noise", "log_evidence", *SEARCH}
+
+
+def _with_epochs(callback: Callback | None, epoch_callback: Callback | None) -> Callback | None:
+    """One callback after every step, which calls the other where an epoch has just ended."""
+    if epoch_callback is None:
+        return callback
+
+    def call(fit: Fit) -> bool:
+        stops = callback is not None and bool(callback(fit))
+        is_over = bool(fit.history) and fit.history[-1]["step"] == fit.steps
+        return bool(is_over and epoch_callback(fit)) or stops
+
+    return call
 
 
 def _check_batches(count: int | str) -> None:

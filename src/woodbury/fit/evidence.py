@@ -133,7 +133,7 @@ class EvidenceRun(Run):
         return is_flat or self.steps >= self.most_steps
 
     def reached(self) -> str | None:
-        return "evidence" if self.has_settled else self.limits.reached(self.fit.steps, self.fit.seconds)
+        return "evidence" if self.has_settled else super().reached()
 
     def advance(self) -> Callable[[], str | None]:
         info = self.optimizer.step(*self.data)
@@ -175,18 +175,11 @@ class EvidenceRun(Run):
 
     def _note(self, info: StepInfo) -> str | None:
         fit, numbers = self.fit, info.as_dict()
-        record: dict[str, Any] = {
-            "step": fit.steps,
-            "seconds": fit.seconds,
-            "loss": float(numbers["loss"]),
-            "samples": fit.samples,
-        }
         log_evidence = self.evidence[-1] if self.evidence else None
-        record |= {"accepted": numbers["accepted"], "noise": self.noise, "log_evidence": log_evidence}
-        fit.history.append(record)
+        own = {"accepted": numbers["accepted"], "noise": self.noise, "log_evidence": log_evidence}
+        record = self.note(float(numbers["loss"]), **own)
         fit.loss = self.evaluate([self.data])
-        if self.validation is not None:
-            record["validation"] = self.validation_loss()
+        self.measure(record)
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
         self._next_start()

@@ -69,7 +69,9 @@ class Progress:
         self._shown = now
         left = self._limits.seconds_left(fit.steps, fit.seconds, epochs)
         known = f", at most {left:.0f} s left" if math.isfinite(left) else ""
-        self._write(f"step {fit.steps}: loss {fit.loss:.3e}, {state}, {fit.seconds:.1f} s{known}")
+        last = fit.history[-1].get("validation") if fit.history else None
+        judged = ("" if last is None else f", validation {last:.3e}") + fit.metrics_shown
+        self._write(f"step {fit.steps}: loss {fit.loss:.3e}{judged}, {state}, {fit.seconds:.1f} s{known}")
 
     def _write(self, line: str) -> None:
         if self._terminal:  # over the line before

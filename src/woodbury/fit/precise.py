@@ -11,7 +11,7 @@ from typing import Any
 from woodbury import _batch
 from woodbury.fit.descent import Descent, share_gained
 from woodbury.fit.limits import Limits
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import SEARCH, Callback, Run, Validation
 from woodbury.fit.sources import Data
 from woodbury.optim import GaussNewton, StepInfo
 
@@ -37,34 +37,17 @@ class PreciseRun(Run):
         self.fit.samples = _batch.check_batch(*data)
         self.descent = None if validation is None else Descent(optimizer)
 
-    def reached(self) -> str | None:
-        return self.limits.reached(self.fit.steps, self.fit.seconds)
-
     def advance(self) -> Callable[[], str | None]:
         info = self.optimizer.step(*self.data)
         self.fit.steps += 1
         return lambda: self._note(info)
 
-    def shown(self) -> tuple[str, float]:
-        record = self.fit.history[-1]
-        if "validation" in record:
-            return f"validation {record['validation']:.3e}", 0.0
-        return f"length {record['length']:.3g} ({'bent' if record['bent'] else 'straight'})", 0.0
-
     def _note(self, info: StepInfo) -> str | None:
         """Record a step, and decide whether to stop."""
         fit, numbers = self.fit, info.as_dict()
-        record = {
-            "step": fit.steps,
-            "seconds": fit.seconds,
-            "loss": float(numbers["loss"]),
-            "samples": fit.samples,
-        }
-        record |= {name: numbers[name] for name in ("length", "share", "bent", "accepted")}
-        fit.history.append(record)
+        record = self.note(float(numbers["loss"]), **{name: numbers[name] for name in SEARCH})
         fit.loss = self.evaluate([self.data])
-        if self.validation is not None:
-            record["validation"] = self.validation_loss()
+        self.measure(record)
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
         if self.validation is not None and self._is_over(record["validation"], self.validation.patience):
@@ -94,7 +77,7 @@ class PreciseRun(Run):
     def finish(self) -> None:
         self.fit.best_step = self.fit.steps
         if self.validation is not None:
-            self.finish_by_validation()
+            self.fit.validation = self.take_best(self.validation_loss)
         self.fit.loss = self.evaluate([self.data])
 
     def state(self) -> dict[str, Any]:

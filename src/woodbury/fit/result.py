@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+from woodbury.fit import plot
 
 REASONS = {
     "tolerance": "the tolerance is reached",
@@ -26,13 +32,14 @@ REASONS = {
 class Fit:
     """What `woodbury.fit` reached. The model holds the best parameters.
 
-    loss, validation, best_step and samples are about the model as it was returned. Losses are measured anew at the
-    end, in evaluation mode and without weight decay.
+    loss, validation, metrics, best_step and samples are about the model as it was returned. They are measured anew
+    at the end, in evaluation mode; losses without weight decay.
     """
 
     # of the data; with a sampler of samples drawn at the end, with a loader of the batches of an epoch
     loss: float = math.inf
     validation: float | None = None  # the loss on the validation data, if there is any
+    metrics: dict[str, float] = field(default_factory=dict)  # by name, those of `fit(metrics=...)`
     best_step: int = 0  # the step that led to the parameters
     steps: int = 0
     seconds: float = 0.0  # without those of the callback
@@ -40,9 +47,8 @@ class Fit:
     reason: str = "running"  # or why it stopped: one of `REASONS`
     # per step, with a loader per epoch: step, seconds, loss before it or its mean, samples, ...
     history: list[dict[str, Any]] = field(default_factory=list)
-    split: tuple[Tensor, Tensor] | None = (
-        None  # validation=0.2: indices of the samples trained on, and of the others
-    )
+    # validation=0.2: indices of the samples trained on, and of the others
+    split: tuple[Tensor, Tensor] | None = None
     noise: float | None = None  # weight_decay="evidence": the variance of the noise, for squared error
     effective_parameters: float | None = None  # weight_decay="evidence": how many the data determines
     log_evidence: float | None = None
@@ -56,6 +62,21 @@ class Fit:
             "history": history
         }
 
+    def plot(self) -> Any:
+        """Losses, best step, metrics, and length and samples of steps where they change: a matplotlib Figure."""
+        return plot.draw(self)
+
+    def _repr_html_(self) -> str:
+        page = f"<p>{html.escape(str(self))}</p>"
+        with suppress(ImportError):  # of matplotlib
+            self.plot().savefig(picture := io.BytesIO(), dpi=100)
+            page += f'<img src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+        return page
+
+    @property
+    def metrics_shown(self) -> str:
+        return "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+
     def __str__(self) -> str:
         validation = (
             "" if self.validation is None else f", validation {self.validation:.3g} (step {self.best_step})"
@@ -63,10 +84,9 @@ class Fit:
         samples = f"{self.samples} samples per step"
         if self.split is not None:
             samples += f", {len(self.split[1])} others for validation"
-        return (
-            f"loss {self.loss:.3g}{validation} after {self.steps} steps, {self.seconds:.1f} s, {samples}: "
-            f"{REASONS.get(self.reason, self.reason)}"
-        )
+        judged = f"loss {self.loss:.3g}{validation}{self.metrics_shown}"
+        reason = REASONS.get(self.reason, self.reason)
+        return f"{judged} after {self.steps} steps, {self.seconds:.1f} s, {samples}: {reason}"
 
     def __repr__(self) -> str:
         return f"<Fit: {self}>"

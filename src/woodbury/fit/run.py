@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._process import stop_on_signal
+from woodbury.fit.columns import warn_of_columns
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
-from woodbury.fit.sources import as_pair, to_device
+from woodbury.fit.sources import Conversion, Data, as_pair, check_finite
 from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
@@ -24,6 +26,8 @@ from woodbury.optim.shards import find_group
 from woodbury.products import loss_of
 
 Callback = Callable[[Fit], Any]
+SEARCH = ("length", "share", "bent", "accepted")  # what the history has of steps with a search
+Metric = Callable[[Tensor, "Tensor | None"], Any]  # (outputs, targets) -> a number
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Run(ABC):
     """A fit under way."""
 
     needed: ClassVar[set[str]] = {"parameters", "optimizer", "steps", "seconds", "samples", "history"}  # to go on
+    data: Any = None  # a pair that is used whole, if it is
 
     def __init__(
         self,
@@ -58,14 +63,16 @@ class Run(ABC):
         self.optimizer, self.model = optimizer, optimizer.model
         self.limits, self.callback, self.validation = limits, callback, validation
         self.device = next(iter(self.model.parameters())).device
+        self.convert = Conversion.to(self.model)
+        self.metrics: Mapping[str, Metric] = {}
         self.group = find_group(optimizer.process_group, self.model)
         self.fit = Fit()
         self.best: Best | None = None
         self.waited = 0  # steps, or epochs, since the best
 
-    @abstractmethod
     def reached(self) -> str | None:
         """The limit that is reached, if one is."""
+        return self.limits.reached(self.fit.steps, self.fit.seconds)
 
     @abstractmethod
     def advance(self) -> Callable[[], str | None]:
@@ -75,9 +82,10 @@ class Run(ABC):
     def finish(self) -> None:
         """Leave the best parameters in the model, and what is true of them in the `Fit`."""
 
-    @abstractmethod
     def shown(self) -> tuple[str, float]:
-        """What the progress line says beside the loss, and the epochs so far."""
+        """What the progress line says beside losses and metrics, and the epochs so far."""
+        record = self.fit.history[-1]
+        return f"length {record['length']:.3g} ({'bent' if record['bent'] else 'straight'})", 0.0
 
     def go(self, progress: Progress | None) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
@@ -120,6 +128,9 @@ class Run(ABC):
             if self.validation is not None and self.best is not None:
                 self.load_parameters(self.best.parameters)
                 fit.validation, fit.best_step = self.best.judged, self.best.step
+        if self.metrics:
+            with suppress(KeyboardInterrupt):
+                self.measure({})
         if progress is not None:
             progress.end(fit)
         return fit
@@ -127,35 +138,80 @@ class Run(ABC):
     # -- losses -----------------------------------------------------------------------------------------
 
     def check_validation(self) -> None:
-        """Raise before the first step if the model cannot be judged by the validation data."""
-        if self.validation is None:
-            return
+        """Raise before the first step if the model cannot be judged by the validation data, or by a metric."""
+        seen: dict[str, Any] = {}
         try:
-            self.validation_loss()
+            self.measure(seen)
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(f"fit: the validation data does not go with model and loss: {error}") from error
+        if self.validation is not None and not math.isfinite(seen["validation"]):
+            check_finite(self.validation.batches)
+            raise ValueError(f"fit: the loss on the validation data is {seen['validation']} before the first step")
 
     def validation_loss(self) -> float:
         assert self.validation is not None
         return self.evaluate(self.validation.batches)
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The loss over all samples of the batches of all processes, in evaluation mode."""
+    def measure(self, record: dict[str, Any]) -> None:
+        """Add the validation loss, if there is one, and the metrics, there or on data that is used whole."""
+        seen: list[Data] | None = [] if self.metrics else None
+        if self.validation is not None:
+            record["validation"] = self.evaluate(self.validation.batches, seen)
+        elif self.metrics:
+            self.evaluate([self.data], seen)
+        if seen is not None:
+            self.fit.metrics = self._measure_metrics(seen)
+            record |= self.fit.metrics
+
+    def _measure_metrics(self, seen: list[Data]) -> dict[str, float]:
+        """Of all samples at once; over processes the mean by samples."""
+        samples, values = sum(len(outputs) for outputs, _ in seen), {}
+        parts: Any = zip(*seen, strict=True)  # outputs, and targets
+        columns: Any = [None if part[0] is None else torch.cat(part) for part in parts]
+        for name, metric in self.metrics.items():
+            with self.group.together():
+                try:
+                    value = float(metric(*columns)) if samples else 0.0
+                except Exception as error:
+                    raise TypeError(
+                        f"fit: metric {name!r} of (outputs, targets) gives no number: {error}"
+                    ) from error
+            total, count = self.group.sums(value * samples, float(samples))
+            values[name] = total / count
+        return values
+
+    def evaluate(self, batches: Iterable[Any], seen: list[Data] | None = None) -> float:
+        """The loss over all samples of the batches of all processes, in evaluation mode; `seen` gets outputs."""
         rule, loss = loss_rule(self.optimizer.loss), self.optimizer.loss
         total, count = 0.0, 0.0
         with self.group.together(), self.in_mode(training=False):
             for batch in batches:
-                inputs, targets = to_device(as_pair(batch, "validation must give pairs"), self.device)
+                inputs, targets = self.convert(as_pair(batch, "validation must give pairs"))
                 with torch.set_grad_enabled(self.optimizer.forward is not call_model):
                     outputs = self.optimizer.forward(self.model, inputs).detach()
                 prepared = prepare(rule, loss, outputs, targets)  # which raises for bad shapes
                 size = float(rule.count(loss, prepared))
                 value = float(loss_of(loss, outputs, targets))
                 total, count = total + (value if rule.is_sum(loss) else value * size), count + size
+                if seen is not None:
+                    seen.append((outputs, targets))
         total, count = self.group.sums(total, count)
         if not count:
             raise ValueError("there are no samples")
         return total if rule.is_sum(loss) else total / count
+
+    def warn_of_columns(self, inputs: Any) -> None:
+        """Before the first step: warn of input columns far from (-1, 1)."""
+        if not self.fit.steps and self.group.size == 1:
+            with self.in_mode(training=False):
+                warn_of_columns(self.model, self.optimizer.forward, inputs)
+
+    def note(self, loss: float, **others: Any) -> dict[str, Any]:
+        """Begin the record of a step, or an epoch, in the history."""
+        fit = self.fit
+        record = {"step": fit.steps, "seconds": fit.seconds, "loss": loss, "samples": fit.samples, **others}
+        fit.history.append(record)  # before the validation pass, which may be interrupted
+        return record
 
     @contextmanager
     def in_mode(self, training: bool) -> Iterator[None]:
@@ -178,18 +234,19 @@ class Run(ABC):
         self.waited += 1
         return False
 
-    def finish_by_validation(self) -> None:
-        """Leave the parameters with the lowest validation loss: the last ones may not have been judged."""
-        fit = self.fit
-        fit.best_step, last = fit.steps, self.parameters()
-        fit.validation = self.validation_loss()
-        if self.best is not None and not fit.validation < self.best.judged:
-            self.load_parameters(self.best.parameters)
-            other = self.validation_loss()
-            if other <= fit.validation:
-                fit.validation, fit.best_step = other, self.best.step
-            else:
-                self.load_parameters(last)
+    def take_best(self, judge: Callable[[], float], has_judged: bool = True) -> float:
+        """Leave the last parameters, or the best if judge() now finds them better; what it found."""
+        fit, last, value = self.fit, self.parameters(), judge()
+        fit.best_step = fit.steps
+        if self.best is None or (has_judged and value < self.best.judged):
+            return value
+        self.load_parameters(self.best.parameters)
+        other = judge()
+        if other <= value:
+            fit.best_step = self.best.step
+            return other
+        self.load_parameters(last)
+        return value
 
     def parameters(self) -> dict[str, Tensor]:
         """A copy of the parameters and buffers of the model."""

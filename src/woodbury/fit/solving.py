@@ -20,7 +20,7 @@ from woodbury._memory import available_bytes
 from woodbury.fit.descent import use_search
 from woodbury.fit.equations import TermSource
 from woodbury.fit.limits import Limits
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import SEARCH, Callback, Run, Validation
 from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
 
@@ -81,9 +81,6 @@ class SolvingRun(Run):
             self.random = _random.snapshot(self.device)
             _random.restore(now)
 
-    def reached(self) -> str | None:
-        return self.limits.reached(self.fit.steps, self.fit.seconds)
-
     def advance(self) -> Callable[[], str | None]:
         self._decide()
         if self.fit.steps in BALANCED_AT:
@@ -91,6 +88,7 @@ class SolvingRun(Run):
         while True:
             batch = self._draw(lambda: self.source.batch(self.count))
             loss = self.source.loss()
+            self.warn_of_columns(batch[0])
             try:
                 info = self._step(batch)
                 break
@@ -130,28 +128,17 @@ class SolvingRun(Run):
         return math.log(before / now) if before > 0 and now > 0 else math.nan
 
     def shown(self) -> tuple[str, float]:
-        record = self.fit.history[-1]
-        if self.phase == "plain":
-            return f"plain step, {record['samples']} samples", 0.0
-        path = "bent" if record["bent"] else "straight"
-        return f"length {record['length']:.3g} ({path}), {record['samples']} samples", 0.0
+        kind = "plain step" if self.phase == "plain" else super().shown()[0]
+        return f"{kind}, {self.fit.history[-1]['samples']} samples", 0.0
 
     def _note(self, info: StepInfo, loss: float) -> str | None:
         """Record a step, and decide whether to stop or to draw more."""
         fit, numbers = self.fit, info.as_dict()
         fit.loss = float(numbers["loss"]) if math.isnan(loss) else loss
-        record: dict[str, Any] = {
-            "step": fit.steps,
-            "seconds": fit.seconds,
-            "loss": fit.loss,
-            "samples": fit.samples,
-        }
-        record |= {name: numbers[name] for name in ("length", "share", "bent", "accepted")}
+        record = self.note(fit.loss, **{name: numbers[name] for name in SEARCH})
         if terms := self.source.mean_squares():
             record["terms"] = terms
-        if self.validation is not None:
-            record["validation"] = self.validation_loss()
-        fit.history.append(record)
+        self.measure(record)
         self.judge(record.get("validation", fit.loss))
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
@@ -190,21 +177,12 @@ class SolvingRun(Run):
             _random.restore(now)
 
     def finish(self) -> None:
-        fit = self.fit
-        fit.best_step = fit.steps
-        data = [self._draw(lambda: self.source.draw(self.count))]
+        fit, data = self.fit, [self._draw(lambda: self.source.draw(self.count))]
         if self.validation is not None:
-            self.finish_by_validation()
+            fit.validation = self.take_best(self.validation_loss)
             fit.loss = self.evaluate(data)
-        else:
-            fit.loss, last = self.evaluate(data), self.parameters()
-            if self.best is not None:  # by samples of its own: compared on the same ones
-                self.load_parameters(self.best.parameters)
-                other = self.evaluate(data)
-                if other < fit.loss:
-                    fit.loss, fit.best_step = other, self.best.step
-                else:
-                    self.load_parameters(last)
+        else:  # the best was judged by samples of its own: compared on the same ones
+            fit.loss = self.take_best(lambda: self.evaluate(data), has_judged=False)
         fit.samples = fit.history[fit.best_step - 1]["samples"] if fit.best_step else self.count
 
     def state(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
+from woodbury.model.fallback import Forward
 from woodbury.parallel.group import Group
 
 Data = tuple[Any, "Tensor | None"]
@@ -25,6 +26,7 @@ class Drawn:
     """Samples of a function that draws them, for any loss. See `woodbury.fit.equations.TermSource` for squares."""
 
     draw: Callable[[int], Data]
+    forward: Forward | None
     is_fresh = True
     has_terms = False
     weights: dict[str, float] = field(default_factory=dict)  # of terms: none
@@ -32,6 +34,10 @@ class Drawn:
     def batch(self, count: int) -> Data:
         """Samples for a step."""
         return self.draw(count)
+
+    def as_data(self, inputs: Any, targets: Tensor | None) -> Data:
+        """Other samples, as they are."""
+        return inputs, targets
 
     def balance(self) -> None:
         """Nothing, as there are no terms."""
@@ -44,15 +50,47 @@ class Drawn:
         return {}
 
 
+_REAL = {torch.float32, torch.float64}
+
+
+@dataclass
+class Conversion:
+    """Pairs as a model takes them: on its device, and in its type of floats, which is said once."""
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype | None = None  # of floats; None: as they are
+    is_said: bool = False
+
+    @staticmethod
+    def to(model: nn.Module) -> Conversion:
+        parameters = list(model.parameters())
+        dtypes = {own.dtype for own in parameters if own.is_floating_point()}
+        (dtype,) = dtypes if len(dtypes) == 1 and dtypes <= _REAL else (None,)
+        return Conversion(parameters[0].device if parameters else "cpu", dtype)
+
+    def __call__(self, pair: Any) -> Data:
+        if str(self.device) != "cpu":
+            pair = pytree.tree_map_only(Tensor, lambda own: own.to(self.device, non_blocking=True), pair)
+        others = {getattr(own, "dtype", None) for own in pair} & _REAL - {self.dtype}
+        if self.dtype is None or not others:
+            return pair
+        if not self.is_said:
+            names = ", ".join(map(str, others))
+            warnings.warn(f"fit: data of {names} is converted to {self.dtype}, as the model has it", stacklevel=4)
+            self.is_said = True
+        inputs, targets = (own.to(self.dtype) if getattr(own, "dtype", None) in others else own for own in pair)
+        return inputs, targets
+
+
 @dataclass
 class MiniBatches:
-    """The batches of a loader, epoch after epoch, on the device of the model.
+    """The batches of a loader, epoch after epoch.
 
     One batch is read ahead: so the last one of an epoch is known as such, however long the epochs of a stream are.
     """
 
     loader: Iterable[Any]
-    device: torch.device
+    convert: Conversion = field(default_factory=Conversion)
     epoch: int = 0  # epochs that are over
     taken: int = 0  # batches of the epoch under way
     length: int | None = None  # batches of an epoch, once that is known
@@ -125,7 +163,7 @@ class MiniBatches:
         except StopIteration:
             self._ahead = None
         else:
-            self._ahead = to_device(as_pair(found, "a loader must give pairs"), self.device)
+            self._ahead = self.convert(as_pair(found, "a loader must give pairs"))
         self.is_over = self._ahead is None
 
     def end_epoch(self) -> None:
@@ -155,14 +193,6 @@ def as_pair(batch: Any, what: str) -> Data:
     return batch[0], batch[1]
 
 
-def to_device(data: Data, device: torch.device) -> Data:
-    """The same batch where the model is."""
-    if device.type == "cpu":
-        return data
-    moved: Data = pytree.tree_map_only(Tensor, lambda own: own.to(device, non_blocking=True), data)
-    return moved
-
-
 def is_batches(data: Any) -> bool:
     """Whether data is a loader, or a list of batches, rather than a pair of tensors or a function."""
     if isinstance(data, Tensor) or (callable(data) and not isinstance(data, Iterable)):
@@ -172,34 +202,26 @@ def is_batches(data: Any) -> bool:
     return isinstance(data, Iterable)
 
 
-def as_tensors(pair: Any, model: nn.Module) -> Any:
-    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors, in the dtype of the model.
+def as_tensors(pair: Any, convert: Conversion) -> Any:
+    """A pair of NumPy arrays, pandas tables or lists of numbers as tensors that the model takes.
 
     Anything else is returned as it is, with the parts of nested inputs.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         return pair
-    tensors = tuple(_as_tensor(own) for own in pair)
-    dtypes = {own.dtype for own in model.parameters() if own.is_floating_point()}
-    others = {own.dtype for own in tensors if isinstance(own, Tensor) and own.dtype in _REAL} - dtypes
-    if len(dtypes) != 1 or not dtypes <= _REAL or not others:
-        return tensors
-    (dtype,) = dtypes
-    if not all(isinstance(own, list) for own in pair):  # floats of Python have no size
-        names = ", ".join(map(str, others))
-        warnings.warn(f"fit: data of {names} is converted to {dtype}, as the model has it", stacklevel=3)
-    return tuple(own.to(dtype) if isinstance(own, Tensor) and own.dtype in others else own for own in tensors)
+    inputs, targets = (_as_tensor(own, convert.dtype) for own in pair)
+    return convert((inputs, targets))
 
 
-_REAL = {torch.float32, torch.float64}
-
-
-def _as_tensor(values: Any) -> Any:
+def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
-    if type(values).__module__ == "numpy" or _is_numbers(values):
-        return torch.tensor(values, dtype=torch.float64 if _has_floats(values) else None, device="cpu")
-    return values
+    if type(values).__module__ != "numpy" and not _is_numbers(values):
+        return values
+    found = torch.tensor(values, device="cpu")
+    if isinstance(values, list) and found.is_floating_point():  # floats of Python have no size
+        return torch.tensor(values, dtype=dtype or torch.float64, device="cpu")
+    return found
 
 
 def _is_numbers(tree: Any) -> bool:
@@ -211,16 +233,11 @@ def _is_numbers(tree: Any) -> bool:
     )
 
 
-def _has_floats(values: Any) -> bool:
-    """Whether a list holds a float somewhere, which torch would take for one of torch's default size."""
-    return isinstance(values, list) and any(isinstance(own, float) or _has_floats(own) for own in values)
-
-
 def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor]]:
     """A share of the samples for validation: the others, these, and the indices of both."""
     samples = _batch.check_batch(*data)
-    count = round(share * samples)
-    if not 0 < share < 1 or not 0 < count < samples:
+    count = round(share * samples) if 0 < share < 1 else 0
+    if not 0 < count < samples:
         raise ValueError(
             f"fit: validation={share} of {samples} sample(s) leaves nothing to train on, or to validate with: "
             "pass a share between 0 and 1, or a pair (inputs, targets)"
@@ -228,18 +245,22 @@ def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Te
     order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     parts = order[count:].sort().values, order[:count].sort().values
     device = None if data[1] is None else data[1].device
+    pairs = [_batch.take(data, own.to(device), samples) for own in parts]
+    return pairs[0], pairs[1], parts
 
-    def take(index: Tensor) -> Data:
-        index = index.to(device)
-        targets = None if data[1] is None else _batch.take(data[1], index, samples)
-        return _batch.take(data[0], index, samples), targets
 
-    return take(parts[0]), take(parts[1]), parts
+def check_finite(validation: Iterable[Any]) -> None:
+    """Raise if a batch of validation data holds something that is not finite, or is none."""
+    for batch in validation:
+        try:
+            _batch.check_batch(*as_pair(batch, "validation must give pairs"))
+        except ValueError as error:
+            raise ValueError(f"fit: validation: {error}") from None
 
 
 def check_validation(data: Data, validation: Data) -> None:
     """Raise unless validation data has the columns of the data, and the data can be learned from."""
-    _batch.check_batch(*validation)
+    check_finite([validation])
     shapes = [
         [tuple(own.shape[1:]) for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)]
         for pair in (data, validation)
@@ -258,11 +279,12 @@ def check_learnable(data: Data) -> None:
         raise ValueError("fit: all targets are the same: there is nothing to learn from them")
 
 
-def drawing(data: Any) -> Callable[[int], Data]:
-    """draw(count) as it was given, with a pair as its result."""
+def drawing(data: Any, convert: Conversion) -> Callable[[int], Data]:
+    """draw(count) as it was given, with a pair that the model takes as its result."""
 
     def draw(count: int) -> Data:
         drawn = data(count)
-        return (drawn, None) if isinstance(drawn, Tensor) else as_pair(drawn, f"draw({count}) must return a pair")
+        is_pair = not isinstance(drawn, Tensor)
+        return convert(as_pair(drawn, f"draw({count}) must return a pair") if is_pair else (drawn, None))
 
     return draw

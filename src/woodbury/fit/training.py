@@ -69,7 +69,7 @@ class TrainingRun(Run):
         batches_per_step: int | str = 1,
     ) -> None:
         super().__init__(optimizer, limits, callback, validation)
-        self.batches, self.record = batches, record
+        self.batches, self.record, self.convert = batches, record, batches.convert
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         is_joint = find_group(None, self.model).size > 1  # then nothing may follow from times of one's own
@@ -121,9 +121,7 @@ class TrainingRun(Run):
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]
-        last = self.fit.history[-1].get("validation") if self.fit.history else None
-        validation = "" if last is None else f", validation {last:.3e}"
-        return f"epoch {self.batches.epochs:.2f}{validation}, rate {rate:.2g}", self.batches.epochs
+        return f"epoch {self.batches.epochs:.2f}, rate {rate:.2g}", self.batches.epochs
 
     def _note(self, info: StepInfo) -> str | None:
         course = self.optimizer.state.get("course")
@@ -142,11 +140,9 @@ class TrainingRun(Run):
         fit = self.fit
         fit.loss = mean = float(torch.stack(self.losses).mean())
         self.losses = []
-        entry = {"epoch": self.batches.epoch, "step": fit.steps, "seconds": fit.seconds, "loss": mean}
-        entry |= {"samples": fit.samples, "rate": float(self.optimizer.param_groups[0]["lr"])}
-        fit.history.append(entry)  # before the validation pass, which may be interrupted
-        if self.validation is not None:
-            entry["validation"] = self.validation_loss()
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        entry = self.note(mean, epoch=self.batches.epoch, rate=rate)
+        self.measure(entry)
         with self.group.together():
             if self.record is not None:
                 self.record.epoch(train_loss=mean, test_loss=entry.get("validation"))
@@ -164,7 +160,7 @@ class TrainingRun(Run):
         if self.losses:  # of an epoch that did not end
             fit.loss = float(torch.stack(self.losses).mean())
         if self.validation is not None:
-            self.finish_by_validation()
+            fit.validation = self.take_best(self.validation_loss)
         elif self.best is not None and share_gained(self.best.judged, fit.loss) < -0.1:
             self.load_parameters(self.best.parameters)
             fit.loss, fit.best_step = self.best.judged, self.best.step

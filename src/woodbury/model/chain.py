@@ -1,12 +1,12 @@
 """Plain chains of Linear layers and activations, run and differentiated by hand.
 
-    z_l = W_l v_l + b_l,   v_{l+1} = phi_l(z_l),   outputs = z_L
+    z_l = W_l v_l + b_l,   v_{l+1} = phi_l(z_l),   outputs = z_L, or v_{L+1} if an activation comes last
 
 A chain needs no autograd graph: h_l = (h_{l+1} W_{l+1}) phi'(z_l) carries any number of columns back by one
-product per layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` in front, is a chain
-by its structure, whatever the data: `read_chain` returns it, and a pass is a `ChainCapture`. Any other model, and
-one with frozen parameters, is run by `woodbury.model.capture`, which uses `chain_rows` where the graph of a pass
-is a chain.
+product per layer (the paper's Algorithm 5). An `nn.Sequential`, with or without `nn.Flatten` and `Scale` in front,
+is a chain by its structure, whatever the data: `read_chain` returns it, and a pass is a `ChainCapture`. Any other
+model, and one with frozen parameters, is run by `woodbury.model.capture`, which uses `chain_rows` where the graph
+of a pass is a chain.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,6 +27,7 @@ from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import Layout, OuterRows, layout_of
 from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan, is_plain
+from woodbury.scale import Scale
 
 aten = torch.ops.aten
 
@@ -70,6 +72,7 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
         lambda module, z: F.leaky_relu(z, module.negative_slope),
         lambda module, z, v, h: aten.leaky_relu_backward.default(h, z, module.negative_slope, False),
     ),
+    Scale: Activation(Scale.forward, lambda module, z, v, h: h * module.factor.to(h.dtype)),
 }
 
 
@@ -84,19 +87,24 @@ def backpropagate(
     """Gradients h (r, o) in the outputs of every layer, first layer first, and the layout of their rows.
 
     segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples. weights are those of
-    every layer; backs belong to the activations between them.
+    every layer; backs belong to the activations between them, and to one after the last layer if there is one.
     """
     layout = layout_of(tuple((c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments))
     flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
-    whole = layout.samples == samples
+    is_plain = layout.samples == samples and layout.is_plain
+
+    def apply(back: Back, own: Tensor) -> Tensor:
+        if is_plain:
+            return back(own)
+        layout.multiply_(own, back(own.new_ones(samples, own.shape[1]))[: layout.samples])
+        return own
+
+    if len(backs) == len(weights):
+        *backs, last = backs
+        grads = [apply(last, grads[0].clone())]
     for weight, back in zip(reversed(weights), reversed(backs), strict=False):
-        below = grads[-1].mm(weight)
-        if whole and layout.is_plain:
-            below = back(below)
-        else:
-            layout.multiply_(below, back(below.new_ones(samples, below.shape[1]))[: layout.samples])
-        grads.append(below)
+        grads.append(apply(back, grads[-1].mm(weight)))
     return layout, grads[::-1]
 
 
@@ -128,8 +136,8 @@ class Chain:
     layers: tuple[Layer, ...]
     weights: tuple[nn.Parameter, ...]  # one per layer
     biases: tuple[nn.Parameter | None, ...]
-    activations: tuple[nn.Module, ...]  # between the layers
-    flatten: nn.Flatten | None  # before the first layer
+    activations: tuple[nn.Module, ...]  # after each layer; after the last one there may be none
+    before: tuple[nn.Module, ...]  # the first layer: Flatten and Scale
 
     @cached_property
     def maps(self) -> list[Callable[[Tensor], Tensor]]:
@@ -151,7 +159,7 @@ class Chain:
                 return False
             if not is_plain(weight, dtype) or not (bias is None or is_plain(bias, dtype)):
                 return False
-        if self.flatten is not None and (self.flatten.start_dim, self.flatten.end_dim) != (1, -1):
+        if any((own.start_dim, own.end_dim) != (1, -1) for own in self.before if isinstance(own, nn.Flatten)):
             return False
         return all(tuple(modules.values()) == before for modules, before in self.containers) and all(
             _is_bare(module) for module in self.modules
@@ -162,7 +170,7 @@ class Chain:
         weight = self.weights[0]
         return (
             type(inputs) is Tensor
-            and (inputs.dim() == 2 or (self.flatten is not None and inputs.dim() > 2))
+            and (inputs.dim() == 2 or (inputs.dim() > 2 and any(type(own) is nn.Flatten for own in self.before)))
             and inputs.numel() == inputs.shape[0] * weight.shape[1]
             and inputs.dtype == weight.dtype
             and inputs.device == weight.device
@@ -171,7 +179,12 @@ class Chain:
 
     def run(self, inputs: Tensor) -> ChainCapture:
         """A pass over a batch (n, i), or one that flattens to it. Call it under torch.no_grad()."""
-        layer_inputs, sums = [inputs if inputs.dim() == 2 else inputs.flatten(1)], []
+        for module in self.before:
+            if type(module) is Scale:
+                inputs = module.forward(inputs)
+            elif inputs.dim() > 2:
+                inputs = inputs.flatten(1)
+        layer_inputs, sums = [inputs], []
         for index, apply in enumerate(self.maps):
             z = apply(layer_inputs[-1])
             sums.append(z)
@@ -195,7 +208,7 @@ class ChainCall(NamedTuple):
 
 @dataclass
 class ChainCapture:
-    """A pass along a chain: the inputs v_l (n, i) and outputs z_l (n, o) of its layers."""
+    """A pass along a chain: v_l (n, i), the inputs of its layers and after them the outputs, and z_l (n, o)."""
 
     chain: Chain
     layer_inputs: list[Tensor]
@@ -208,13 +221,14 @@ class ChainCapture:
     @property
     def outputs(self) -> Tensor:
         """(n, C)."""
-        return self.sums[-1]
+        return self.sums[-1] if len(self.layer_inputs) == len(self.sums) else self.layer_inputs[-1]
 
     raw = outputs
 
     def rows(self, segments: Sequence[Tensor]) -> dict[str, OuterRows]:
         """Rows of every layer for columns (m, k, C), or (m, C), of consecutive samples."""
-        return chain_rows(self.chain.layers, self.chain.weights, self.layer_inputs, self._backs(), segments)
+        inputs = self.layer_inputs[: len(self.sums)]
+        return chain_rows(self.chain.layers, self.chain.weights, inputs, self._backs(), segments)
 
     def gradient(self, weights: Tensor) -> dict[str, Tensor]:
         """sum_i J_i^T weights_i for weights (n, C), as a dictionary over all trainable parameters."""
@@ -245,9 +259,8 @@ class ChainCapture:
                 names = layer.parameters
                 weight = moved.get(names["weight"], chain.weights[index])
                 z = linear(v, weight, moved.get(names.get("bias", ""), chain.biases[index]))
-            if index < len(chain.activations):
-                v = chain.activate(index, z)
-        return z
+            v = chain.activate(index, z) if index < len(chain.activations) else z
+        return v
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector, (k, n, C): z' = W v' + W' v + b', v' = phi'(z) z'."""
@@ -257,10 +270,11 @@ class ChainCapture:
         ]
         below: Tensor | None = None  # v', (k, n, i)
         for index, change in enumerate(stacked):
-            image = self._moved(index, below, change, self.layer_inputs[index])
+            below = self._moved(index, below, change, self.layer_inputs[index])
             if index < len(self.chain.activations):
-                below = image * self._slope(index)
-        return image
+                below = below * self._slope(index)
+        assert below is not None
+        return below
 
     def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 of the outputs along a vector: z'' = W v'' + 2 W' v', v'' = phi'(z) z'' + phi''(z) z'^2."""
@@ -272,10 +286,12 @@ class ChainCapture:
             z2 = torch.zeros_like(z1)
             if first is not None and second is not None:
                 z2 = 2 * first @ change["weight"].T + second @ self.chain.weights[index].detach().T
+            first, second = z1, z2
             if index < len(self.chain.activations):
                 slope, curve = self._slope(index), self._curve(index)
                 first, second = slope * z1, slope * z2 + curve * z1.square()
-        return z2
+        assert second is not None
+        return second
 
     def _moved(self, index: int, below: Tensor | None, change: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """z' of a layer: W v' + W' v + b' for v' = below, zero for None."""
@@ -317,18 +333,18 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     modules = list(_modules_in_order(model))
     layers = {id(layer.module): layer for layer in plan.layers if layer.rule is linear_rows}
     leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
-    flatten = leaves.pop(0) if leaves and isinstance(leaves[0], nn.Flatten) else None
-    linear, between = leaves[::2], leaves[1::2]
+    before = tuple(takewhile(lambda module: isinstance(module, nn.Flatten | Scale), leaves))
+    linear, activations = leaves[len(before) :: 2], leaves[len(before) + 1 :: 2]
     own = [
         module
         for module in linear
         if type(module) is nn.Linear and id(module) in layers and has_own_parameters(module)
     ]
     if (
-        len(leaves) % 2 == 0
+        not linear
         or len(linear) != len(plan.layers)
         or len(own) < len(linear)
-        or not all(type(module) in ACTIVATIONS for module in between)
+        or not all(type(module) in ACTIVATIONS for module in activations)
         or len({id(module) for module in linear}) < len(linear)
         or not all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
         or len(plan.parameters) < len(list(model.parameters()))
@@ -341,8 +357,8 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         layers=tuple(layers[id(module)] for module in own),
         weights=tuple(cast(nn.Parameter, module.weight) for module in own),
         biases=tuple(cast("nn.Parameter | None", module.bias) for module in own),
-        activations=tuple(between),
-        flatten=cast("nn.Flatten | None", flatten),
+        activations=tuple(activations),
+        before=before,
     )
     return chain if chain.is_current(model) else None
 

@@ -1,0 +1,145 @@
+"""Inputs far from (-1, 1) are said once, with their columns; others are not."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import problems
+import woodbury
+
+SAMPLES = 40
+
+
+def unit(columns=2):
+    draws = torch.Generator().manual_seed(0)
+    return 2 * torch.rand(SAMPLES, columns, generator=draws, dtype=torch.float64) - 1
+
+
+def with_column(values):
+    return torch.cat([unit(1), values.reshape(SAMPLES, 1).double()], 1)
+
+
+def network(*first, inputs=2):
+    return nn.Sequential(*first, nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def columns_named(model, inputs, **settings):
+    """The columns that a fit of one step warns of."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        data = inputs if callable(inputs) else (inputs, torch.sin(unit(1)))
+        woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False, **settings)
+    named = [str(own.message) for own in seen if "far from (-1, 1)" in str(own.message)]
+    assert len(named) <= 1 and all("woodbury.Scale.inputs(x)" in own for own in named)
+    return named[0].split("columns ")[1].split(" of the inputs")[0] if named else None
+
+
+FAR = {
+    "wide": 30 * unit(1),
+    "narrow": 0.1 * unit(1),
+    "shifted": 5 + unit(1),
+    "years": 1990 + 30 * unit(1),
+    "pixels from 0 to 255": 255 * (unit(1) > 0.5),
+}
+NEAR = {
+    "unit": unit(1),
+    "from 0 to 1": (1 + unit(1)) / 2,
+    "from 0 to 10": 5 + 5 * unit(1),
+    "constant": torch.full((SAMPLES, 1), 7.0),
+    "one-hot": torch.arange(SAMPLES) == 3,
+    "mostly one": torch.arange(SAMPLES) != 3,
+    "a pixel that is hardly lit": 0.05 * (torch.arange(SAMPLES) % 5 == 0),
+    "an outlier": torch.where(torch.arange(SAMPLES) == 3, 25.0, unit(1)[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_far_columns_are_named(name):
+    assert columns_named(network(), with_column(FAR[name])) == "1"
+    assert columns_named(network(), torch.cat([FAR[name], unit(1), FAR[name]], 1)[:, [0, 2]]) == "0, 1"
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_columns_are_not(name):
+    assert columns_named(network(), with_column(NEAR[name])) is None
+
+
+class ByHand(nn.Module):
+    """Scales its inputs without a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net((x - 1990) / 30)
+
+
+YEARS = 1990 + 30 * unit()
+MODELS = {
+    "a scale": (network(woodbury.Scale.inputs(YEARS)), YEARS),
+    "a norm": (network(nn.BatchNorm1d(2)), YEARS),
+    "a norm without parameters": (network(nn.BatchNorm1d(2, affine=False)), YEARS),
+    "by hand": (ByHand(), YEARS),
+    "images": (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 1)).double(),
+        255 * torch.rand(SAMPLES, 1, 4, 4, dtype=torch.float64),
+    ),
+    "tokens": (
+        nn.Sequential(nn.Embedding(99, 3), nn.Flatten(), nn.Linear(6, 1)).double(),
+        torch.randint(99, (SAMPLES, 2)),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*model depends on other samples")
+@pytest.mark.parametrize("name", MODELS)
+def test_what_something_else_sees_first_is_not_judged(name):
+    model, inputs = MODELS[name]
+    settings = {"validation": (inputs, torch.sin(unit(1)))} if "norm" in name else {}
+    model.eval()
+    assert columns_named(model, inputs, **settings) is None
+
+
+def draw_years(count):
+    inputs = 1990 + 60 * torch.rand(count, 2, dtype=torch.float64)
+    return inputs, torch.sin(inputs[:, :1])
+
+
+@pytest.mark.parametrize("points", ["by residual", "as drawn"])
+def test_samplers_and_equations_are_judged_by_their_first_step(points):
+    assert columns_named(network(), draw_years, points=points, samples=32) == "0, 1"
+    model = network()
+    terms = woodbury.Equations(
+        inside=(lambda count: draw_years(count)[0], lambda model, x: woodbury.laplacian(model, x).laplacian - 1)
+    )
+    with pytest.warns(UserWarning, match="columns 0, 1 of the inputs are far"):
+        woodbury.fit(model, terms, steps=2, samples=32, points=points, progress=False)
+
+
+def test_nothing_is_left_on_the_model_and_a_run_that_goes_on_says_nothing():
+    model, data = network(), (YEARS, torch.sin(unit(1)))
+    with pytest.warns(UserWarning, match="far from"):
+        fit = woodbury.fit(model, nn.MSELoss(), data, steps=2, progress=False)
+    assert not any(own._forward_pre_hooks for own in model.modules()) and model.training
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*far from")
+        woodbury.fit(model, nn.MSELoss(), data, steps=4, resume=fit.state_dict(), progress=False)
+
+
+def test_a_few_samples_are_not_judged():
+    inputs = YEARS[:10]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*far from")
+        woodbury.fit(network(), F.mse_loss, (inputs, inputs[:, :1]), steps=1, progress=False)
+
+
+def test_pictures_in_rows_are_tables_of_pixels():
+    """Images from 0 to 1, without their places: most pixels are dark in most of them."""
+    torch.manual_seed(0)
+    lit = torch.rand(SAMPLES, 30, dtype=torch.float64) * (torch.rand(SAMPLES, 30) < 0.3)
+    model = problems.mlp(30, 4, 1).double()
+    assert columns_named(model, lit * torch.linspace(0.01, 1, 30, dtype=torch.float64)) is None

@@ -1,0 +1,191 @@
+"""What a fit gives back to look at: figure, page, metrics, callbacks."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bounds
+import woodbury
+from woodbury.fit import Fit
+
+MSE = nn.MSELoss()
+
+
+def noisy(samples=60, seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    x = 2 * torch.rand(samples, 2, generator=draws, dtype=torch.float64) - 1
+    return x, torch.sin(2 * x[:, :1]) + 0.2 * torch.randn(samples, 1, generator=draws, dtype=torch.float64)
+
+
+def network(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+def loader(data=None):
+    return DataLoader(TensorDataset(*(data or noisy())), 20)
+
+
+def largest_error(outputs, targets):
+    return (outputs - targets).abs().max()
+
+
+METRICS = {"largest": largest_error}
+KINDS = {
+    "pair": (noisy(), {"steps": 6}),
+    "validation": (noisy(), {"steps": 6, "validation": noisy(30, 1)}),
+    "split": (noisy(), {"steps": 6, "validation": 0.2}),
+    "evidence": (noisy(), {"steps": 6, "weight_decay": "evidence", "validation": noisy(30, 1)}),
+    "loader": (loader(), {"epochs": 3, "validation": [noisy(7, 2), noisy(20, 1)]}),
+}
+
+
+def fitted(kind, model=None, **settings):
+    data, own = KINDS[kind]
+    return woodbury.fit(
+        model or network(), MSE, data, **{"progress": False, "metrics": METRICS, **own, **settings}
+    )
+
+
+def judged_on(kind, fit):
+    """The samples that the metrics are about."""
+    data, own = KINDS[kind]
+    if kind == "split":
+        return tuple(part[fit.split[1]] for part in data)
+    batches = own.get("validation", data)
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True)) if kind == "loader" else batches
+
+
+def largest_of(model, data):
+    with torch.no_grad():
+        return max(abs(float(model(x[None])) - float(y)) for x, y in zip(*data, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_are_those_of_all_samples_per_step_or_epoch_and_of_the_model_returned(kind):
+    model, seen = network(), {}
+    others = None if kind == "split" else judged_on(kind, None)  # there it is known at the end
+
+    def note(fit):
+        if fit.history and fit.history[-1]["step"] == fit.steps and others is not None:
+            seen[fit.steps] = largest_of(model, others)
+            assert fit.metrics["largest"] == fit.history[-1]["largest"]
+
+    fit = fitted(kind, model, callback=note)
+    measured = {entry["step"]: entry["largest"] for entry in fit.history}
+    assert len(measured) == (3 if kind == "loader" else 6)
+    assert kind == "split" or measured == pytest.approx(seen, rel=bounds.rounding(60))
+    by_hand = largest_of(model, judged_on(kind, fit))
+    assert fit.metrics["largest"] == pytest.approx(by_hand, rel=bounds.rounding(60))
+    assert f"largest {fit.metrics['largest']:.4g}" in str(fit)
+
+
+def test_metrics_and_validation_are_shown(capsys):
+    fitted("loader", progress=True)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert "largest" in first and "largest" in last and "validation" in last
+
+
+def test_a_classifier_has_an_accuracy():
+    inputs, values = noisy(90)
+    classes, model = (values[:, 0] > 0).long(), network(2)
+    fit = woodbury.fit(
+        model,
+        nn.CrossEntropyLoss(),
+        (inputs, classes),
+        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).double().mean()},
+        validation=0.3,
+        progress=False,
+    )
+    own = fit.split[1]
+    right = sum(int(model(inputs[i : i + 1]).argmax()) == int(classes[i]) for i in own.tolist())
+    assert fit.metrics["accuracy"] == pytest.approx(right / len(own)) and right / len(own) > 0.7
+
+
+BAD = {
+    "a name that is taken": ({"metrics": {"loss": largest_error}}, ValueError, "cannot be called 'loss'"),
+    "no function": ({"metrics": {"largest": 3}}, TypeError, "functions of"),
+    "no mapping": ({"metrics": [largest_error]}, TypeError, "by name"),
+    "one argument": ({"metrics": {"own": lambda outputs: 1.0}}, TypeError, "metric 'own'"),
+    "no number": ({"metrics": {"own": lambda outputs, targets: outputs}}, TypeError, "metric 'own'"),
+    "its own error": ({"metrics": {"own": lambda outputs, targets: [][0]}}, TypeError, "metric 'own'"),
+    "a loader alone": ({"data": loader(), "metrics": METRICS}, ValueError, "a loader with validation="),
+    "a sampler": ({"data": noisy, "metrics": METRICS}, ValueError, "metrics= are for a pair"),
+    "epochs of a pair": ({"epoch_callback": print}, ValueError, "epoch_callback= is for the batches of a loader"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_metrics_and_callbacks_are_named_and_nothing_changes(case):
+    arguments, error, message = BAD[case]
+    model, before = network(), [own.clone() for own in network().parameters()]
+    with pytest.raises(error, match=message):
+        woodbury.fit(model, MSE, **{"data": noisy(), "progress": False, **arguments})
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_an_epoch_callback_comes_after_every_epoch_and_can_stop():
+    steps, epochs = [], []
+
+    def on_epoch(fit):
+        epochs.append((fit.steps, fit.history[-1]["epoch"], "validation" in fit.history[-1]))
+        return len(epochs) == 2
+
+    fit = fitted("loader", epochs=9, callback=lambda fit: steps.append(fit.steps), epoch_callback=on_epoch)
+    assert fit.reason == "callback" and steps == [1, 2, 3, 4, 5, 6] and epochs == [(3, 1, True), (6, 2, True)]
+    assert fitted("loader", epochs=9, callback=lambda fit: fit.steps == 2, epoch_callback=print).steps == 2
+
+
+# -- figure and page ------------------------------------------------------------------------------------------
+
+
+def lines_of(place):
+    return {line.get_label(): line for line in place.get_lines()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_figure_has_the_numbers_of_the_history(kind):
+    pytest.importorskip("matplotlib")
+    fit = fitted(kind)
+    first, *others = fit.plot().axes
+    lines = lines_of(first)
+    steps = [entry["step"] for entry in fit.history]
+    for name in ("loss", "validation") if "validation" in fit.history[0] else ("loss",):
+        np.testing.assert_array_equal(lines[name].get_xdata(), steps)
+        np.testing.assert_array_equal(lines[name].get_ydata(), [entry[name] for entry in fit.history])
+    assert ("validation" in lines) == ("validation" in fit.history[0]) and first.get_yscale() == "log"
+    assert list(lines[f"best step, {fit.best_step}"].get_xdata()) == [fit.best_step] * 2
+    shown = {place.get_title(loc="left"): place.get_lines()[0].get_ydata() for place in others}
+    np.testing.assert_array_equal(shown["largest"], [entry["largest"] for entry in fit.history])
+    assert ("rate" in shown) == (kind == "loader") and first.get_title(loc="left") == str(fit)
+    lengths = [entry.get("length") for entry in fit.history]
+    assert ("length of the step" in shown) == (len(set(lengths)) > 1)
+
+
+def test_samples_are_drawn_where_they_change_and_losses_below_zero_have_a_linear_axis():
+    pytest.importorskip("matplotlib")
+    entries = [{"step": step, "loss": 1.0 - step, "samples": 8 * step} for step in range(1, 4)]
+    first, second = Fit(history=entries, best_step=3).plot().axes
+    assert first.get_yscale() == "linear" and second.get_title(loc="left") == "samples per step"
+    assert list(second.get_lines()[0].get_ydata()) == [8, 16, 24]
+
+
+@pytest.mark.parametrize("history", [[], [{"step": 1, "loss": float("nan"), "samples": 3}]])
+def test_a_fit_without_numbers_is_drawn_too(history):
+    pytest.importorskip("matplotlib")
+    assert Fit(history=history).plot().axes
+
+
+def test_a_notebook_shows_a_page_with_or_without_matplotlib(monkeypatch):
+    pytest.importorskip("matplotlib")
+    fit = fitted("pair", metrics={"a < b": largest_error})
+    page = fit._repr_html_()
+    assert page.startswith("<p>loss ") and "a &lt; b" in page and 'src="data:image/png;base64,' in page
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert fit._repr_html_() == page.partition("<img")[0]
+    with pytest.raises(ImportError, match="matplotlib"):
+        fit.plot()
