@@ -9,7 +9,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks import beside, deepxde, equations, gpu, laplacian, models, noise, peers, processes, scale, standings, step
+from benchmarks import (
+    beside,
+    deepxde,
+    equations,
+    gpu,
+    laplacian,
+    models,
+    noise,
+    peers,
+    processes,
+    scale,
+    standings,
+    step,
+)
 from benchmarks.common import Command
 from woodbury.runs.storage import round_numbers
 

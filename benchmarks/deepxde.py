@@ -3,8 +3,8 @@
 The problems are written from their definitions in DeepXDE's documentation: equation, network, points, learning
 rate. The recipe is Adam for half of the time, at most the documented number of iterations, and then L-BFGS. The
 error is |u_network - u| / |u| in L2 on points that nobody trains on (for the Lorenz system that of its three
-coefficients), with u known, by Cole and Hopf, or by a method of another kind. With `--polish` both go on after 2,000
-steps of Adam. A run is one process: `python -m benchmarks deepxde burgers --seeds 1 --seed 100`.
+coefficients), with u known, by Cole and Hopf, or by a method of another kind. With `--polish` both go on after
+2,000 steps of Adam. A run is one process: `python -m benchmarks deepxde burgers --seeds 1 --seed 100`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ def lorenz(dde: Any, np: Any) -> Problem:
     times = np.sort(np.r_[0, 3 * np.random.rand(23), 3])
     path = solve_ivp(lambda t, y: system(*y, *true), (0, 3), first, "DOP853", times, rtol=1e-11, atol=1e-11).y.T
     geometry, times = dde.geometry.TimeDomain(0, 3), times[:, None]
-    conditions = [dde.icbc.IC(geometry, lambda x, i=i: first[i], lambda _, on: on, component=i) for i in range(3)]
+
+    def start(i: int) -> Any:
+        return dde.icbc.IC(geometry, lambda x: first[i], lambda _, on_initial: on_initial, component=i)
+
+    conditions = [start(i) for i in range(3)]
     conditions += [dde.icbc.PointSetBC(times, path[:, i : i + 1], component=i) for i in range(3)]
     data = dde.data.PDE(geometry, pde, conditions, num_domain=400, num_boundary=2, anchors=times)
     net = dde.nn.FNN([1] + [40] * 3 + [3], "tanh", "Glorot uniform")
@@ -223,7 +227,7 @@ def by_recipe(dde: Any, model: Any, problem: Problem, seconds: float, adam: bool
     """Adam for half of the time, unless it came before, and L-BFGS, 20 iterations at a time."""
     started = time.perf_counter()
 
-    class Clock(dde.callbacks.Callback):  # type: ignore[misc]
+    class Clock(dde.callbacks.Callback):
         until = seconds / 2
 
         def on_epoch_end(self) -> None:
