@@ -162,7 +162,7 @@ def lorenz(dde: Any, np: Any) -> Problem:
     net = dde.nn.FNN([1] + [40] * 3 + [3], "tanh", "Glorot uniform")
 
     def error(model: Any) -> float:
-        return float(np.linalg.norm([float(own) for own in unknowns] - true) / np.linalg.norm(true))
+        return float(np.linalg.norm([own.item() for own in unknowns] - true) / np.linalg.norm(true))
 
     return Problem(data, net, error, 20000, unknowns)
 

@@ -25,7 +25,6 @@ import torch
 from deepxde.icbc.boundary_conditions import BC, Interface2DBC, PointSetBC, PointSetOperatorBC
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from woodbury.fit import Equations
 from woodbury.fit import fit as fit_terms
@@ -141,8 +140,12 @@ class _Exchange(TorchFunctionMode):
         self.others = {id(own): solution.unknowns[place] for place, own in enumerate(solution.originals)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(lambda leaf: self.others.get(id(leaf), leaf), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*self._exchange(args), **{name: self._exchange(own) for name, own in (kwargs or {}).items()})
+
+    def _exchange(self, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._exchange, value)) if type(value) in (tuple, list) else value
+        return self.others.get(id(value), value)
 
 
 @contextmanager
