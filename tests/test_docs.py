@@ -21,7 +21,12 @@ NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
 TEST = re.compile(r"\b(tests/\w+\.py)(?:::(\w+))?")
 # each stands on its own; those marked "python" are run by test_readme
 MODELS = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-DOORS = {"deepxde", "lightning", "pina", "skorch"}  # whose libraries may not be installed: they are read, not imported
+DOORS = {
+    "deepxde",
+    "lightning",
+    "pina",
+    "skorch",
+}  # whose libraries may not be installed: they are read, not imported
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
