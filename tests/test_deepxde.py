@@ -175,7 +175,7 @@ def test_nothing_remembered_of_the_training_points_is_used_at_others():
         x = terms["DirichletBC 1"].draw_some(count)
         assert (x[:, 0] == 1).all() and x[:, 1].unique().numel() > 1
         found = terms["DirichletBC 1"].function(run.solution, x)
-        assert float((found - model.net(x) + torch.cos(x[:, 1:])).abs().max()) <= bounds.rounding(10)
+        assert float((found - model.net(x) + torch.cos(x[:, 1:])).detach().abs().max()) <= bounds.rounding(10)
         x = terms["NeumannBC 2"].draw_some(count).requires_grad_()
         (slopes,) = torch.autograd.grad(model.net(x).sum(), x)
         found = terms["NeumannBC 2"].function(run.solution, x)
@@ -245,7 +245,7 @@ def test_another_back_end_and_another_model_are_refused(monkeypatch):
     monkeypatch.setattr(dde.backend, "backend_name", "jax")
     with pytest.raises(ValueError, match="the back end is jax"):
         woodbury.deepxde.fit(model)
-    with pytest.raises(TypeError, match="must be a dde.Model, got Linear"):
+    with pytest.raises(TypeError, match="got Linear"):
         woodbury.deepxde.fit(nn.Linear(1, 1))
 
 
@@ -273,7 +273,7 @@ def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
     assert losses.sum() < 1e-4 * before and losses.sum() == min(map(np.sum, history.loss_train))
     assert abs(rate.item() - 2) < 0.05 and rate.dtype == torch.float32 and rate.requires_grad
     assert all(own.dtype == torch.float32 and own.requires_grad for own in model.net.parameters())
-    lines = open(variables).read().split("\n")
+    lines = (tmp_path / "rate.dat").read_text().split("\n")
     assert len(lines) > 25 and float(lines[-2].split("[")[1].rstrip("]")) == pytest.approx(2, abs=0.05)
     x = np.linspace(0, 1, 5, dtype=np.float32)[:, None]
     expected = model.predict(x)
@@ -291,16 +291,20 @@ def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
     model.train(iterations=200, verbose=0)
     before = {name: own.clone() for name, own in model.net.state_dict().items()}
 
-    def spoil(solution, terms, callback, **settings):
-        with torch.no_grad():
-            for own in solution.parameters():
-                own.add_(1.0)
-        callback(None)
+    class Spoiling:
+        def __init__(self, run, *rest):
+            self.run = run
 
-    monkeypatch.setattr(deepxde, "fit_terms", spoil)
+        def go(self, progress):
+            with torch.no_grad():
+                for own in self.run.solution.parameters():
+                    own.add_(1.0)
+            self.run.note(None)
+
+    monkeypatch.setattr(deepxde, "_begin", Spoiling)
     woodbury.deepxde.fit(model, steps=1, verbose=0)
     assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())
-    monkeypatch.setattr(deepxde, "fit_terms", lambda solution, terms, **settings: 1 / 0)
+    monkeypatch.setattr(deepxde, "_begin", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         woodbury.deepxde.fit(model, steps=1, verbose=0)
     assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())

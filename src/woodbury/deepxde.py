@@ -26,11 +26,16 @@ from deepxde.icbc.boundary_conditions import BC, Interface2DBC, PointSetBC, Poin
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from woodbury.fit import Equations
-from woodbury.fit import fit as fit_terms
+from woodbury.fit.descent import PLAIN
+from woodbury.fit.equations import Equations, TermSource
+from woodbury.fit.limits import Limits
+from woodbury.fit.solving import FIRST, SolvingRun
+from woodbury.optim import GaussNewton
+from woodbury.policies.search import CurvedSearch
 
 POINTS = ("by residual", "as drawn", "given")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
+FEWEST = 64  # points of the equation at first
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
 _SETS = (PointSetBC, PointSetOperatorBC)  # measured values
@@ -64,6 +69,8 @@ def fit(
         ValueError, TypeError: for what cannot be taken; the model stays as it was.
     """
     started = time.perf_counter()
+    if seconds is None and steps is None:
+        raise ValueError("deepxde.fit: seconds= or steps= is needed")
     if points not in POINTS or weights not in ("given", "balanced"):
         raise ValueError(
             f"deepxde.fit: points={points!r}, weights={weights!r}: use {POINTS}, 'given' or 'balanced'"
@@ -82,17 +89,25 @@ def fit(
                 run.cast(None)
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
-        fit_terms(
-            run.solution,
-            Equations(**problem.terms(run.solution, points, balanced=weights == "balanced")),
-            seconds=None if seconds is None else max(run.deadline - time.perf_counter(), 0.0),
-            steps=steps,
-            points="as drawn" if points == "given" else points,
-            progress=False,
-            callback=run.note,
-        )
+        terms = problem.terms(run.solution, points, balanced=weights == "balanced")
+        limits = Limits(steps, None if seconds is None else max(run.deadline - time.perf_counter(), 0.0))
+        source = TermSource(run.solution, Equations(**terms).terms, by_residual=points == "by residual")
+        _begin(run, source, limits, max(FIRST // max(1, problem.equations), FEWEST)).go(None)
         run.end()
     return model.losshistory, model.train_state
+
+
+def _begin(run: _Run, source: TermSource, limits: Limits, samples: int) -> SolvingRun:
+    """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
+    settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
+    if all(own.dtype == torch.float32 for own in run.solution.parameters()):
+        settings["gram_dtype"] = torch.float64
+    optimizer = GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings)
+    solving = SolvingRun(
+        optimizer, source, limits=limits, validation=None, seed=None, callback=run.note, samples=samples
+    )
+    solving.begin_plain()
+    return solving
 
 
 def _check_model(model: Any, callbacks: Sequence[Any] | None) -> None:

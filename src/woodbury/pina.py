@@ -5,8 +5,8 @@
 >>> trainer.train()
 
 Each condition of a batch is a term with the residuals that PINA squares. Steps are those of `woodbury.fit`: plain
-Levenberg-Marquardt steps, and with a search once they creep. They move only if the loss of the batch falls; without
-`batch_size` that is the loss of all points.
+Levenberg-Marquardt steps, and with a search once they creep. They move only if the loss of the batch falls, which
+without `batch_size` is that of all points.
 """
 
 from __future__ import annotations

@@ -113,11 +113,15 @@ class SolvingRun(Run):
             if fit.history[-1]["loss"] > FAR * fit.history[0]["loss"] and all(
                 float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:]
             ):
-                self.phase, self.since = "plain", fit.steps
-                use_search(self.optimizer, False)
+                self.begin_plain()
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             self.phase = "search"
             use_search(self.optimizer, True)
+
+    def begin_plain(self) -> None:
+        """Plain steps from here on, as long as they gain enough."""
+        self.phase, self.since = "plain", self.fit.steps
+        use_search(self.optimizer, False)
 
     def _gained(self, steps: int) -> float:
         """What the last steps took off the logarithm of the loss; not a number where the loss is no square."""
