@@ -44,7 +44,7 @@ def _without_labels(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
     return tuple(own.as_subclass(Tensor) if isinstance(own, LabelTensor) else own for own in inputs)
 
 
-class PINN(PhysicsInformedSingleModelSolver):  # type: ignore[misc]
+class PINN(PhysicsInformedSingleModelSolver):
     """`pina.solver.PINN` without `optimizer` and `scheduler`: every step is a Gauss-Newton step.
 
     Args:
@@ -52,6 +52,8 @@ class PINN(PhysicsInformedSingleModelSolver):  # type: ignore[misc]
         weighting: None or `ScalarWeighting`, which are constant.
         loss: None or `torch.nn.MSELoss()`.
     """
+
+    _params: Any  # the unknown parameters of the problem, by name
 
     def __init__(self, problem: Any, model: nn.Module, weighting: Any = None, loss: Any = None) -> None:
         if weighting is not None and not isinstance(weighting, ScalarWeighting):
