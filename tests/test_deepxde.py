@@ -300,11 +300,12 @@ def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
                 for own in self.run.solution.parameters():
                     own.add_(1.0)
             self.run.note(None)
+            return woodbury.Fit(reason="steps")
 
-    monkeypatch.setattr(deepxde, "_begin", Spoiling)
+    monkeypatch.setattr(deepxde, "_solving", Spoiling)
     woodbury.deepxde.fit(model, steps=1, verbose=0)
     assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())
-    monkeypatch.setattr(deepxde, "_begin", lambda *rest: 1 / 0)
+    monkeypatch.setattr(deepxde, "_solving", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         woodbury.deepxde.fit(model, steps=1, verbose=0)
     assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())

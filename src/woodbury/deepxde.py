@@ -13,6 +13,7 @@ What DeepXDE remembers of its training points (values of boundary functions, Jac
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -36,6 +37,7 @@ from woodbury.policies.search import CurvedSearch
 POINTS = ("by residual", "as drawn", "given")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
+TURNS = 12  # parts of the time, of which the first turn has one
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
 _SETS = (PointSetBC, PointSetOperatorBC)  # measured values
@@ -76,35 +78,49 @@ def fit(
             f"deepxde.fit: points={points!r}, weights={weights!r}: use {POINTS}, 'given' or 'balanced'"
         )
     _check_model(model, callbacks)
-    run = _Run(model, callbacks, verbose)
-    with run.put_back_on_error():
+    run, is_new = _Run(model, callbacks, verbose), model.train_state.step == 0
+    try:
         problem = _Problem(model)
         problem.check(run)
         run.begin()
         if double:
-            run.cast(torch.float64)
+            run.cast(torch.float64, run.first)
             try:
                 problem.losses(run.solution)
             except RuntimeError:  # a function of the user multiplies by a matrix of the given type
-                run.cast(None)
+                run.cast(None, run.first)
+        turn, reason = 0.0, "callback"
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
-        terms = problem.terms(run.solution, points, balanced=weights == "balanced")
-        limits = Limits(steps, None if seconds is None else max(run.deadline - time.perf_counter(), 0.0))
-        source = TermSource(run.solution, Equations(**terms).terms, by_residual=points == "by residual")
-        _begin(run, source, limits, max(FIRST // max(1, problem.equations), FEWEST)).go(None)
+            is_first_order = not dde.optimizers.is_external_optimizer(model.opt_name)
+            turn = run.length = seconds / TURNS if is_new and is_first_order else 0.0
+        while reason == "callback" and not run.is_over:
+            if turn > 0:
+                run.descend(turn)
+                turn *= 2
+            reason = _solving(run, problem, steps, points, weights).go(None).reason
         run.end()
+    except BaseException:
+        run.load(run.first)
+        raise
     return model.losshistory, model.train_state
 
 
-def _begin(run: _Run, source: TermSource, limits: Limits, samples: int) -> SolvingRun:
+def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
+    terms = Equations(**problem.terms(run.solution, points, balanced=weights == "balanced")).terms
+    source = TermSource(run.solution, terms, by_residual=points == "by residual")
     settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
     if all(own.dtype == torch.float32 for own in run.solution.parameters()):
         settings["gram_dtype"] = torch.float64
-    optimizer = GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings)
     solving = SolvingRun(
-        optimizer, source, limits=limits, validation=None, seed=None, callback=run.note, samples=samples
+        GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings),
+        source,
+        limits=Limits(steps, max(run.deadline - time.perf_counter(), 0.0)),
+        validation=None,
+        seed=None,
+        callback=run.note,
+        samples=max(FIRST // max(1, problem.equations), FEWEST),
     )
     solving.begin_plain()
     return solving
@@ -133,9 +149,6 @@ def _check_model(model: Any, callbacks: Sequence[Any] | None) -> None:
     for message, is_true in faults.items():
         if is_true:
             raise ValueError(f"deepxde.fit: {message}")
-
-
-# -- residuals ------------------------------------------------------------------------------------------------
 
 
 class _Solution(nn.Module):
@@ -205,17 +218,8 @@ def _without_cache(bc: Any) -> Any:
     for name in ("func", "boundary_normal"):
         function: Any = getattr(bc, name, None)
         if getattr(getattr(function, "__code__", None), "co_name", "") == "wrapper_cache":
-            setattr(own, name, partial(_values, function.__wrapped__))
+            setattr(own, name, lambda X, start, end, _, bare=function.__wrapped__: bare(X[start:end]))
     return own
-
-
-def _values(function: Callable[[Any], Any], X: Any, start: int, end: int, _: Any) -> Any:
-    return function(X[start:end])
-
-
-def _error(bc: Any, inputs: Tensor, outputs: Tensor, X: Any) -> Tensor:
-    error: Tensor = bc.error(X, inputs, outputs, 0, len(X))
-    return error
 
 
 class _Problem:
@@ -256,7 +260,7 @@ class _Problem:
                 if len(pool.unique(dim=0)) > len(source):
                     source = partial(_choose, pool)
             if weight > 0:
-                function = partial(_evaluate, function=partial(_error, own))
+                function = partial(_evaluate, function=lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X)))
                 terms[_name(place, bc)] = (source, function, None if balanced else weight)
         return terms
 
@@ -305,9 +309,6 @@ def _name(place: int, bc: Any) -> str:
     return f"{type(bc).__name__} {place + 1}"
 
 
-# -- points ---------------------------------------------------------------------------------------------------
-
-
 def _arrange(bc: Any, X: Any, like: Tensor) -> Tensor:
     """(n, d), or (n, 2, d) for pairs."""
     x = torch.as_tensor(X).to(like)
@@ -344,9 +345,6 @@ def _draw_inside(data: Any, edges: Sequence[tuple[int, Any]], like: Tensor) -> C
     return draw
 
 
-# -- the model ------------------------------------------------------------------------------------------------
-
-
 class _Run:
     """A model of DeepXDE during a fit: its parameters, what it shows, and its callbacks."""
 
@@ -357,19 +355,43 @@ class _Run:
         self.tensors = [*model.net.parameters(), *model.net.buffers(), *model.external_trainable_variables]
         self.needs = [own.requires_grad for own in self.tensors]
         self.first = [own.data for own in self.tensors]
-        self.best_loss, self.best = float("inf"), self.first
-        self.deadline, self.pause, self.next_look = float("inf"), 0.0, 0.0
-        self.cast(None)
+        self.best_loss, self.best = math.inf, self.first
+        self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
+        self.length, self.turn, self.is_over = (
+            0.0,
+            (math.inf, 0.0),
+            False,
+        )  # turn: its end, the loss to reach by then
+        self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
         for own, value, needs in zip(self.tensors, values, self.needs, strict=True):
             own.data = value
             own.requires_grad_(needs)  # DeepXDE switches it off and on
 
-    def cast(self, dtype: torch.dtype | None) -> None:
-        """Go on with copies of the first parameters, of this type or their own."""
-        self.load([own.to(dtype) if dtype and own.is_floating_point() else own.clone() for own in self.first])
+    def cast(self, dtype: torch.dtype | None, values: Sequence[Tensor]) -> None:
+        """Go on with copies of these values, of this type or the given one."""
+        self.dtype = dtype
+        self.load(
+            [
+                value.to(dtype if dtype and value.is_floating_point() else first.dtype, copy=True)
+                for value, first in zip(values, self.first, strict=True)
+            ]
+        )
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
+
+    def descend(self, seconds: float) -> None:
+        """A turn of the optimizer that the model was compiled with; the next one has to gain as much per second."""
+        state, dtype, started, before = self.model.train_state, self.dtype, time.perf_counter(), self.best_loss
+        self.cast(None, self.best)
+        while time.perf_counter() < min(started + seconds, self.deadline):
+            self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
+            state.iteration, state.step = state.iteration + 1, state.step + 1
+        self.model.opt.zero_grad()
+        self.look()
+        self.cast(dtype, self.best)
+        goal = self.best_loss * (self.best_loss / before) ** (self.length / seconds)
+        self.turn = time.perf_counter() + self.length, goal
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
@@ -393,14 +415,6 @@ class _Run:
         finally:
             self.load(mine)
 
-    @contextmanager
-    def put_back_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.load(self.first)
-            raise
-
     def look(self) -> None:
         """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
         with self.as_given():
@@ -420,16 +434,19 @@ class _Run:
         self.callbacks.on_train_begin()
 
     def note(self, fit: Any) -> bool:
-        """After a step: whether to stop."""
-        state = self.model.train_state
+        """After a step: whether to stop, because time is over or another turn promises more."""
+        state, now, (end, goal) = self.model.train_state, time.perf_counter(), self.turn
         state.iteration, state.step = state.iteration + 1, state.step + 1
-        if time.perf_counter() >= self.next_look:
+        if now >= min(self.next_look, end):
             self.look()
         if self.callbacks.callbacks:
             with self.as_given():
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
-        return self.model.stop_training or time.perf_counter() >= self.deadline
+        self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
+        if now >= end:
+            self.turn = math.inf, 0.0  # a turn that gains enough is the last one
+        return self.is_over or (now >= end and self.best_loss > goal)
 
     def end(self) -> None:
         """Leave the best parameters in their own type, and what DeepXDE says of them."""
