@@ -35,6 +35,7 @@ from woodbury.optim import GaussNewton
 from woodbury.policies.search import CurvedSearch
 
 POINTS = ("by residual", "as drawn", "given")
+WEIGHTS = ("given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
 TURNS = 12  # parts of the time, of which the first turn has one
@@ -57,26 +58,20 @@ def fit(
     """Train a compiled `dde.Model` and return (losshistory, train_state), as `model.train` does.
 
     Args:
-        model: new, or trained before. It ends with the parameters of the lowest training loss that was seen, by
-            DeepXDE's own account, those that it began with included.
-        seconds, steps: where to stop, whichever comes first.
+        model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
+        seconds, steps: where to stop, whichever comes first. With seconds, a new model begins with turns of the
+            optimizer that it was compiled with, until a turn of Gauss-Newton steps gains more.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
         weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows.
         double: compute in float64, if the functions of the model allow it; the model keeps its own type.
-        callbacks: of DeepXDE, called after every step.
-        verbose: 1 shows DeepXDE's losses and metrics.
+        callbacks, verbose: as in `model.train`.
 
-    Raises:
-        ValueError, TypeError: for what cannot be taken; the model stays as it was.
+    An error names what cannot be taken, and leaves the model as it was.
     """
     started = time.perf_counter()
-    if seconds is None and steps is None:
-        raise ValueError("deepxde.fit: seconds= or steps= is needed")
-    if points not in POINTS or weights not in ("given", "balanced"):
-        raise ValueError(
-            f"deepxde.fit: points={points!r}, weights={weights!r}: use {POINTS}, 'given' or 'balanced'"
-        )
+    if (seconds is None and steps is None) or points not in POINTS or weights not in WEIGHTS:
+        raise ValueError(f"deepxde.fit: use seconds= or steps=, points= of {POINTS}, weights= of {WEIGHTS}")
     _check_model(model, callbacks)
     run, is_new = _Run(model, callbacks, verbose), model.train_state.step == 0
     try:
@@ -130,7 +125,7 @@ def _check_model(model: Any, callbacks: Sequence[Any] | None) -> None:
     """Raise an error that names what cannot be taken."""
     if not isinstance(model, dde.Model):
         raise TypeError(f"deepxde.fit: model must be a dde.Model, got {type(model).__name__}")
-    data, net, back_end = model.data, model.net, dde.backend.backend_name
+    data, regularizer, back_end = model.data, getattr(model.net, "regularizer", None), dde.backend.backend_name
     is_pointwise = isinstance(data, dde.data.PDE) and not isinstance(data, dde.data.IDE | dde.data.FPDE)
     batched = [type(bc).__name__ for bc in getattr(data, "bcs", []) if getattr(bc, "batch_size", None) is not None]
     resampler = any(isinstance(own, dde.callbacks.PDEPointResampler) for own in callbacks or ())
@@ -140,9 +135,7 @@ def _check_model(model: Any, callbacks: Sequence[Any] | None) -> None:
         f"dde.data.{type(data).__name__} cannot be taken: residuals at a point must depend on that point alone, "
         "as in dde.data.PDE and TimePDE (no integral, fractional or learned operators)": not is_pointwise,
         "use dde.config.set_default_autodiff('reverse')": dde.config.autodiff != "reverse",
-        f"the regularizer {getattr(net, 'regularizer', None)} of the network: leave it out": getattr(
-            net, "regularizer", None
-        ),
+        f"the regularizer {regularizer} of the network: leave it out": regularizer is not None,
         f"{batched} with batch_size: leave it out": batched,
         "PDEPointResampler: leave it out, points are drawn in every step": resampler,
     }
@@ -233,6 +226,7 @@ class _Problem:
         weights = np.broadcast_to(1.0 if model.loss_weights is None else model.loss_weights, len(losses))
         self.equations = len(losses) - len(self.data.bcs)
         self.weights = [float(own) for own in weights]
+        self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
 
     def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
         """(source, function, weight) of the equation and of every condition, for `Equations`."""
@@ -254,14 +248,16 @@ class _Problem:
             source = _arrange(bc, data.train_x[ends[place] : ends[place + 1]], like)
             if isinstance(bc, _SETS):  # what is measured is subtracted later
                 own.values, values = 0.0, bc.values.to(like)
-                source = source, values.expand(len(source), *values.shape[1:])
+                width = len(bc.component) if isinstance(getattr(bc, "component", 0), list) else 1
+                source = source, values.expand(len(source), width)
             elif edges and isinstance(bc, BC | dde.icbc.IC):
                 pool = _arrange(bc, bc.collocation_points(np.vstack([own for _, own in edges])), like)
                 if len(pool.unique(dim=0)) > len(source):
                     source = partial(_choose, pool)
             if weight > 0:
-                function = partial(_evaluate, function=lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X)))
-                terms[_name(place, bc)] = (source, function, None if balanced else weight)
+                error: Any = lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X))  # noqa: E731
+                function = partial(_evaluate, function=error)
+                terms[self.names[place]] = (source, function, None if balanced else weight)
         return terms
 
     def _equation(self, inputs: Tensor, outputs: Tensor, X: Any, weights: Sequence[float]) -> Tensor:
@@ -271,10 +267,8 @@ class _Problem:
         found = self.data.pde(inputs, outputs, *more)
         parts = [own.reshape(len(X), -1) for own in (found if isinstance(found, list | tuple) else [found])]
         width = sum(part.shape[1] for part in parts)
-        return torch.cat(
-            [part * (weight * width / part.shape[1]) ** 0.5 for part, weight in zip(parts, weights, strict=False)],
-            1,
-        )
+        scales = [(weight * width / part.shape[1]) ** 0.5 for part, weight in zip(parts, weights, strict=False)]
+        return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], 1)
 
     def their_losses(self) -> Any:
         """DeepXDE's losses at the training points, weighted."""
@@ -295,7 +289,7 @@ class _Problem:
         with run.moved() as solution:  # where no loss is small
             theirs, mine = self.their_losses(), self.losses(solution)
         others = {"equation": theirs[: self.equations].sum()} if self.equations else {}
-        others |= {_name(place, bc): theirs[self.equations + place] for place, bc in enumerate(self.data.bcs)}
+        others |= dict(zip(self.names, theirs[self.equations :], strict=True))
         share = 10 * torch.finfo(next(run.solution.parameters()).dtype).eps ** 0.5
         for name, own in mine.items():
             if np.isfinite(others[name]) and not abs(own - others[name]) <= share * abs(others[name]):
@@ -303,10 +297,6 @@ class _Problem:
                     f"deepxde.fit: {name} cannot be taken: its loss is not a mean of squares, or its residuals at "
                     "a point depend on other points of the batch or on random numbers"
                 )
-
-
-def _name(place: int, bc: Any) -> str:
-    return f"{type(bc).__name__} {place + 1}"
 
 
 def _arrange(bc: Any, X: Any, like: Tensor) -> Tensor:
@@ -337,7 +327,7 @@ def _draw_inside(data: Any, edges: Sequence[tuple[int, Any]], like: Tensor) -> C
         parts = [own[np.random.randint(len(own), size=count * number // total)] for number, own in edges]
         wanted = count - sum(map(len, parts))
         inside = data.geom.random_points(wanted)
-        if len(inside) != wanted:  # a cloud has only so many
+        if len(inside) != wanted:  # of a cloud
             inside = inside[np.random.randint(len(inside), size=wanted)]
         return torch.as_tensor(np.vstack([*parts, inside])).to(like)
 
@@ -381,7 +371,7 @@ class _Run:
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with; the next one has to gain as much per second."""
+        """A turn of the optimizer that the model was compiled with; the next has to gain as much per second."""
         state, dtype, started, before = self.model.train_state, self.dtype, time.perf_counter(), self.best_loss
         self.cast(None, self.best)
         while time.perf_counter() < min(started + seconds, self.deadline):
