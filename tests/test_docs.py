@@ -83,7 +83,8 @@ def test_names_in_code_resolve(page):
         if name.split(".")[1] in DOORS:
             _, door, *rest = name.split(".")
             source = ast.parse((ROOT / "src" / "woodbury" / f"{door}.py").read_text(encoding="utf-8"))
-            assert {*rest} <= {node.name for node in source.body if isinstance(node, ast.ClassDef)}, name
+            kinds = ast.ClassDef | ast.FunctionDef
+            assert {*rest} <= {node.name for node in source.body if isinstance(node, kinds)}, name
         else:
             assert resolve(name) is not None, name
 
