@@ -41,7 +41,7 @@ install:  ## Install what every target needs, in a single call where there is no
 	test -e $(STAMP) || { $(MAKE) $(STAMP) EXTRAS=dev,doors,docs && touch .venv/.doors .venv/.docs; }
 	$(MAKE) .venv/.doors .venv/.docs
 
-doors: .venv/.doors  ## Install Lightning, skorch, transformers and accelerate; without them their tests are skipped
+doors: .venv/.doors  ## Install Lightning, skorch, transformers, accelerate and PINA; without them their tests are skipped
 
 docs: .venv/.docs  ## Build the documentation site into site/, strictly: a broken link or name is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -9,7 +9,20 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from benchmarks import beside, equations, gpu, laplacian, models, noise, peers, processes, scale, standings, step
+from benchmarks import (
+    beside,
+    deepxde,
+    equations,
+    gpu,
+    laplacian,
+    models,
+    noise,
+    peers,
+    processes,
+    scale,
+    standings,
+    step,
+)
 from benchmarks.common import Command
 from woodbury.runs.storage import round_numbers
 
@@ -29,6 +42,7 @@ COMMANDS = {
     "laplacian": laplacian.COMMAND,
     "models": models.COMMAND,
     "equations": equations.COMMAND,
+    "deepxde": deepxde.COMMAND,
     "beside": beside.COMMAND,
 }
 

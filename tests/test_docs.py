@@ -21,7 +21,12 @@ NAME = re.compile(r"(?<![\w./-])woodbury(?:\.[A-Za-z_]\w*)+")
 TEST = re.compile(r"\b(tests/\w+\.py)(?:::(\w+))?")
 # each stands on its own; those marked "python" are run by test_readme
 MODELS = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-DOORS = {"lightning", "skorch"}  # whose libraries may not be installed: they are read, not imported
+DOORS = {
+    "deepxde",
+    "lightning",
+    "pina",
+    "skorch",
+}  # whose libraries may not be installed: they are read, not imported
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 
 
@@ -78,7 +83,8 @@ def test_names_in_code_resolve(page):
         if name.split(".")[1] in DOORS:
             _, door, *rest = name.split(".")
             source = ast.parse((ROOT / "src" / "woodbury" / f"{door}.py").read_text(encoding="utf-8"))
-            assert {*rest} <= {node.name for node in source.body if isinstance(node, ast.ClassDef)}, name
+            kinds = ast.ClassDef | ast.FunctionDef
+            assert {*rest} <= {node.name for node in source.body if isinstance(node, kinds)}, name
         else:
             assert resolve(name) is not None, name
 

@@ -30,7 +30,7 @@ ROOMS = [
     *("scale", "laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),
     *("loop", "optim", "rivals", "optimizers", "fit", "runs", "experiments"),
-    *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
+    *("logs", "pina", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
     "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes", "replay"]],

@@ -267,7 +267,7 @@ def _source(
     if type(loss) is not nn.MSELoss or loss.reduction != "mean":
         return Drawn(data, forward)
     term = (data, forward or call_model)
-    return TermSource(model, Equations(samples=term).terms, by_residual)
+    return TermSource(model, Equations(samples=term).terms, by_residual, has_terms=False)
 
 
 def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:

@@ -194,17 +194,13 @@ class TermSource:
     model: nn.Module
     sources: Mapping[str, _Source]
     by_residual: bool = True
+    has_terms: bool = True  # of `Equations`; without, it is one function that draws samples
     weights: dict[str, float] = field(default_factory=dict)
     forward = staticmethod(_run)
 
     @property
     def is_fresh(self) -> bool:
         return any(source.draw_some is not None for source in self.sources.values())
-
-    @property
-    def has_terms(self) -> bool:
-        """Whether there are several."""
-        return len(self.sources) > 1
 
     @property
     def like(self) -> Tensor:

@@ -114,13 +114,17 @@ class SolvingRun(Run):
         if self.phase == "look" and fit.steps in LOOKS:
             creeps = all(float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:])
             if creeps and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
-                self.phase, self.since, self.count = "plain", fit.steps, self.first
-                use_search(self.optimizer, False)
+                self.begin_plain()
             elif fit.steps == min(LOOKS):
                 self.count = max(self.count, self.searched)
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             self.phase, self.count = "search", min(self.searched, self.most)
             use_search(self.optimizer, True)
+
+    def begin_plain(self) -> None:
+        """Plain steps from here on, as long as they gain enough."""
+        self.phase, self.since, self.count = "plain", self.fit.steps, self.first
+        use_search(self.optimizer, False)
 
     def _gained(self, steps: int) -> float:
         """What the last steps took off the logarithm of the loss; not a number where the loss is no square."""

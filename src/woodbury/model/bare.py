@@ -274,6 +274,8 @@ def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str
         return None
     try:
         slope = slope_of(node, operand)
+        if isinstance(slope, Tensor):
+            slope = slope.as_subclass(Tensor)  # saved ones may be of a class of the user's
     except RuntimeError:  # changed in place since: the fallback, or an ordinary backward pass, has its own word
         return None
     key = (node.name(), operand, shape, inner, axes)

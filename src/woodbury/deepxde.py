@@ -1,0 +1,449 @@
+"""DeepXDE: a compiled `dde.Model` is fitted by Gauss-Newton steps in place of `model.train`.
+
+>>> model.compile("adam", lr=1e-3)
+>>> losshistory, train_state = woodbury.deepxde.fit(model, seconds=60)
+
+Equation and conditions become terms of `woodbury.Equations`, with the residuals that DeepXDE squares:
+
+    f = sum_i w_i mean |r_i|^2,    r_i = pde(x, u)[i] in the domain, or bc.error(...) at points of its own
+
+What DeepXDE remembers of its training points (values of boundary functions, Jacobians) is not used for others.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import deepxde as dde
+import numpy as np
+import torch
+from deepxde.icbc.boundary_conditions import BC, Interface2DBC, PointSetBC, PointSetOperatorBC
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from woodbury.fit.descent import PLAIN
+from woodbury.fit.equations import Equations, TermSource
+from woodbury.fit.limits import Limits
+from woodbury.fit.solving import FIRST, SolvingRun
+from woodbury.optim import GaussNewton
+from woodbury.policies.search import CurvedSearch
+
+POINTS = ("by residual", "as drawn", "given")
+WEIGHTS = ("given", "balanced")
+POOL = 2048  # points of the boundary, and of the start, that conditions choose from
+FEWEST = 64  # points of the equation at first
+TURNS = 12  # parts of the time, of which the first turn has one
+LOOKS = 50  # times that DeepXDE's own losses are computed on the way
+_PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
+_SETS = (PointSetBC, PointSetOperatorBC)  # measured values
+
+
+def fit(
+    model: Any,
+    seconds: float | None = 60.0,
+    *,
+    steps: int | None = None,
+    points: str = "by residual",
+    weights: str = "given",
+    double: bool = True,
+    callbacks: Sequence[Any] | None = None,
+    verbose: int = 1,
+) -> tuple[Any, Any]:
+    """Train a compiled `dde.Model` and return (losshistory, train_state), as `model.train` does.
+
+    Args:
+        model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
+        seconds, steps: where to stop, whichever comes first. With seconds, a new model begins with turns of the
+            optimizer that it was compiled with, until a turn of Gauss-Newton steps gains more.
+        points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
+            "given" takes the training points, as do conditions whose points the geometry cannot draw.
+        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows.
+        double: compute in float64, if the functions of the model allow it; the model keeps its own type.
+        callbacks, verbose: as in `model.train`.
+
+    An error names what cannot be taken, and leaves the model as it was.
+    """
+    started = time.perf_counter()
+    if (seconds is None and steps is None) or points not in POINTS or weights not in WEIGHTS:
+        raise ValueError(f"deepxde.fit: use seconds= or steps=, points= of {POINTS}, weights= of {WEIGHTS}")
+    _check_model(model, callbacks)
+    run, is_new = _Run(model, callbacks, verbose), model.train_state.step == 0
+    try:
+        problem = _Problem(model)
+        problem.check(run)
+        run.begin()
+        if double:
+            run.cast(torch.float64, run.first)
+            try:
+                problem.losses(run.solution)
+            except RuntimeError:  # a function of the user multiplies by a matrix of the given type
+                run.cast(None, run.first)
+        turn, reason = 0.0, "callback"
+        if seconds is not None:
+            run.deadline, run.pause = started + seconds, seconds / LOOKS
+            is_first_order = not dde.optimizers.is_external_optimizer(model.opt_name)
+            turn = run.length = seconds / TURNS if is_new and is_first_order else 0.0
+        while reason == "callback" and not run.is_over:
+            if turn > 0:
+                run.descend(turn)
+                turn *= 2
+            reason = _solving(run, problem, steps, points, weights).go(None).reason
+        run.end()
+    except BaseException:
+        run.load(run.first)
+        raise
+    return model.losshistory, model.train_state
+
+
+def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
+    """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
+    terms = Equations(**problem.terms(run.solution, points, balanced=weights == "balanced")).terms
+    source = TermSource(run.solution, terms, by_residual=points == "by residual")
+    settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
+    if all(own.dtype == torch.float32 for own in run.solution.parameters()):
+        settings["gram_dtype"] = torch.float64
+    solving = SolvingRun(
+        GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings),
+        source,
+        limits=Limits(steps, max(run.deadline - time.perf_counter(), 0.0)),
+        validation=None,
+        seed=None,
+        callback=run.note,
+        samples=max(FIRST // max(1, problem.equations), FEWEST),
+    )
+    solving.begin_plain()
+    return solving
+
+
+def _check_model(model: Any, callbacks: Sequence[Any] | None) -> None:
+    """Raise an error that names what cannot be taken."""
+    if not isinstance(model, dde.Model):
+        raise TypeError(f"deepxde.fit: model must be a dde.Model, got {type(model).__name__}")
+    data, regularizer, back_end = model.data, getattr(model.net, "regularizer", None), dde.backend.backend_name
+    is_pointwise = isinstance(data, dde.data.PDE) and not isinstance(data, dde.data.IDE | dde.data.FPDE)
+    batched = [type(bc).__name__ for bc in getattr(data, "bcs", []) if getattr(bc, "batch_size", None) is not None]
+    resampler = any(isinstance(own, dde.callbacks.PDEPointResampler) for own in callbacks or ())
+    faults = {
+        f"the back end is {back_end}: set DDE_BACKEND=pytorch before deepxde is imported": back_end != "pytorch",
+        "the model is not compiled: call model.compile first": model.outputs_losses_train is None,
+        f"dde.data.{type(data).__name__} cannot be taken: residuals at a point must depend on that point alone, "
+        "as in dde.data.PDE and TimePDE (no integral, fractional or learned operators)": not is_pointwise,
+        "use dde.config.set_default_autodiff('reverse')": dde.config.autodiff != "reverse",
+        f"the regularizer {regularizer} of the network: leave it out": regularizer is not None,
+        f"{batched} with batch_size: leave it out": batched,
+        "PDEPointResampler: leave it out, points are drawn in every step": resampler,
+    }
+    for message, is_true in faults.items():
+        if is_true:
+            raise ValueError(f"deepxde.fit: {message}")
+
+
+class _Solution(nn.Module):
+    """The network, and the unknown numbers outside it, in the same memory."""
+
+    def __init__(self, net: nn.Module, unknowns: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.net, self.originals = net, tuple(unknowns)
+        self.unknowns = nn.ParameterList([nn.Parameter(own.detach()) for own in unknowns])
+
+
+class _Exchange(TorchFunctionMode):
+    """Inside, functions of torch take the unknowns of a solution for those that the equation was written with."""
+
+    def __init__(self, solution: _Solution) -> None:
+        super().__init__()
+        self.others = {id(own): solution.unknowns[place] for place, own in enumerate(solution.originals)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._exchange(args), **{name: self._exchange(own) for name, own in (kwargs or {}).items()})
+
+    def _exchange(self, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._exchange, value)) if type(value) in (tuple, list) else value
+        return self.others.get(id(value), value)
+
+
+@contextmanager
+def _precision(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, DeepXDE makes tensors of this type."""
+    real, default = dde.config.real, torch.get_default_dtype()
+    before = real.precision
+    try:
+        getattr(real, f"set_float{torch.finfo(dtype).bits}")()
+        torch.set_default_dtype(dtype)
+        yield
+    finally:
+        getattr(real, f"set_float{before}")()
+        torch.set_default_dtype(default)
+
+
+def _evaluate(solution: _Solution, x: Tensor, function: Callable[[Tensor, Tensor, Any], Tensor]) -> Tensor:
+    """function(inputs, outputs, the inputs as an array); x is (n, d), or (n, 2, d) for pairs of points.
+
+    DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours, as
+    those that belong to one sample have to be.
+    """
+    follow, is_paired = torch.is_grad_enabled(), x.dim() == 3
+    exchange = _Exchange(solution) if solution.originals else nullcontext()
+    with torch.enable_grad(), _precision(x.dtype), exchange:
+        inputs = (x.transpose(0, 1).flatten(0, 1) if is_paired else x).detach().requires_grad_()
+        if is_paired:
+            neighbours = inputs.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+            outputs = solution.net(neighbours).unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        else:
+            outputs = solution.net(inputs)
+        try:
+            result = function(inputs, outputs, inputs.detach().cpu().numpy())
+        finally:
+            dde.grad.clear()
+    return result if follow else result.detach()
+
+
+def _without_cache(bc: Any) -> Any:
+    """A copy of a condition that looks at the points, and not at which array they are in."""
+    own = copy.copy(bc)
+    for name in ("func", "boundary_normal"):
+        function: Any = getattr(bc, name, None)
+        if getattr(getattr(function, "__code__", None), "co_name", "") == "wrapper_cache":
+            setattr(own, name, lambda X, start, end, _, bare=function.__wrapped__: bare(X[start:end]))
+    return own
+
+
+class _Problem:
+    """The equation and the conditions of a model as terms."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.data = model, model.data
+        losses = self.their_losses()
+        if not np.isfinite(losses).all():
+            raise ValueError(f"deepxde.fit: the losses of the model are {losses}: not all are numbers")
+        weights = np.broadcast_to(1.0 if model.loss_weights is None else model.loss_weights, len(losses))
+        self.equations = len(losses) - len(self.data.bcs)
+        self.weights = [float(own) for own in weights]
+        self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
+
+    def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
+        """(source, function, weight) of the equation and of every condition, for `Equations`."""
+        like, data = next(solution.parameters()).detach(), self.data
+        edges: list[tuple[int, Any]] = []
+        terms: dict[str, tuple[Any, ...]] = {}
+        source: Any = torch.as_tensor(data.train_x_all).to(like)
+        if points != "given":
+            with suppress(Exception):  # a geometry that cannot draw raises errors of many kinds
+                edges = _draw_edges(data)
+                source = _draw_inside(data, edges, like) if data.num_domain > 0 else source
+        if self.equations:
+            weights = [1.0] * self.equations if balanced else self.weights
+            function = partial(_evaluate, function=partial(self._equation, weights=weights))
+            terms["equation"] = (source, function, None if balanced else 1.0)
+        ends = np.cumsum([0, *data.num_bcs])
+        for place, bc in enumerate(data.bcs):
+            weight, own = self.weights[self.equations + place], _without_cache(bc)
+            source = _arrange(bc, data.train_x[ends[place] : ends[place + 1]], like)
+            if isinstance(bc, _SETS):  # what is measured is subtracted later
+                own.values, values = 0.0, bc.values.to(like)
+                width = len(bc.component) if isinstance(getattr(bc, "component", 0), list) else 1
+                source = source, values.expand(len(source), width)
+            elif edges and isinstance(bc, BC | dde.icbc.IC):
+                pool = _arrange(bc, bc.collocation_points(np.vstack([own for _, own in edges])), like)
+                if len(pool.unique(dim=0)) > len(source):
+                    source = partial(_choose, pool)
+            if weight > 0:
+                error: Any = lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X))  # noqa: E731
+                function = partial(_evaluate, function=error)
+                terms[self.names[place]] = (source, function, None if balanced else weight)
+        return terms
+
+    def _equation(self, inputs: Tensor, outputs: Tensor, X: Any, weights: Sequence[float]) -> Tensor:
+        """Numbers (n, K), whose mean square is the weighted sum of the mean squares of the equations."""
+        auxiliary = self.data.auxiliary_var_fn
+        more = [] if auxiliary is None else [torch.as_tensor(auxiliary(X).astype(X.dtype))]
+        found = self.data.pde(inputs, outputs, *more)
+        parts = [own.reshape(len(X), -1) for own in (found if isinstance(found, list | tuple) else [found])]
+        width = sum(part.shape[1] for part in parts)
+        scales = [(weight * width / part.shape[1]) ** 0.5 for part, weight in zip(parts, weights, strict=False)]
+        return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)], 1)
+
+    def their_losses(self) -> Any:
+        """DeepXDE's losses at the training points, weighted."""
+        return self.model._outputs_losses(True, *self.data.train_next_batch(self.model.batch_size))[1]
+
+    def losses(self, solution: _Solution) -> dict[str, float]:
+        """The weighted mean squares of the terms at the training points, each computed on two halves of them."""
+        losses = {}
+        with torch.no_grad():
+            for name, (source, function, weight) in self.terms(solution, "given").items():
+                x, target = source if isinstance(source, tuple) else (source, 0.0)
+                found = torch.cat([function(solution, half) for half in x.tensor_split(2) if len(half)])
+                losses[name] = weight * float((found - target).square().mean())
+        return losses
+
+    def check(self, run: _Run) -> None:
+        """Raise an error unless the losses of the terms are those that DeepXDE minimizes."""
+        with run.moved() as solution:  # where no loss is small
+            theirs, mine = self.their_losses(), self.losses(solution)
+        others = {"equation": theirs[: self.equations].sum()} if self.equations else {}
+        others |= dict(zip(self.names, theirs[self.equations :], strict=True))
+        share = 10 * torch.finfo(next(run.solution.parameters()).dtype).eps ** 0.5
+        for name, own in mine.items():
+            if np.isfinite(others[name]) and not abs(own - others[name]) <= share * abs(others[name]):
+                raise ValueError(
+                    f"deepxde.fit: {name} cannot be taken: its loss is not a mean of squares, or its residuals at "
+                    "a point depend on other points of the batch or on random numbers"
+                )
+
+
+def _arrange(bc: Any, X: Any, like: Tensor) -> Tensor:
+    """(n, d), or (n, 2, d) for pairs."""
+    x = torch.as_tensor(X).to(like)
+    return x.unflatten(0, (2, -1)).transpose(0, 1) if isinstance(bc, _PAIRS) else x
+
+
+def _choose(pool: Tensor, count: int) -> Tensor:
+    return pool[torch.randint(len(pool), (count,), device=pool.device)]
+
+
+def _draw_edges(data: Any) -> list[tuple[int, Any]]:
+    """Points of each kind that training points have beside those inside, with the number of those."""
+    edges = [] if data.anchors is None else [(len(data.anchors), data.anchors)]
+    if data.num_boundary > 0:
+        edges.append((data.num_boundary, data.geom.random_boundary_points(POOL)))
+    if getattr(data, "num_initial", 0) > 0:
+        edges.append((data.num_initial, data.geom.random_initial_points(POOL)))
+    return edges
+
+
+def _draw_inside(data: Any, edges: Sequence[tuple[int, Any]], like: Tensor) -> Callable[[int], Tensor]:
+    """A function that draws points of the equation: all kinds of training points, in the shares they have."""
+    total = data.num_domain + sum(number for number, _ in edges)
+
+    def draw(count: int) -> Tensor:
+        parts = [own[np.random.randint(len(own), size=count * number // total)] for number, own in edges]
+        wanted = count - sum(map(len, parts))
+        inside = data.geom.random_points(wanted)
+        if len(inside) != wanted:  # of a cloud
+            inside = inside[np.random.randint(len(inside), size=wanted)]
+        return torch.as_tensor(np.vstack([*parts, inside])).to(like)
+
+    draw(2)  # raises where the geometry cannot
+    return draw
+
+
+class _Run:
+    """A model of DeepXDE during a fit: its parameters, what it shows, and its callbacks."""
+
+    def __init__(self, model: Any, callbacks: Sequence[Any] | None, verbose: int) -> None:
+        self.model, self.verbose = model, verbose
+        self.callbacks = dde.callbacks.CallbackList(callbacks=list(callbacks or []))
+        self.callbacks.set_model(model)
+        self.tensors = [*model.net.parameters(), *model.net.buffers(), *model.external_trainable_variables]
+        self.needs = [own.requires_grad for own in self.tensors]
+        self.first = [own.data for own in self.tensors]
+        self.best_loss, self.best = math.inf, self.first
+        self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
+        self.length, self.turn, self.is_over = (
+            0.0,
+            (math.inf, 0.0),
+            False,
+        )  # turn: its end, the loss to reach by then
+        self.cast(None, self.first)
+
+    def load(self, values: Sequence[Tensor]) -> None:
+        for own, value, needs in zip(self.tensors, values, self.needs, strict=True):
+            own.data = value
+            own.requires_grad_(needs)  # DeepXDE switches it off and on
+
+    def cast(self, dtype: torch.dtype | None, values: Sequence[Tensor]) -> None:
+        """Go on with copies of these values, of this type or the given one."""
+        self.dtype = dtype
+        self.load(
+            [
+                value.to(dtype if dtype and value.is_floating_point() else first.dtype, copy=True)
+                for value, first in zip(values, self.first, strict=True)
+            ]
+        )
+        self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
+
+    def descend(self, seconds: float) -> None:
+        """A turn of the optimizer that the model was compiled with; the next has to gain as much per second."""
+        state, dtype, started, before = self.model.train_state, self.dtype, time.perf_counter(), self.best_loss
+        self.cast(None, self.best)
+        while time.perf_counter() < min(started + seconds, self.deadline):
+            self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
+            state.iteration, state.step = state.iteration + 1, state.step + 1
+        self.model.opt.zero_grad()
+        self.look()
+        self.cast(dtype, self.best)
+        goal = self.best_loss * (self.best_loss / before) ** (self.length / seconds)
+        self.turn = time.perf_counter() + self.length, goal
+
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """The parameters in their own type, as DeepXDE and its callbacks know them."""
+        mine, training = [own.data for own in self.tensors], self.model.net.training
+        self.load([own.to(first.dtype) for own, first in zip(mine, self.first, strict=True)])
+        try:
+            yield
+        finally:
+            self.load(mine)
+            self.model.net.train(training)
+
+    @contextmanager
+    def moved(self) -> Iterator[_Solution]:
+        """Other parameters, near those that there are."""
+        mine, generator = [own.data for own in self.tensors], torch.Generator(device="cpu").manual_seed(0)
+        noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in mine]
+        self.load([own + 0.1 * other for own, other in zip(mine, noise, strict=True)])
+        try:
+            yield _Solution(self.model.net, self.model.external_trainable_variables)
+        finally:
+            self.load(mine)
+
+    def look(self) -> None:
+        """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
+        with self.as_given():
+            self.model._test(verbose=self.verbose)
+        loss = float(np.sum(self.model.train_state.loss_train))
+        if loss < self.best_loss:
+            self.best_loss, self.best = loss, [own.data.clone() for own in self.tensors]
+        self.next_look = time.perf_counter() + self.pause
+
+    def begin(self) -> None:
+        """As `model.train` begins."""
+        model = self.model
+        model.stop_training, model.callbacks = False, self.callbacks
+        model.train_state.set_data_train(*model.data.train_next_batch(model.batch_size))
+        model.train_state.set_data_test(*model.data.test())
+        self.look()
+        self.callbacks.on_train_begin()
+
+    def note(self, fit: Any) -> bool:
+        """After a step: whether to stop, because time is over or another turn promises more."""
+        state, now, (end, goal) = self.model.train_state, time.perf_counter(), self.turn
+        state.iteration, state.step = state.iteration + 1, state.step + 1
+        if now >= min(self.next_look, end):
+            self.look()
+        if self.callbacks.callbacks:
+            with self.as_given():
+                self.callbacks.on_batch_end()
+                self.callbacks.on_epoch_end()
+        self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
+        if now >= end:
+            self.turn = math.inf, 0.0  # a turn that gains enough is the last one
+        return self.is_over or (now >= end and self.best_loss > goal)
+
+    def end(self) -> None:
+        """Leave the best parameters in their own type, and what DeepXDE says of them."""
+        self.look()
+        for first, best in zip(self.first, self.best, strict=True):
+            first.copy_(best)
+        self.load(self.first)
+        self.model._test(verbose=self.verbose)
+        self.load(self.first)
+        self.callbacks.on_train_end()

@@ -1,0 +1,327 @@
+"""Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
+
+import os
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+import bounds
+import reference
+import woodbury
+from woodbury._vector import flatten
+
+os.environ.setdefault("DDE_BACKEND", "pytorch")
+pytest.importorskip("scipy")
+np = pytest.importorskip("numpy")
+dde = pytest.importorskip("deepxde")
+
+from woodbury import deepxde  # noqa: E402
+from woodbury.fit.equations import Equations, TermSource  # noqa: E402
+
+DAMPING = 0.1
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """float64 as DeepXDE's own type, and the process as it was after it."""
+    default = torch.get_default_dtype()
+    dde.config.set_default_float("float64")
+    dde.config.set_random_seed(0)
+    yield
+    dde.config.set_default_float("float32")
+    torch.set_default_dtype(default)
+    dde.config.set_default_autodiff("reverse")
+
+
+def square(x, y):
+    bends = dde.grad.hessian(y, x, i=0, j=0) + dde.grad.hessian(y, x, i=1, j=1)
+    return bends - y**2 + torch.sin(x[:, :1])
+
+
+def system(x, y):
+    slopes = [dde.grad.jacobian(y, x, i=i) for i in range(2)]
+    return [slopes[0][:, :1] - y[:, 1:], slopes[1] + y[:, :1] * slopes[0]]  # (n, 1) and (n, 2)
+
+
+def with_auxiliary(x, y, a):
+    return dde.grad.jacobian(y, x, i=0, j=0) - a * y
+
+
+def right(x, on_boundary):
+    return on_boundary and np.isclose(x[0], 1)
+
+
+def left(x, on_boundary):
+    return on_boundary and np.isclose(x[0], 0)
+
+
+MEASURED = np.array([[0.2, 0.3], [0.5, 0.5], [0.7, 0.1]])
+
+
+def slope(x, y, X):
+    return dde.grad.jacobian(y, x, i=0, j=1) - torch.as_tensor(X[:, :1]) * y[:, :1]
+
+
+CONDITIONS = {
+    "dirichlet": lambda g: dde.icbc.DirichletBC(g, lambda x: np.cos(x[:, 1:]), right),
+    "constant": lambda g: dde.icbc.DirichletBC(g, lambda x: 0.3, right),
+    "neumann": lambda g: dde.icbc.NeumannBC(g, lambda x: np.sin(x[:, 1:]), right),
+    "robin": lambda g: dde.icbc.RobinBC(g, lambda x, y: torch.as_tensor(x[:, 1:]) - y**2, right),
+    "periodic": lambda g: dde.icbc.PeriodicBC(g, 0, left),
+    "periodic slope": lambda g: dde.icbc.PeriodicBC(g, 0, left, derivative_order=1),
+    "operator": lambda g: dde.icbc.OperatorBC(g, slope, right),
+    "point set": lambda g: dde.icbc.PointSetBC(MEASURED, MEASURED[:, :1]),
+    "point set operator": lambda g: dde.icbc.PointSetOperatorBC(MEASURED, MEASURED[:, 1:], slope),
+}
+
+
+def compiled(data, outputs=1, inputs=None, hidden=4, net=None, **settings):
+    net = net or dde.nn.FNN([inputs or data.geom.dim, hidden, outputs], "tanh", "Glorot normal")
+    model = dde.Model(data, net)
+    model.compile("adam", lr=1e-3, verbose=0, **settings)
+    return model
+
+
+def poisson(*conditions, pde=square, num_domain=6, num_boundary=12, **settings):
+    geometry = dde.geometry.Rectangle([0, 0], [1, 1])
+    bcs = [CONDITIONS[name](geometry) for name in conditions]
+    options = {name: settings.pop(name) for name in ("anchors", "auxiliary_var_function") if name in settings}
+    data = dde.data.PDE(geometry, pde, bcs, num_domain, num_boundary, **options)
+    return compiled(data, **settings)
+
+
+def heat(**settings):
+    """Two equations with an unknown coefficient, an IC, a hard constraint and features."""
+    geometry = dde.geometry.GeometryXTime(dde.geometry.Interval(0, 1), dde.geometry.TimeDomain(0, 1))
+    rate = dde.Variable(0.7)
+
+    def pde(x, y):
+        slopes = dde.grad.jacobian(y, x, i=0), dde.grad.jacobian(y, x, i=1)
+        bend = dde.grad.hessian(y, x, component=0, i=0, j=0)
+        return [slopes[0][:, 1:] - rate * bend, slopes[1][:, :1] - torch.exp(rate) * y[:, :1]]
+
+    start = dde.icbc.IC(geometry, lambda x: np.sin(np.pi * x[:, :1]), lambda _, on: on, component=1)
+    points = np.array([[0.2, 0.3], [0.5, 0.5], [0.7, 0.1]])
+    data = [start, dde.icbc.PointSetBC(points, points, component=[0, 1])]
+    net = dde.nn.FNN([3, 4, 2], "tanh", "Glorot normal")
+    net.apply_feature_transform(lambda x: torch.cat([x, torch.sin(x[:, :1])], 1))
+    net.apply_output_transform(lambda x, y: y * x[:, :1])
+    kind = dde.data.TimePDE(geometry, pde, data, num_domain=5, num_boundary=4, num_initial=3, anchors=points[:1])
+    return compiled(kind, net=net, external_trainable_variables=[rate], **settings)
+
+
+MODELS = {
+    **{name: lambda name=name: poisson(name, loss_weights=[2.0, 5.0]) for name in CONDITIONS},
+    "several": lambda: poisson("dirichlet", "neumann", "point set", loss_weights=[1.0, 3.0, 0.0, 7.0]),
+    "system": lambda: poisson("dirichlet", pde=system, outputs=2, loss_weights=[2.0, 0.5, 3.0]),
+    "auxiliary": lambda: poisson(pde=with_auxiliary, auxiliary_var_function=lambda x: x[:, :1] ** 2 + 1),
+    "anchors": lambda: poisson("dirichlet", anchors=MEASURED),
+    "unknown": lambda: heat(loss_weights=[1.0, 2.0, 3.0, 4.0]),
+}
+
+
+def dense_parts(model):
+    """B and g of the losses that DeepXDE adds up, from a loop over the numbers that it squares."""
+    unknowns = [*model.net.parameters(), *model.external_trainable_variables]
+    seen, weights = [], model.loss_weights or [1.0] * 99
+
+    def collect(zeros, error):
+        seen.append(error)
+        return error.square().mean()
+
+    x = torch.as_tensor(model.data.train_x).requires_grad_()
+    if model.data.auxiliary_var_fn is not None:
+        model.net.auxiliary_vars = torch.as_tensor(model.data.auxiliary_var_fn(model.data.train_x))
+    model.data.losses_train(None, model.net(x), collect, x, model)
+    B, g = 0.0, 0.0
+    for weight, error in zip(weights, seen, strict=False):
+        for number in error.flatten():
+            grads = torch.autograd.grad(number, unknowns, retain_graph=True, materialize_grads=True)
+            row, share = torch.cat([own.flatten() for own in grads]), 2 * weight / error.numel()
+            B, g = B + share * torch.outer(row, row), g + share * number.detach() * row
+    dde.grad.clear()
+    return B, g
+
+
+def terms_of(model, points="given", **settings):
+    run, problem = deepxde._Run(model, None, 0), deepxde._Problem(model)
+    return run, Equations(**problem.terms(run.solution, points, **settings)).terms
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_that_of_the_losses_of_deepxde(name):
+    model = MODELS[name]()
+    run, terms = terms_of(model)
+    deepxde._Problem(model).check(run)
+    source = TermSource(run.solution, terms)
+    optimizer = woodbury.GaussNewton(
+        run.solution, nn.MSELoss(), damping=DAMPING, forward=source.forward, fallback="autograd"
+    )
+    B, g = dense_parts(model)
+    expected = torch.linalg.solve(B + DAMPING * torch.eye(len(g)), -g)
+    p = optimizer.direction(*source.batch(1))
+    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, DAMPING)
+    total = float(deepxde._Problem(model).their_losses().sum())
+    assert source.loss() == pytest.approx(total, rel=bounds.rounding(100))
+
+
+def test_nothing_remembered_of_the_training_points_is_used_at_others():
+    model = poisson("dirichlet", "neumann")
+    model._outputs_losses(True, *model.data.train_next_batch())
+    run, terms = terms_of(model, "as drawn")
+    for count in (5, 5, 9):
+        x = terms["DirichletBC 1"].draw_some(count)
+        assert (x[:, 0] == 1).all() and x[:, 1].unique().numel() > 1
+        found = terms["DirichletBC 1"].function(run.solution, x)
+        assert float((found - model.net(x) + torch.cos(x[:, 1:])).detach().abs().max()) <= bounds.rounding(10)
+        x = terms["NeumannBC 2"].draw_some(count).requires_grad_()
+        (slopes,) = torch.autograd.grad(model.net(x).sum(), x)
+        found = terms["NeumannBC 2"].function(run.solution, x)
+        assert float((found - (slopes[:, :1] - torch.sin(x[:, 1:]))).detach().abs().max()) <= bounds.rounding(10)
+    assert not dde.gradients.gradients_reverse.jacobian._Jacobians.Js
+
+
+def test_points_are_drawn_of_all_kinds_of_training_points():
+    model = heat()
+    _, terms = terms_of(model, "by residual")
+    x = terms["equation"].draw_some(1300)
+    numbers = {"anchors": int((x == torch.tensor([0.2, 0.3])).all(1).sum()), "start": int((x[:, 1] == 0).sum())}
+    numbers["edge"] = int(((x[:, 0] == 0) | (x[:, 0] == 1)).sum())
+    assert numbers == {"anchors": 100, "start": 300, "edge": 400}  # of 1, 3, 4 and 5
+    assert (terms["IC 1"].draw_some(50)[:, 1] == 0).all()
+    assert terms["PointSetBC 2"].draw_some is None and len(terms["PointSetBC 2"].fixed[0]) == 3
+    _, given = terms_of(heat(), "given")
+    assert all(own.draw_some is None for own in given.values())
+    _, balanced = terms_of(heat(loss_weights=[1, 2, 3, 4]), "given", balanced=True)
+    assert all(own.weight is None for own in balanced.values())
+
+
+def mixing(x, y):
+    return y - y.mean()
+
+
+REFUSED = {
+    "not compiled": (lambda: dde.Model(poisson().data, poisson().net), {}),
+    "mean of squares": (lambda: poisson("dirichlet", loss="MAE"), {}),
+    "not all are numbers": (lambda: poisson(pde=lambda x, y: y / 0 * 0), {}),
+    "depend on other points": (lambda: poisson(pde=mixing), {}),
+    "random numbers": (lambda: poisson(pde=lambda x, y: y + torch.rand_like(y)), {}),
+    "IDE cannot be taken": (
+        lambda: compiled(
+            dde.data.IDE(
+                dde.geometry.TimeDomain(0, 1), lambda x, y, z: y, [], 4, kernel=lambda x, s: s, num_domain=5
+            )
+        ),
+        {},
+    ),
+    "Function cannot be taken": (
+        lambda: compiled(dde.data.Function(dde.geometry.Interval(0, 1), np.sin, 5, 5), inputs=1),
+        {},
+    ),
+    "regularizer": (
+        lambda: poisson(net=dde.nn.FNN([2, 3, 1], "tanh", "Glorot normal", regularization=["l2", 1e-3])),
+        {},
+    ),
+    "PDEPointResampler": (lambda: poisson(), {"callbacks": [dde.callbacks.PDEPointResampler()]}),
+    "use": (lambda: poisson(), {"points": "everywhere"}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_taken_is_named_and_the_model_stays_as_it_was(message):
+    make, settings = REFUSED[message]
+    model = make()
+    before = [(own, own.detach().clone()) for own in model.net.parameters()]
+    with pytest.raises(ValueError, match=message):
+        woodbury.deepxde.fit(model, steps=2, verbose=0, **settings)
+    assert all(torch.equal(own, value) and own.requires_grad for own, value in before)
+    assert not model.losshistory.steps and model.train_state.step == 0
+
+
+def test_another_back_end_and_another_model_are_refused(monkeypatch):
+    model = poisson()
+    monkeypatch.setattr(dde.backend, "backend_name", "jax")
+    with pytest.raises(ValueError, match="the back end is jax"):
+        woodbury.deepxde.fit(model)
+    with pytest.raises(TypeError, match="got Linear"):
+        woodbury.deepxde.fit(nn.Linear(1, 1))
+
+
+def decay(rate):
+    geometry, times = dde.geometry.TimeDomain(0, 1), np.linspace(0, 1, 9)[:, None]
+    start = dde.icbc.IC(geometry, lambda x: 1, lambda _, on: on)
+    conditions = [start, dde.icbc.PointSetBC(times, np.exp(-2 * times))]
+    data = dde.data.PDE(geometry, lambda x, y: dde.grad.jacobian(y, x) + rate * y, conditions, 20, 2, num_test=7)
+    return compiled(data, external_trainable_variables=[rate], metrics=["l2 relative error"] * 0)
+
+
+def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
+    dde.config.set_default_float("float32")
+    rate = dde.Variable(1.0)
+    model = decay(rate)
+    model.train(iterations=20, verbose=0, display_every=10)
+    before = model.train_state.loss_train.sum()
+    file, variables = str(tmp_path / "model"), str(tmp_path / "rate.dat")
+    callbacks = [dde.callbacks.VariableValue(rate, period=1, filename=variables)]
+    callbacks.append(dde.callbacks.ModelCheckpoint(file, save_better_only=True))
+    history, state = woodbury.deepxde.fit(model, steps=25, verbose=0, callbacks=callbacks)
+    assert history is model.losshistory and state.step == 45 and history.steps[-1] == 45
+    losses = model._outputs_losses(True, *model.data.train_next_batch())[1]
+    assert (history.loss_train[-1] == losses).all() and len(history.loss_test[-1]) == 3
+    assert losses.sum() < 1e-4 * before and losses.sum() == min(map(np.sum, history.loss_train))
+    assert abs(rate.item() - 2) < 0.05 and rate.dtype == torch.float32 and rate.requires_grad
+    assert all(own.dtype == torch.float32 and own.requires_grad for own in model.net.parameters())
+    lines = (tmp_path / "rate.dat").read_text().split("\n")
+    assert len(lines) > 25 and float(lines[-2].split("[")[1].rstrip("]")) == pytest.approx(2, abs=0.05)
+    x = np.linspace(0, 1, 5, dtype=np.float32)[:, None]
+    expected = model.predict(x)
+    assert np.abs(expected - np.exp(-2 * x)).max() < 0.01
+    path = model.save(file)
+    other = decay(dde.Variable(1.0))
+    other.restore(path)
+    assert (other.predict(x) == expected).all() and any("model-" in own.name for own in tmp_path.iterdir())
+    model.train(iterations=2, verbose=0)
+    assert model.train_state.step == 47 and np.isfinite(model.train_state.loss_train).all()
+
+
+def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
+    model = poisson("dirichlet")
+    model.train(iterations=200, verbose=0)
+    before = {name: own.clone() for name, own in model.net.state_dict().items()}
+
+    class Spoiling:
+        def __init__(self, run, *rest):
+            self.run = run
+
+        def go(self, progress):
+            with torch.no_grad():
+                for own in self.run.solution.parameters():
+                    own.add_(1.0)
+            self.run.note(None)
+            return woodbury.Fit(reason="steps")
+
+    monkeypatch.setattr(deepxde, "_solving", Spoiling)
+    woodbury.deepxde.fit(model, steps=1, verbose=0)
+    assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())
+    monkeypatch.setattr(deepxde, "_solving", lambda *rest: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        woodbury.deepxde.fit(model, steps=1, verbose=0)
+    assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())
+
+
+def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
+    dde.config.set_default_float("float32")
+    net, matrix = dde.nn.FNN([2, 4, 1], "tanh", "Glorot normal"), torch.eye(2)
+    net.apply_feature_transform(lambda x: x @ matrix)
+    model = poisson("dirichlet", net=net)
+    before = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
+    woodbury.deepxde.fit(model, steps=3, verbose=0)
+    assert model.losshistory.loss_train[-1].sum() < before
+
+
+def test_the_measurement_runs(capsys):
+    benchmark = import_module("benchmarks.__main__")
+    assert benchmark.main(["deepxde", "laplace", "--seconds", "0.3", "--seeds", "1"]) == 0
+    assert capsys.readouterr().out.count("laplace-disk") == 2

@@ -1,0 +1,129 @@
+"""PINA's solver with Gauss-Newton steps: a step against dense matrices of its own losses, whole runs, refusals."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import bounds
+import reference
+import woodbury
+from woodbury._vector import flatten
+
+pytest.importorskip("lightning")
+pina = pytest.importorskip("pina")
+
+from pina import Condition, LabelTensor, Trainer  # noqa: E402
+from pina.domain import CartesianDomain  # noqa: E402
+from pina.equation import Equation, SystemEquation  # noqa: E402
+from pina.operator import grad, laplacian  # noqa: E402
+from pina.problem import InverseProblem, SpatialProblem  # noqa: E402
+from pina.weighting import ScalarWeighting, SelfAdaptiveWeighting  # noqa: E402
+
+from woodbury.pina import PINN  # noqa: E402
+
+SILENT = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+BOX = CartesianDomain({"x": [0, 1], "y": [0, 1]})
+KNOWN = LabelTensor(torch.tensor([[0.2, 0.3], [0.5, 0.5], [0.7, 0.1]], dtype=torch.float64), ["x", "y"])
+
+
+@pytest.fixture(autouse=True)
+def double():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(default)
+
+
+def values(points):
+    found = torch.sin(3 * points["x"]) * torch.sin(3 * points["y"])
+    return LabelTensor(found.as_subclass(torch.Tensor), ["u"])
+
+
+def poisson(x, u, unknown):
+    return laplacian(u, x, components=["u"], d=["x", "y"]) + unknown["rate"] * values(x)
+
+
+def slopes(x, u, unknown):
+    return grad(u, x, components=["u"], d=["x"]) * unknown["rate"]
+
+
+def problem(equation=None):
+    """The rate, 18, is unknown; three values are known, and the edge."""
+
+    class Poisson(SpatialProblem, InverseProblem):
+        output_variables, spatial_domain = ["u"], BOX
+        unknown_parameter_domain = CartesianDomain({"rate": [10, 30]})
+        domains: ClassVar = {"inside": BOX, "edge": BOX.partial()}
+        conditions: ClassVar = {
+            "inside": Condition(domain="inside", equation=equation or Equation(poisson)),
+            "edge": Condition(domain="edge", equation=Equation(lambda x, u: u - values(x))),
+            "known": Condition(input=KNOWN, target=values(KNOWN)),
+        }
+
+    found = Poisson()
+    found.discretise_domain(n=20, mode="random", domains=["inside"])
+    found.discretise_domain(n=12, mode="random", domains=["edge"])
+    return found
+
+
+def network():
+    return nn.Sequential(nn.Linear(2, 12), nn.Tanh(), nn.Linear(12, 1))
+
+
+@pytest.mark.parametrize("equation", [None, SystemEquation([poisson, slopes], reduction=None)], ids=["one", "two"])
+def test_the_rows_are_those_of_the_losses_of_pina(equation):
+    weights = {"inside": 0.5, "edge": 20.0}
+    solver = PINN(problem(equation), network(), weighting=ScalarWeighting(weights))
+    seen = {}
+    trainer = Trainer(solver, max_epochs=1, **SILENT)
+    solver.configure_optimizers()
+    optimizer = solver.gauss_newton
+    solver.configure_optimizers = lambda: None
+    optimizer.step = lambda *data: seen.update(batch=data)
+    trainer.train()
+    unknowns = list(optimizer.model.parameters())
+    B, g = 0.0, 0.0
+    for name, condition in solver.problem.conditions.items():
+        points = {"input": condition.input.clone()}
+        if name == "known":
+            points["target"] = condition.target
+        residual = condition.evaluate(points, solver).as_subclass(torch.Tensor)
+        for number in residual.flatten():
+            grads = torch.autograd.grad(number, unknowns, retain_graph=True, materialize_grads=True)
+            row = torch.cat([own.flatten() for own in grads])
+            share = 2 * weights.get(name, 1) / residual.numel()
+            B, g = B + share * torch.outer(row, row), g + share * number.detach() * row
+    damping = 0.1
+    expected = torch.linalg.solve(B + damping * torch.eye(len(g)), -g)
+    plain = woodbury.GaussNewton(
+        optimizer.model, nn.MSELoss(), damping=damping, forward=optimizer.forward, fallback="autograd"
+    )
+    p = flatten(plain.direction(*seen["batch"]))
+    assert reference.relative_error(p, expected) <= bounds.of_solve(B, damping)
+
+
+def test_a_run_finds_the_solution_and_the_unknown():
+    given = problem()
+    solver = PINN(given, network())
+    trainer = Trainer(solver, max_epochs=60, **SILENT)
+    trainer.train()
+    assert float(trainer.callback_metrics["train_loss"]) < 0.01
+    assert set(trainer.callback_metrics) >= {"inside_loss", "edge_loss", "known_loss"}
+    assert abs(float(given.unknown_parameters["rate"]) - 18) < 0.5
+    assert float((solver(KNOWN) - values(KNOWN)).abs().max()) < 0.05
+    assert trainer.global_step == 60
+
+
+def test_what_cannot_be_taken_is_named():
+    with pytest.raises(ValueError, match="SelfAdaptiveWeighting change"):
+        PINN(problem(), network(), weighting=SelfAdaptiveWeighting())
+    with pytest.raises(ValueError, match="not a mean of squares"):
+        PINN(problem(), network(), loss=nn.L1Loss())
+    solver = PINN(problem(Equation(lambda x, u, p: u / 0)), network())
+    before = [own.clone() for own in solver.model.parameters()]
+    with pytest.raises(ValueError, match="the loss is"):
+        Trainer(solver, max_epochs=1, **SILENT).train()
+    assert all(map(torch.equal, before, solver.model.parameters()))
