@@ -311,6 +311,22 @@ def test_a_fit_is_never_worse_and_an_error_changes_nothing(monkeypatch):
     assert all(torch.equal(own, before[name]) for name, own in model.net.state_dict().items())
 
 
+def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
+    dde.config.set_default_float("float32")
+    model = poisson("dirichlet")
+    run = deepxde._Run(model, None, 0)
+    run.begin()
+    run.cast(torch.float64, run.first)
+    run.length, before = 0.05, run.best_loss
+    run.descend(0.05)
+    assert model.train_state.step > 0 and run.best_loss <= before
+    assert all(
+        torch.equal(own, best.double()) for own, best in zip(run.solution.parameters(), run.best, strict=True)
+    )
+    _, goal = run.turn
+    assert 0.9 * run.best_loss <= goal <= run.best_loss
+
+
 def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
     dde.config.set_default_float("float32")
     net, matrix = dde.nn.FNN([2, 4, 1], "tanh", "Glorot normal"), torch.eye(2)

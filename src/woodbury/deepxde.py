@@ -39,6 +39,7 @@ WEIGHTS = ("given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
 TURNS = 12  # parts of the time, of which the first turn has one
+ENOUGH = 0.9  # of the loss, or less, after a turn of Gauss-Newton steps: there are no other turns after it
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
 _SETS = (PointSetBC, PointSetOperatorBC)  # measured values
@@ -60,7 +61,7 @@ def fit(
     Args:
         model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
         seconds, steps: where to stop, whichever comes first. With seconds, a new model begins with turns of the
-            optimizer that it was compiled with, until a turn of Gauss-Newton steps gains more.
+            optimizer that it was compiled with, until a turn of Gauss-Newton steps gains enough.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
         weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows.
@@ -371,7 +372,7 @@ class _Run:
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with; the next has to gain as much per second."""
+        """A turn of the optimizer that the model was compiled with; the next has to gain as much, or enough."""
         state, dtype, started, before = self.model.train_state, self.dtype, time.perf_counter(), self.best_loss
         self.cast(None, self.best)
         while time.perf_counter() < min(started + seconds, self.deadline):
@@ -380,8 +381,8 @@ class _Run:
         self.model.opt.zero_grad()
         self.look()
         self.cast(dtype, self.best)
-        goal = self.best_loss * (self.best_loss / before) ** (self.length / seconds)
-        self.turn = time.perf_counter() + self.length, goal
+        share = max((self.best_loss / (before or 1.0)) ** (self.length / seconds), ENOUGH)
+        self.turn = time.perf_counter() + self.length, share * self.best_loss
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
