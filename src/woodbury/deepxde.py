@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
-from woodbury.fit.solving import FIRST, SolvingRun
+from woodbury.fit.solving import FEW, SolvingRun
 from woodbury.optim import GaussNewton
 from woodbury.policies.search import CurvedSearch
 
@@ -116,7 +116,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
         validation=None,
         seed=None,
         callback=run.note,
-        samples=max(FIRST // max(1, problem.equations), FEWEST),
+        samples=max(FEW // max(1, problem.equations), FEWEST),
     )
     solving.begin_plain()
     return solving
