@@ -437,7 +437,7 @@ def test_data_without_information_give_the_dense_step_and_finite_numbers(kind, c
     optimizer = build(kind, problem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for _ in range(20):
+        for _ in range(10):
             info = optimizer.step(problem.inputs, problem.targets)
             assert torch.isfinite(info.loss) and not torch.isnan(info.ratio)
     assert torch.isfinite(theta_of(problem.model)).all()
@@ -506,9 +506,11 @@ def test_a_registered_loss_keeps_its_digits_in_float32(damping, register):
             assert reference.relative_error(p, exact) < bound
 
 
-@that_take("gram_dtype")
-@pytest.mark.parametrize("solver", ["cholesky", "cg", "products"])
-@pytest.mark.parametrize("gram_dtype", [None, torch.float64])
+@every_pair(
+    kind=[kind for kind in SECOND_ORDER if "gram_dtype" in arguments(kind)],
+    solver=["cholesky", "cg", "products"],
+    gram_dtype=[None, torch.float64],
+)
 def test_full_warns_where_digits_are_lost(kind, solver, gram_dtype):
     """Wherever p is off by more than 5 % there is a warning, once; with a gradient of other data there is none.
 

@@ -497,7 +497,7 @@ def test_no_false_alarm_near_a_minimum(dtype, scale, how):
     loop = Loop.of(model, optimizer, how)
     loop.inputs = loop.inputs.to(dtype)
     loop.targets = (scale * (loop.targets + 100)).to(dtype)
-    for _ in range(64):
+    for _ in range(32):
         loop.step(plain)
 
 

@@ -351,11 +351,10 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     return corrections
 
 
-@problems.every_problem
-@pytest.mark.parametrize("metric", [None, "diagonal"])
-def test_the_step_is_the_dense_combination_with_its_bend(name, metric):
-    """The metric: the identity, or the diagonal of the curvature."""
-    check_against_dense(problems.make(name), metric=metric)
+@pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
+def test_the_step_is_the_dense_combination_with_its_bend(index, name):
+    """The metric: the identity and the diagonal of the curvature in turn."""
+    check_against_dense(problems.make(name), metric=(None, "diagonal")[index % 2])
 
 
 @every_pair(
@@ -371,7 +370,7 @@ def test_weight_decay_subsets_and_blocks_enter_as_in_the_dense_formula(name, dec
 def test_corrected_points_are_those_of_the_dense_formula_and_lower():
     """A step on held-out samples ends as low as without corrections, and lower where it was corrected."""
     corrections, some = [], [0, 2, 3, 5]
-    for name in ("softmax", "squared", "logistic", "residual", "tokens", "pictures", "softmax-sum", "narrow"):
+    for name in ("softmax", "squared", "residual", "tokens", "narrow"):
         for changes in ({}, {"subset": [1, 4, 5]}, {"decay": 0.05}, {"metric": "diagonal"}, {"depth": 2}):
             problem, other = (narrow_fit() if name == "narrow" else problems.make(name) for _ in range(2))
             held_out = reference.chosen(problem.inputs, some), problem.targets[some]
@@ -434,12 +433,11 @@ def narrow_fit():
 
 @pytest.mark.parametrize("index, name", enumerate(sorted(problems.PROBLEMS.keys() - {*NOT_IN_THE_ROWS})))
 def test_the_deep_rung_goes_on_by_conjugate_gradients(index, name):
-    """Two of four ways in turn: by itself, further on, in a metric, judged by other samples."""
+    """Four ways in turn: by itself, further on, in a metric, judged by other samples."""
     problem, some = problems.make(name), [0, 2, 3, 5]
     held_out = reference.chosen(problem.inputs, some), problem.targets[some]
     ways = {"depth": 1}, {"depth": 3, "metric": "diagonal"}, {"depth": 2}, {"depth": 3, "held_out": held_out}
-    for way in (ways[index % 4], ways[(index + 1) % 4]):
-        check_against_dense(problems.make(name), **way)
+    check_against_dense(problem, **ways[index % 4])
 
 
 def test_more_rows_than_parameters_take_the_same_step_and_go_on_by_conjugate_gradients_too():
