@@ -1,5 +1,7 @@
 """Parameters that are added to or multiplied with what the samples give: their rows, without a fallback."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -42,7 +44,7 @@ class Language(nn.Module):
     def __init__(self, places="table"):
         super().__init__()
         self.words, self.kind = nn.Embedding(CLASSES, WIDTH), places
-        self.places = nn.Embedding(6, WIDTH) if places == "embedding" else nn.Parameter(torch.randn(6, WIDTH))
+        self.places = nn.Parameter(torch.randn(6, WIDTH)) if places == "table" else nn.Embedding(6, WIDTH)
         self.block = nn.TransformerEncoderLayer(WIDTH, 2, 6, dropout=0.0, batch_first=True, norm_first=True)
         self.norm_weight = nn.Parameter(torch.rand(WIDTH))
         self.norm_bias = nn.Parameter(torch.randn(WIDTH))
@@ -51,7 +53,8 @@ class Language(nn.Module):
 
     def forward(self, x):
         t = x.shape[1]
-        places = self.places(torch.arange(t)) if self.kind == "embedding" else self.places[:t]
+        order = torch.arange(t).unsqueeze(0) if self.kind == "embedding of one row" else torch.arange(t)
+        places = self.places[:t] if self.kind == "table" else self.places(order)
         mask = nn.Transformer.generate_square_subsequent_mask(t, dtype=self.norm_bias.dtype)
         x = self.block(self.words(x) + places, src_mask=mask, is_causal=True)
         x = F.layer_norm(x, (WIDTH,), self.norm_weight, self.norm_bias)
@@ -154,7 +157,7 @@ SEQUENCES = {
     "positions first": PositionsFirst,
     "shared": shared,
 }
-LANGUAGE = {"table": Language, "embedding": lambda: Language("embedding")}
+LANGUAGE = {name: partial(Language, name) for name in ("table", "embedding", "embedding of one row")}
 
 
 def batch(name, n, length=LENGTH):

@@ -52,7 +52,7 @@ def sequences():
 MODELS = {"chain": chain, "images": images, "sequences": sequences}
 
 
-def problem(kind, count=6, samples=9):
+def problem(kind, count=4, samples=9):
     """A float64 model and batches of three classes."""
     torch.manual_seed(3)
     model, draw = MODELS[kind]()

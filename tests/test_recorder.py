@@ -4,8 +4,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -400,18 +398,6 @@ def test_the_example_in_the_docs_gives_a_report(tmp_path, monkeypatch):
     assert [run.config.optimizer for run in runs] == ["Adam", "GaussNewton"]
     assert [(len(run.steps), len(run.epochs)) for run in runs] == [(40, 5), (40, 5)]
     assert all(run.epochs[-1]["train_loss"] < run.epochs[0]["train_loss"] for run in runs)
-
-
-def test_to_import_woodbury_is_to_import_nothing_but_torch():
-    program = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import woodbury\n"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "assert not new & {'numpy', 'matplotlib', 'sklearn', 'typer', 'rich', 'pooch'}, new\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture

@@ -294,20 +294,6 @@ class Bare(nn.Module):
         return self.head(torch.tanh(self.gain * x + self.shift + self.places).mean(1))
 
 
-class Positions(nn.Module):
-    """An embedding of positions that has no sample axis, as language models write it."""
-
-    def __init__(self, lead, length=3, width=4):
-        super().__init__()
-        self.place, self.inner = nn.Embedding(length, width), nn.Linear(width, width)
-        self.head, self.lead = nn.Linear(width, CLASSES), lead
-
-    def forward(self, x):
-        place = torch.arange(x.shape[1])
-        place = self.place(place.unsqueeze(0) if self.lead else place)
-        return self.head(torch.tanh(self.inner(x) + place).mean(1))
-
-
 def recurrent(kind, width=4):
     return Headed(kind(width, 3, batch_first=True), 3)
 
@@ -340,9 +326,6 @@ def encoder(length=3, width=4):
 # Each takes the number of positions and an even width.
 FALLBACKS = {
     "bare": Bare,
-    "positions (t,)": lambda t=3, w=4: Positions(False, t, w),
-    "positions (1, t)": lambda t=3, w=4: Positions(True, t, w),
-    "lstm": lambda t=3, w=4: recurrent(nn.LSTM, w),
     "gru": lambda t=3, w=4: recurrent(nn.GRU, w),
     "lstm with projections": lambda t=3, w=4: recurrent(projected, w),
     "weight norm": lambda t=3, w=4: Headed(parametrizations.weight_norm(nn.Linear(w, w)), w),
@@ -353,7 +336,11 @@ FALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", list(FALLBACKS))
+NO_FALLBACK = ("encoder", "bare", "gru")  # they do without it
+every_fallback = pytest.mark.parametrize("name", [name for name in FALLBACKS if name not in NO_FALLBACK])
+
+
+@every_fallback
 @every_count
 def test_the_fallback_gives_the_dense_direction(name, examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
@@ -371,10 +358,7 @@ def test_the_fallback_gives_the_dense_direction(name, examples):
     check()
 
 
-NO_FALLBACK = ("encoder", "bare", "positions (t,)", "positions (1, t)", "lstm", "gru")  # they do without it
-
-
-@pytest.mark.parametrize("name", [name for name in FALLBACKS if name not in NO_FALLBACK])
+@every_fallback
 def test_without_the_fallback_they_are_refused_with_the_way_out(name):
     model = FALLBACKS[name]().double()
     with pytest.raises(ValueError, match="fallback='autograd'"):
@@ -1005,7 +989,7 @@ def test_attention_with_any_part_of_its_parameters_frozen(kind):
         for name, trained in zip(names, chosen, strict=True):
             model.attend.get_parameter(name).requires_grad_(trained)
         check_rows(model, LOSS, inputs, targets)
-        check_directions(model, LOSS, inputs, targets, [1, 3])
+    check_directions(model, LOSS, inputs, targets, [1, 3])
 
 
 class OutwardOnly(nn.MultiheadAttention):
