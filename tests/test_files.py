@@ -364,7 +364,6 @@ def test_a_hostile_argument_ends_in_one_line(command, name, tmp_path):
     ("entries", "expected"),
     [
         (["damping.initial=10", "damping.floor=0.5"], {"LevenbergMarquardt": {"initial": 10, "floor": 0.5}}),
-        (["damping.initial=10", "damping.initial=20"], {"LevenbergMarquardt": {"initial": 20}}),
         (["damping.initial=10", 'damping={"boost": 2}'], {"LevenbergMarquardt": {"initial": 10, "boost": 2}}),
         (["damping=2", "damping.floor=0.5"], {"Constant": {"initial": 2.0, "floor": 0.5}}),
     ],
@@ -386,9 +385,7 @@ def test_a_field_of_a_policy_can_be_set(entries, expected, tmp_path, monkeypatch
     [
         ("damping.bost=2", "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost"),
         ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18, got -1"),
-        ("momentum.initial=2", "smw-gn: momentum has no field 'initial': it is 0.9"),
         ("dampin.initial=2", "smw-gn: there is no setting 'dampin', only "),
-        ("damping.=2", "smw-gn: LevenbergMarquardt has no field '', only initial, boost"),
         ("damping.initial.x=2", "smw-gn: LevenbergMarquardt has no field 'initial.x', only"),
         ("damping=" + "[" * 100_000, "smw-gn: "),
     ],

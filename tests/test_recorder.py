@@ -446,6 +446,7 @@ def test_the_report_draws_recorded_runs_beside_those_of_train(tmp_path, report):
     assert own["train_loss"]["epochs"] == [1, 2, 3] and "test loss" not in section["ends"]["columns"]
     assert own["damping"]["epochs"][-1] == EPOCHS
     assert dict(section["facts"])["batch"] == "60 samples"
+    assert "of a recorded loop all but its pauses." in section["note"]
     assert report.draw(runs).get_suptitle().startswith("waves: network 4-3-2, batches of 60")
 
 
