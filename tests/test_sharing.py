@@ -3,7 +3,6 @@
 import random
 import re
 import warnings
-import zlib
 from functools import partial
 
 import numpy
@@ -978,7 +977,11 @@ def own_attention():
     return model
 
 
-KINDS = ["self", "positions first", "memory", "cross", "separate"]
+# kind, bias, mask, calls
+ATTENTION = [
+    *(("self", True, "padding", 1), ("positions first", False, "causal", 2), ("memory", True, None, 2)),
+    *(("cross", False, "padding", 1), ("separate", True, "causal", 1)),
+]
 REPEATED = {
     "linear": (lambda: nn.Linear(3, 3, bias=False), (3,)),
     "linear on positions": (lambda: nn.Linear(3, 3), (2, 3)),
@@ -990,10 +993,7 @@ REPEATED = {
     "group norm": (lambda: nn.GroupNorm(1, 2), (2, 3)),
 }
 EXACT = {
-    **{
-        f"attention {case}": (partial(Attending, *case), SEQUENCES)
-        for case in all_pairs(KINDS, [True, False], [None, "causal", "padding"], [1, 2])
-    },
+    **{f"attention {case}": (partial(Attending, *case), SEQUENCES) for case in ATTENTION},
     **{
         f"{name} three times": (lambda make=make: Repeated(make(), 3), shape)
         for name, (make, shape) in REPEATED.items()
@@ -1026,9 +1026,9 @@ def test_layers_called_in_unusual_ways_are_exact(name):
         inputs = torch.randint(model.words.num_embeddings, (N, *shape))
     model(inputs)
     shaken(model)
-    check_rows(model, LOSS, inputs, targets, max_bytes=(None, 2000, 1)[zlib.crc32(name.encode()) % 3])
-    check_directions(model, LOSS, inputs, targets, [1, 3])
-    check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
+    number = list(EXACT).index(name)
+    check_rows(model, LOSS, inputs, targets, max_bytes=(None, 2000, 1)[number % 3])
+    check_directions(model, LOSS, inputs, targets, [1, 3], fallback=(None, "autograd")[number % 2])
 
 
 # Layers left out at random, by generators that are not torch's.
