@@ -66,6 +66,17 @@ def loss_derivatives(loss, outputs, targets):
     return slopes, torch.stack(rows, 1)
 
 
+def jacobians(model, inputs, samples, forward=None):
+    """(C, p) of the outputs of each sample, one output of one sample at a time."""
+    params, found = list(parameters(model).values()), []
+    run = forward or (lambda m, x: m(x))
+    for i in range(samples):
+        numbers = run(model, one(inputs, i)).reshape(-1)
+        rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
+        found.append(torch.stack([flat(row) for row in rows]))
+    return found
+
+
 def per_sample(model, loss, inputs, targets, forward=None):
     """For each sample: Jacobian (C, p), gradient (C,) and Hessian (C, C) of its loss in its outputs.
 
@@ -73,15 +84,10 @@ def per_sample(model, loss, inputs, targets, forward=None):
     the batch, whatever that divides by. Of a loss that is a sum it is the share itself.
     """
     times = 1 if is_sum(loss) else len(targets)
-    params = list(parameters(model).values())
-    run = forward or (lambda m, x: m(x))
-    slopes, hessians = loss_derivatives(loss, run(model, inputs), targets)
-    jacobians = []
-    for i in range(len(targets)):
-        numbers = run(model, one(inputs, i)).reshape(-1)
-        rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
-        jacobians.append(torch.stack([flat(row) for row in rows]))
-    return list(zip(jacobians, times * slopes, times * hessians, strict=True))
+    outputs = model(inputs) if forward is None else forward(model, inputs)
+    slopes, hessians = loss_derivatives(loss, outputs, targets)
+    rows = jacobians(model, inputs, len(targets), forward)
+    return list(zip(rows, times * slopes, times * hessians, strict=True))
 
 
 def gradient(model, loss, inputs, targets, forward=None):

@@ -17,6 +17,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 from woodbury.linalg import minimize_nonnegative
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
@@ -152,18 +153,10 @@ class WrongTwice(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0].detach() * tangent
 
 
-class Squares(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return WrongTwice.apply(self.linear(x))
-
-
 def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_from_differences():
     torch.manual_seed(0)
-    model, inputs = Squares().double(), torch.randn(6, 3, dtype=torch.float64)
+    model = Parts(lambda m, x: WrongTwice.apply(m.linear(x)), linear=nn.Linear(3, 2)).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), True)
     captured = capture(plan, model, call_model, inputs, 6)
     vector = {name: torch.randn_like(own) for name, own in model.named_parameters()}
@@ -542,21 +535,13 @@ class Decay(nn.Module):
         return b * torch.exp(-a / self.unit * x) + c
 
 
-class Scaled(nn.Module):
-    """A bare matrix, which no rule covers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.scale = problems.mlp(3, 4, 2), nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
-
-    def forward(self, x):
-        return self.inside(x) @ self.scale
-
-
 def test_parameters_by_the_fallback_take_the_same_step():
+    """A bare matrix, which no rule covers."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
-    problem = problems.Problem(Scaled().double(), nn.MSELoss(), inputs, targets)
+    scale = nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
+    model = Parts(lambda m, x: m.inside(x) @ m.scale, inside=problems.mlp(3, 4, 2), scale=scale)
+    problem = problems.Problem(model.double(), nn.MSELoss(), inputs, targets)
     check_against_dense(problem, fallback="autograd")
 
 
