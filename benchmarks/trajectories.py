@@ -9,6 +9,7 @@ It imports torch and the public names of woodbury alone, so that other commits c
 from __future__ import annotations
 
 import argparse
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -35,15 +36,6 @@ class Problem(NamedTuple):
     batches: Sequence[tuple[Any, Any]]
     settings: Settings = MappingProxyType({})
     step: Settings = MappingProxyType({})
-
-
-class Case(NamedTuple):
-    """An optimizer on a problem; settings are made when needed, as other versions may lack their names."""
-
-    name: str
-    kind: str = "GaussNewton"
-    settings: Callable[[], Settings] = dict
-    step: Callable[[Problem], Settings] = lambda problem: {}
 
 
 # -- problems -------------------------------------------------------------------------------------------------
@@ -131,102 +123,79 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 # -- optimizers -----------------------------------------------------------------------------------------------
 
 
-def _with(**settings: Any) -> Callable[[], Settings]:
-    return lambda: settings
-
-
-def _relative() -> Settings:
-    return {"damping": woodbury.LevenbergMarquardt(initial=0.1, relative=True)}
-
-
-def _searching(**settings: Any) -> Callable[[], Settings]:
-    return lambda: {"search": woodbury.CurvedSearch()} | settings
-
-
-def _short_ladder() -> Settings:
-    return {"search": woodbury.CurvedSearch(rungs=(1e-1, 1e-3, 1e-5), bend=1e-3, first=None, deep=None)}
-
-
-def _over_all(problem: Problem) -> Settings:
-    return {"full": problem.batches}
-
-
 def _judged(problem: Problem) -> Settings:
     inputs = torch.rand(40, 3, generator=torch.Generator().manual_seed(5))
     return {"held_out": (inputs, torch.sin(inputs.sum(1, keepdim=True)))}
 
 
-_PLAIN = (Case("GaussNewton"), Case("NaturalGradient", "NaturalGradient"))
-_BLOCKS = (
-    Case("GaussNewton, layer", settings=_with(blocks="layer")),
-    Case("NaturalGradient, layer", "NaturalGradient", _with(blocks="layer")),
-)
+# Words of a case beside NAME=VALUE: made when needed, as other versions may lack their names.
+SETTINGS: dict[str, Callable[[], Settings]] = {
+    "relative": lambda: {"damping": woodbury.LevenbergMarquardt(initial=0.1, relative=True)},
+    "search": lambda: {"search": woodbury.CurvedSearch()},
+    "short-ladder": lambda: {
+        "search": woodbury.CurvedSearch(rungs=(1e-1, 1e-3, 1e-5), bend=1e-3, first=None, deep=None)
+    },
+}
+# What a word adds to every step.
+STEPS: dict[str, Callable[[Problem], Settings]] = {
+    "full": lambda problem: {"full": problem.batches},
+    "held-out": _judged,
+}
+_PLAIN = ("GaussNewton", "NaturalGradient")
+_BLOCKS = ("GaussNewton blocks='layer'", "NaturalGradient blocks='layer'")
 _EQUATION = (
-    Case("GaussNewton"),
-    Case("GaussNewton, damping 0.01", settings=_with(damping=0.01)),
-    Case("GaussNewton, relative", settings=_relative),
-    Case("GaussNewton, momentum", settings=_with(momentum=0.9)),
-    Case("NaturalGradient", "NaturalGradient"),
+    *("GaussNewton", "GaussNewton damping=0.01", "GaussNewton relative", "GaussNewton momentum=0.9"),
+    "NaturalGradient",
 )
-CASES: dict[str, Sequence[Case]] = {
+# By problem: an optimizer and its settings.
+CASES: dict[str, Sequence[str]] = {
     "mlp": (
         *_PLAIN,
         *_BLOCKS,
-        Case("GaussNewton, relative", settings=_relative),
-        Case("GaussNewton, damping 0.1", settings=_with(damping=0.1)),
-        Case("GaussNewton, weight decay", settings=_with(weight_decay=0.01)),
-        Case("GaussNewton, momentum", settings=_with(momentum=0.9)),
-        Case("GaussNewton, momentum, decay", settings=_with(momentum=0.9, weight_decay=0.01)),
-        Case("GaussNewton, momentum, layer", settings=_with(momentum=0.9, blocks="layer")),
-        Case("GaussNewton, cg", settings=_with(solver="cg")),
-        Case("GaussNewton, products", settings=_with(solver="products")),
-        Case("GaussNewton, full", settings=_with(accept=0.1), step=_over_all),
-        Case("NaturalGradient, weight decay", "NaturalGradient", _with(weight_decay=0.01)),
-        Case("NaturalGradient, momentum", "NaturalGradient", _with(momentum=0.9)),
-        Case("NaturalGradient, relative", "NaturalGradient", _relative),
-        Case("NaturalGradient, full", "NaturalGradient", _with(accept=0.1), _over_all),
-        Case("HessianFree", "HessianFree"),
-        Case("KFAC", "KFAC"),
+        *("GaussNewton relative", "GaussNewton damping=0.1", "GaussNewton weight_decay=0.01"),
+        *("GaussNewton momentum=0.9", "GaussNewton momentum=0.9 weight_decay=0.01"),
+        *("GaussNewton momentum=0.9 blocks='layer'", "GaussNewton solver='cg'", "GaussNewton solver='products'"),
+        *("GaussNewton accept=0.1 full", "NaturalGradient weight_decay=0.01", "NaturalGradient momentum=0.9"),
+        *("NaturalGradient relative", "NaturalGradient accept=0.1 full", "HessianFree", "KFAC"),
     ),
     "drawn": (
-        Case("GaussNewton, 7 samples", settings=_with(curvature_samples=7)),
-        Case("GaussNewton, all samples"),
-        Case("NaturalGradient, half", "NaturalGradient", _with(curvature_samples=0.5)),
-        Case("HessianFree, 7 samples", "HessianFree", _with(curvature_samples=7)),
-        Case("KFAC, 7 samples", "KFAC", _with(curvature_samples=7)),
+        *("GaussNewton curvature_samples=7", "GaussNewton", "NaturalGradient curvature_samples=0.5"),
+        *("HessianFree curvature_samples=7", "KFAC curvature_samples=7"),
     ),
-    "cnn": (*_PLAIN, *_BLOCKS, Case("GaussNewton, momentum", settings=_with(momentum=0.9))),
-    "tokens": (*_PLAIN, Case("GaussNewton, momentum", settings=_with(momentum=0.9))),
+    "cnn": (*_PLAIN, *_BLOCKS, "GaussNewton momentum=0.9"),
+    "tokens": (*_PLAIN, "GaussNewton momentum=0.9"),
     "equation-90": _EQUATION,
     "equation-30": _EQUATION,
     "memory": (
-        Case("GaussNewton, memory", settings=_with(memory=3)),
-        Case("GaussNewton, adam", settings=_with(metric="adam")),
-        Case("GaussNewton, diagonal", settings=_with(metric="diagonal")),
-        Case("GaussNewton, memory, adam", settings=_with(memory=3, metric="adam")),
-        Case("GaussNewton, memory, adam, momentum", settings=_with(memory=3, metric="adam", momentum=0.9)),
-        Case("GaussNewton, memory, diagonal, momentum", settings=_with(memory=3, metric="diagonal", momentum=0.9)),
-        Case(
-            "NaturalGradient, memory, adam, momentum",
-            "NaturalGradient",
-            _with(memory=3, metric="adam", momentum=0.9),
-        ),
+        *("GaussNewton memory=3", "GaussNewton metric='adam'", "GaussNewton metric='diagonal'"),
+        *("GaussNewton memory=3 metric='adam'", "GaussNewton memory=3 metric='adam' momentum=0.9"),
+        *("GaussNewton memory=3 metric='diagonal' momentum=0.9",),
+        *("NaturalGradient memory=3 metric='adam' momentum=0.9",),
     ),
     "search": (
-        Case("GaussNewton", settings=_searching()),
-        Case("GaussNewton, held out", settings=_searching(), step=_judged),
-        Case("GaussNewton, short ladder", settings=_short_ladder),
-        Case("GaussNewton, short ladder, held out", settings=_short_ladder, step=_judged),
-        Case("GaussNewton, diagonal", settings=_searching(metric="diagonal")),
-        Case("GaussNewton, diagonal, held out", settings=_searching(metric="diagonal"), step=_judged),
+        *("GaussNewton search", "GaussNewton search held-out"),
+        *("GaussNewton short-ladder", "GaussNewton short-ladder held-out"),
+        *("GaussNewton search metric='diagonal'", "GaussNewton search metric='diagonal' held-out"),
     ),
 }
+
+
+def read_settings(words: Sequence[str]) -> Settings:
+    """The settings of an optimizer that these words of a case stand for."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            found[name] = ast.literal_eval(value)
+        elif name in SETTINGS:
+            found |= SETTINGS[name]()
+    return found
 
 
 # -- runs -----------------------------------------------------------------------------------------------------
 
 
-def run(problem_name: str, case: Case, steps: Sequence[int], start: int = 0) -> dict[str, Any]:
+def run(problem_name: str, case: str, steps: Sequence[int], start: int = 0) -> dict[str, Any]:
     """{"steps": {number of steps: {"parameters" or one of NUMBERS: values}}, "size": ..., "condition": ...}.
 
     size and condition are those of the bound in `benchmarks.beside`; the many dampings of a search leave the
@@ -236,10 +205,13 @@ def run(problem_name: str, case: Case, steps: Sequence[int], start: int = 0) -> 
     problem = PROBLEMS[problem_name]()
     if start:
         _perturb(problem.model, torch.Generator().manual_seed(start))
-    settings: Settings = {**problem.settings, **case.settings()}
-    optimizer = getattr(woodbury, case.kind)(problem.model, problem.loss, **settings)
-    more = {**problem.step, **case.step(problem)}
-    K = _gram(problem, case.kind)
+    kind, *words = case.split()
+    settings: Settings = {**problem.settings, **read_settings(words)}
+    optimizer = getattr(woodbury, kind)(problem.model, problem.loss, **settings)
+    more = dict(problem.step)
+    for word in STEPS.keys() & set(words):
+        more |= STEPS[word](problem)
+    K = _gram(problem, kind)
     size = len(K) + sum(parameter.numel() for parameter in problem.model.parameters())
     result: dict[str, Any] = {"size": size, "condition": 1.0, "steps": {}}
     for step in range(max(steps)):
@@ -272,19 +244,19 @@ def run_all(steps: Sequence[int], only: Sequence[str], start: int) -> dict[tuple
     for name in only or PROBLEMS:
         for case in CASES[name]:
             try:
-                results[name, case.name] = run(name, case, steps, start)
+                results[name, case] = run(name, case, steps, start)
             except Exception as error:
-                results[name, case.name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+                results[name, case] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     return results
 
 
 # -- operations -----------------------------------------------------------------------------------------------
 
-OPERATIONS: dict[str, Callable[[], Settings]] = {
-    "plain": dict,
-    "momentum": _with(momentum=0.9),
-    "memory, adam, momentum": _with(memory=3, metric="adam", momentum=0.9),
-    "search": _searching(),
+OPERATIONS = {
+    "plain": "",
+    "momentum": "momentum=0.9",
+    "memory, adam, momentum": "memory=3 metric='adam' momentum=0.9",
+    "search": "search",
 }
 
 
@@ -296,12 +268,12 @@ class _Counter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count_operations(settings: Callable[[], Settings]) -> int | None:
+def count_operations(settings: str) -> int | None:
     """Of aten, in the fifth step of GaussNewton on 8-50-50-1 with 64 samples; None where this version cannot."""
     torch.manual_seed(0)
     model, inputs, targets = _chain(8, 50, 50, 1), torch.randn(64, 8), torch.randn(64, 1)
     try:
-        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings())
+        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **read_settings(settings.split()))
     except (TypeError, AttributeError):  # an argument, or a name, that is not there
         return None
     for _ in range(4):

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import pytest
 
 # Number of random examples for a test that takes a second for ten of them: few by default, more in CI.
-every_count = pytest.mark.parametrize("examples", [5, pytest.param(15, marks=pytest.mark.slow)])
+every_count = pytest.mark.parametrize("examples", [3, pytest.param(10, marks=pytest.mark.slow)])
 
 
 def all_pairs(*axes):

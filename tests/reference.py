@@ -1,7 +1,5 @@
 """Dense references by plain autograd, one sample and one output at a time. No code of woodbury's."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -39,21 +37,44 @@ def is_sum(loss):
     return getattr(loss, "reduction", "mean") == "sum"
 
 
-def curvature_at(loss, value, point, targets):
-    """The Hessian of value(y) at the outputs of one sample, or what stands for it where that is zero.
+def loss_derivatives(loss, outputs, targets):
+    """Gradients (n, C) and Hessians (n, C, C) of a loss in the outputs of each sample, C numbers in a sample.
 
-    HuberLoss, SmoothL1Loss and L1Loss: the weights rho'(d) / d of iteratively reweighted least squares, d = y - t;
-    for L1Loss, 1 / |d| with |d| at least 1e-4 |t| + eps.
+    One output of all samples at a time: no term of the loss depends on the outputs of two samples. NLLLoss has the
+    Hessians of the cross entropy; HuberLoss, SmoothL1Loss and L1Loss the weights rho'(d) / d of iteratively
+    reweighted least squares, d = y - t; for L1Loss, 1 / |d| with |d| at least 1e-4 |t| + eps.
     """
-    flat = point.reshape(-1)
+    point = outputs.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(value_of(loss, point, targets), point)
+    slopes = slope.flatten(1) if slope.dim() > 1 else slope.unsqueeze(1)
     if isinstance(loss, nn.HuberLoss | nn.SmoothL1Loss | nn.L1Loss):
-        difference = flat - targets.reshape(-1)
-        weights = torch.autograd.functional.jacobian(value, flat) / difference
+        difference = (point.detach() - targets).reshape(slopes.shape)
+        weights = slopes / difference
         if isinstance(loss, nn.L1Loss) or getattr(loss, "beta", 1) == 0:
-            floor = 1e-4 * targets.reshape(-1).abs() + torch.finfo(flat.dtype).eps
+            floor = 1e-4 * targets.reshape(slopes.shape).abs() + torch.finfo(slopes.dtype).eps
             weights = weights * (difference.abs() / floor).clamp(max=1)
-        return torch.diag(weights)
-    return torch.autograd.functional.hessian(value, flat)
+        return slopes, torch.diag_embed(weights)
+    if isinstance(loss, nn.NLLLoss):
+        loss = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
+    (curved,) = torch.autograd.grad(value_of(loss, point, targets), point, create_graph=True)
+    if not curved.requires_grad:
+        return slopes, slopes.new_zeros(*slopes.shape, slopes.shape[1])
+    rows = [
+        torch.autograd.grad(number.sum(), point, retain_graph=True)[0].reshape(slopes.shape)
+        for number in curved.reshape(slopes.shape).unbind(1)
+    ]
+    return slopes, torch.stack(rows, 1)
+
+
+def jacobians(model, inputs, samples, forward=None):
+    """(C, p) of the outputs of each sample, one output of one sample at a time."""
+    params, found = list(parameters(model).values()), []
+    run = forward or (lambda m, x: m(x))
+    for i in range(samples):
+        numbers = run(model, one(inputs, i)).reshape(-1)
+        rows = [torch.autograd.grad(own, params, retain_graph=True, materialize_grads=True) for own in numbers]
+        found.append(torch.stack([flat(row) for row in rows]))
+    return found
 
 
 def per_sample(model, loss, inputs, targets, forward=None):
@@ -63,32 +84,10 @@ def per_sample(model, loss, inputs, targets, forward=None):
     the batch, whatever that divides by. Of a loss that is a sum it is the share itself.
     """
     times = 1 if is_sum(loss) else len(targets)
-    curved = loss
-    if isinstance(loss, nn.NLLLoss):
-        curved = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
-    params = list(parameters(model).values())
-    run = forward or (lambda m, x: m(x))
-    result = []
-    together = run(model, inputs).detach()
-    for i in range(len(targets)):
-        outputs = run(model, one(inputs, i))
-        numbers = outputs.reshape(-1)
-        jacobian = torch.stack(
-            [
-                flat(torch.autograd.grad(number, params, retain_graph=True, materialize_grads=True))
-                for number in numbers
-            ]
-        )
-        point = outputs.detach()
-
-        def value(y, of=loss, i=i, point=point):
-            replaced = torch.cat([together[:i], y.reshape(point.shape), together[i + 1 :]])
-            return times * value_of(of, replaced, targets)
-
-        slope = torch.autograd.functional.jacobian(value, point.reshape(-1))
-        hessian = curvature_at(loss, partial(value, of=curved), point, targets[i])
-        result.append((jacobian, slope, hessian))
-    return result
+    outputs = model(inputs) if forward is None else forward(model, inputs)
+    slopes, hessians = loss_derivatives(loss, outputs, targets)
+    rows = jacobians(model, inputs, len(targets), forward)
+    return list(zip(rows, times * slopes, times * hessians, strict=True))
 
 
 def gradient(model, loss, inputs, targets, forward=None):

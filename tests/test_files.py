@@ -85,27 +85,14 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["smw-gn", "kfac", "adam"])
-def test_no_flipped_byte_of_a_checkpoint_is_resumed_from(optimizer, tmp_path):
-    folder = unfinished(tmp_path / "run", optimizer)
-    path = folder / "checkpoint.pt"
-    before = contents(folder)
-    content = before["checkpoint.pt"]
-    for place in (*range(0, 30, 3), *range(30, len(content), len(content) // 50)):
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        refusal(lambda: resume(folder, optimizer), path)
-    path.write_bytes(content)
-    assert contents(folder) == before  # a refusal changes nothing
-
-
-@pytest.mark.parametrize("length", [0, 1, 30, 95, 500, -1])
+@pytest.mark.parametrize("length", [0, 95, -1])
 def test_a_checkpoint_that_was_cut_is_refused_with_the_way_out(length, whole, tmp_path):
     folder = unfinished(tmp_path / "run")
     path = folder / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:length])
+    before = contents(folder)
     refusal(lambda: resume(folder), path, "is damaged", "delete it to train from the start")
+    assert contents(folder) == before  # a refusal changes nothing
     path.unlink()
     resume(folder)
     assert_same_end(folder, whole)
@@ -222,20 +209,10 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
     dataclasses.replace(RunConfig.load(folder), **changes).save(folder)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"seed": 1', '"seed": 2'),
-        ('"lr": 0.3', '"lr": 0.8'),
-        ("[\n    6", "[\n    7"),
-        ('"sha256"', '"sha255"'),
-    ],
-)
-def test_a_changed_value_of_a_configuration_is_noticed(old, new, whole, copied):
+def test_a_changed_value_of_a_configuration_is_noticed_and_other_spacing_is_not(whole, copied):
     path = copied / "config.json"
     text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
+    path.write_text(text.replace('"lr": 0.3', '"lr": 0.8'))
     refusal(lambda: RunConfig.load(copied), path, "is damaged", "put back a whole copy")
     path.write_text(text.replace("\n", "\r\n").replace("    ", "\t"))  # an editor did this
     assert RunConfig.load(copied) == RunConfig.load(whole)
@@ -278,23 +255,6 @@ def change_records(folder: Path, change: Callable[[list[str]], list[str]]) -> Pa
     return path
 
 
-LINE_FAULTS: dict[str, Callable[[list[str]], list[str]]] = {
-    "digit": lambda lines: [*lines[:3], lines[3].replace('": 0.', '": 1.'), *lines[4:]],
-    "lost": lambda lines: [*lines[:5], *lines[6:]],
-    "twice": lambda lines: [*lines[:5], lines[4], *lines[5:]],
-    "exchanged": lambda lines: [*lines[:5], lines[6], lines[5], *lines[7:]],
-    "end": lambda lines: lines[:-1],
-    "end of line": lambda lines: [*lines[:-1], lines[-1].rstrip("\n")],
-    "empty": lambda lines: [],
-}
-
-
-@pytest.mark.parametrize("fault", LINE_FAULTS)
-def test_a_change_in_the_records_of_a_complete_run_is_noticed(fault, copied):
-    path = change_records(copied, LINE_FAULTS[fault])
-    refusal(lambda: report.load([copied]), path, "its SHA-256 does not agree with")
-
-
 def test_the_records_of_an_unfinished_run_are_read_up_to_the_cut(tmp_path):
     folder = unfinished(tmp_path / "run")
     (run,) = report.load([folder])
@@ -321,7 +281,7 @@ def test_records_after_the_checkpoint_go_and_a_change_before_it_stops_the_resume
     assert_same_end(folder, whole)
 
 
-@pytest.mark.parametrize("place", [0, 1, 1000], ids=["first", "second", "last"])
+@pytest.mark.parametrize("place", [0, 1000], ids=["first", "last"])
 @pytest.mark.parametrize(
     "line",
     [
@@ -404,7 +364,6 @@ def test_a_hostile_argument_ends_in_one_line(command, name, tmp_path):
     ("entries", "expected"),
     [
         (["damping.initial=10", "damping.floor=0.5"], {"LevenbergMarquardt": {"initial": 10, "floor": 0.5}}),
-        (["damping.initial=10", "damping.initial=20"], {"LevenbergMarquardt": {"initial": 20}}),
         (["damping.initial=10", 'damping={"boost": 2}'], {"LevenbergMarquardt": {"initial": 10, "boost": 2}}),
         (["damping=2", "damping.floor=0.5"], {"Constant": {"initial": 2.0, "floor": 0.5}}),
     ],
@@ -426,9 +385,7 @@ def test_a_field_of_a_policy_can_be_set(entries, expected, tmp_path, monkeypatch
     [
         ("damping.bost=2", "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost"),
         ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18, got -1"),
-        ("momentum.initial=2", "smw-gn: momentum has no field 'initial': it is 0.9"),
         ("dampin.initial=2", "smw-gn: there is no setting 'dampin', only "),
-        ("damping.=2", "smw-gn: LevenbergMarquardt has no field '', only initial, boost"),
         ("damping.initial.x=2", "smw-gn: LevenbergMarquardt has no field 'initial.x', only"),
         ("damping=" + "[" * 100_000, "smw-gn: "),
     ],

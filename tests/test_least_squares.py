@@ -10,6 +10,7 @@ from torch import nn
 
 import bounds
 import woodbury
+from cases import all_pairs
 from woodbury.least_squares import minimize as iteration
 from woodbury.least_squares import trust_region
 from woodbury.least_squares.residuals import LOSSES, Loss, Residuals
@@ -610,7 +611,6 @@ def test_a_fit_that_breaks_leaves_the_others_alone():
 # ------------------------------------------------------------------------------------- numbers of any size
 
 FAR = {torch.float64: (1e-170, 1e-300, 1e160, 1e290), torch.float32: (1e-25, 1e25)}
-PAIRS = [(dtype, of_x, of_f) for dtype, units in FAR.items() for of_x in (1.0, *units) for of_f in (1.0, *units)]
 
 
 def scaled_decay(of_x, of_f, y, t=T):
@@ -648,8 +648,14 @@ def check_in_units(dtype, of_x, of_f, start, settings):
     return plain
 
 
-@pytest.mark.parametrize("settings", ORDINARY.values(), ids=ORDINARY)
-@pytest.mark.parametrize("dtype, of_x, of_f", PAIRS)
+@pytest.mark.parametrize(
+    "dtype, of_x, of_f, settings",
+    [
+        (dtype, *case)
+        for dtype, units in FAR.items()
+        for case in all_pairs((1.0, *units), (1.0, *units), list(ORDINARY.values()))
+    ],
+)
 def test_fits_in_units_far_from_1(dtype, of_x, of_f, settings):
     check_in_units(dtype, of_x, of_f, torch.tensor([1.0, 1.0, 0.1], dtype=dtype), settings)
 

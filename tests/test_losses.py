@@ -25,31 +25,18 @@ def outputs_of(name, dtype=torch.float64):
     return problem, outputs
 
 
-def per_sample_derivatives(problem, outputs):
-    """Of the terms of the loss that each sample has: the loss of the batch times what it divides by.
-
-    Where the outputs are log-probabilities, those of the cross entropy: see `woodbury.losses.softmax`.
-    """
-    slopes, hessians, loss = [], [], problem.loss
-    if isinstance(loss, nn.NLLLoss):
-        loss = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index)
-    for i in range(len(outputs)):
-
-        def value(y, i=i):
-            replaced = torch.cat([outputs[:i], y.reshape(outputs[:1].shape), outputs[i + 1 :]])
-            return problem.count * reference.value_of(loss, replaced, problem.targets)
-
-        slopes.append(torch.autograd.functional.jacobian(value, outputs[i].flatten()))
-        hessians.append(reference.curvature_at(loss, value, outputs[i], problem.targets[i]))
-    return torch.stack(slopes), torch.stack(hessians)
-
-
 @problems.every_problem
 def test_values_residual_and_factor_match_the_loss_module(name):
     problem, outputs = outputs_of(name)
     rule = loss_rule(problem.loss)
     prepared = rule.prepare(problem.loss, outputs, problem.targets)
-    slopes, hessians = per_sample_derivatives(problem, outputs)
+    # where the outputs are log-probabilities, those of the cross entropy: see `woodbury.losses.softmax`
+    loss = problem.loss
+    if isinstance(loss, nn.NLLLoss):
+        loss = nn.CrossEntropyLoss(loss.weight, ignore_index=loss.ignore_index)
+    # of the terms of the loss that each sample has: the loss of the batch times what it divides by
+    derivatives = reference.loss_derivatives(loss, outputs, problem.targets)
+    slopes, hessians = (problem.count * own for own in derivatives)
     flat = outputs.flatten(1)
     values = rule.values(problem.loss, flat, prepared)
     if not rule.is_sum(problem.loss):

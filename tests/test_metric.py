@@ -12,6 +12,7 @@ import bounds
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 from woodbury._vector import Space
 from woodbury.layers import OuterRows
 from woodbury.quadratic.metric import FORGETTING, METRICS, POWER, SMALLEST
@@ -24,18 +25,6 @@ def packed(moments):
     return Space.of(moments).pack(moments)
 
 
-class Sequences(nn.Module):
-    """Embeddings, a Linear layer over places, a normalisation, and a gain of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.mix = nn.Embedding(6, 4, padding_idx=0), nn.Linear(4, 5)
-        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
-
-    def forward(self, inputs):
-        return self.head(self.norm(torch.tanh(self.mix(self.table(inputs)))).mean(1))
-
-
 def chain():
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), lambda n: torch.randn(n, 5)
 
@@ -46,13 +35,19 @@ def images():
 
 
 def sequences():
-    return Sequences(), lambda n: torch.randint(6, (n, 4))
+    """Embeddings, a Linear layer over places and a normalisation."""
+
+    def run(m, x):
+        return m.head(m.norm(torch.tanh(m.mix(m.table(x)))).mean(1))
+
+    layers = {"table": nn.Embedding(6, 4, padding_idx=0), "mix": nn.Linear(4, 5), "norm": nn.LayerNorm(5)}
+    return Parts(run, **layers, head=nn.Linear(5, 3)), lambda n: torch.randint(6, (n, 4))
 
 
 MODELS = {"chain": chain, "images": images, "sequences": sequences}
 
 
-def problem(kind, count=6, samples=9):
+def problem(kind, count=4, samples=9):
     """A float64 model and batches of three classes."""
     torch.manual_seed(3)
     model, draw = MODELS[kind]()
@@ -148,16 +143,14 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
         previous = p if info.accepted else 0.0
 
 
-class Residual(nn.Module):
+def residual():
     """Linear layers that are no chain."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def run(m, x):
+        hidden = x + torch.tanh(m.first(x))
+        return m.head(hidden + torch.tanh(m.second(hidden)))
 
-    def forward(self, inputs):
-        hidden = inputs + torch.tanh(self.first(inputs))
-        return self.head(hidden + torch.tanh(self.second(hidden)))
+    return Parts(run, first=nn.Linear(5, 5), second=nn.Linear(5, 5), head=nn.Linear(5, 3))
 
 
 @every_pair(
@@ -167,7 +160,7 @@ def test_the_ratio_is_that_of_the_loss_at_the_step_without_momentum_too(kind, me
     """With blocks="layer" as well: p is that of the dense system with blocks."""
     model, batches = problem("chain" if kind == "residual" else kind)
     if kind == "residual":
-        model = Residual().double()
+        model = residual().double()
     loss, matrices, gradients = nn.CrossEntropyLoss(), [], []
     optimizer = woodbury.GaussNewton(
         *(model, loss, 0.5), damping=0.1, guard=None, memory=2, metric=metric, blocks=blocks

@@ -3,7 +3,6 @@
 import math
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import woodbury
 from test_report import write_run
 from woodbury.runs import report
 
@@ -317,33 +315,6 @@ def test_a_single_run_is_enough(visit, tmp_path, epochs):
     assert page.all("[data-quantity=damping]") == page.all(".takeaway") == []
     page.hover("train_loss", page.points("train_loss", "sgd")[-1][0])
     assert page.tip("train_loss") == [f"epoch {epochs}", f"sgd {[2.0, 1.0][epochs]:.2f}"]
-
-
-def test_recorded_runs_have_charts_and_columns_for_what_was_measured(visit, tmp_path, monkeypatch):
-    def record(method: str, losses: list[float], test_losses: list[float]) -> None:
-        with woodbury.Recorder(tmp_path / method, problem="waves", method=method, settings={"lr": 1}) as recorder:
-            for epoch, loss in enumerate(losses):
-                measured = {"test_loss": test_losses[epoch]} if test_losses else {}
-                recorder.step(loss=loss)
-                now[0] += 1.0
-                recorder.epoch(train_loss=loss, **measured)
-
-    now = [0.0]
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "perf_counter", lambda: now[0])
-        record("first", [2.0, 1.0, -1.0, -3.0], [4.0, 2.0, 1.0, 0.5])
-        record("second", [2.0, 1.5, 1.0, math.inf], [])
-    page = visit(page_of(tmp_path))
-    assert [chart.get_attribute("data-quantity") for chart in page.all(".chart")] == ["train_loss", "test_loss"]
-    assert page.labels("train_loss") == ["first", "second"] and page.labels("test_loss") == ["first"]
-    losses = page.scale("train_loss", "y")  # linear, as there are losses below zero
-    points = page.points("train_loss", "first")
-    assert [losses(y) for _, y in points] == pytest.approx([2.0, 1.0, -1.0, -3.0], abs=0.02)
-    assert page.ends() == [
-        ["first", "-3.00", "0.500", "4.00", "2.00", "1000", "1", "4"],
-        ["second", "diverged", "–", "4.00", "3.00", "1000", "1", "4"],
-    ]
-    assert "of a recorded loop all but its pauses." in page.one("main").text
 
 
 def test_each_data_set_has_a_section_of_its_own_and_names_are_shown_as_text(visit, tmp_path):

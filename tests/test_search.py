@@ -17,6 +17,7 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.models import Parts
 from woodbury.linalg import minimize_nonnegative
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
@@ -152,18 +153,10 @@ class WrongTwice(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0].detach() * tangent
 
 
-class Squares(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return WrongTwice.apply(self.linear(x))
-
-
 def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_from_differences():
     torch.manual_seed(0)
-    model, inputs = Squares().double(), torch.randn(6, 3, dtype=torch.float64)
+    model = Parts(lambda m, x: WrongTwice.apply(m.linear(x)), linear=nn.Linear(3, 2)).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), True)
     captured = capture(plan, model, call_model, inputs, 6)
     vector = {name: torch.randn_like(own) for name, own in model.named_parameters()}
@@ -351,11 +344,10 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     return corrections
 
 
-@problems.every_problem
-@pytest.mark.parametrize("metric", [None, "diagonal"])
-def test_the_step_is_the_dense_combination_with_its_bend(name, metric):
-    """The metric: the identity, or the diagonal of the curvature."""
-    check_against_dense(problems.make(name), metric=metric)
+@pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
+def test_the_step_is_the_dense_combination_with_its_bend(index, name):
+    """The metric: the identity and the diagonal of the curvature in turn."""
+    check_against_dense(problems.make(name), metric=(None, "diagonal")[index % 2])
 
 
 @every_pair(
@@ -371,7 +363,7 @@ def test_weight_decay_subsets_and_blocks_enter_as_in_the_dense_formula(name, dec
 def test_corrected_points_are_those_of_the_dense_formula_and_lower():
     """A step on held-out samples ends as low as without corrections, and lower where it was corrected."""
     corrections, some = [], [0, 2, 3, 5]
-    for name in ("softmax", "squared", "logistic", "residual", "tokens", "pictures", "softmax-sum", "narrow"):
+    for name in ("softmax", "squared", "residual", "tokens", "narrow"):
         for changes in ({}, {"subset": [1, 4, 5]}, {"decay": 0.05}, {"metric": "diagonal"}, {"depth": 2}):
             problem, other = (narrow_fit() if name == "narrow" else problems.make(name) for _ in range(2))
             held_out = reference.chosen(problem.inputs, some), problem.targets[some]
@@ -434,12 +426,11 @@ def narrow_fit():
 
 @pytest.mark.parametrize("index, name", enumerate(sorted(problems.PROBLEMS.keys() - {*NOT_IN_THE_ROWS})))
 def test_the_deep_rung_goes_on_by_conjugate_gradients(index, name):
-    """Two of four ways in turn: by itself, further on, in a metric, judged by other samples."""
+    """Four ways in turn: by itself, further on, in a metric, judged by other samples."""
     problem, some = problems.make(name), [0, 2, 3, 5]
     held_out = reference.chosen(problem.inputs, some), problem.targets[some]
     ways = {"depth": 1}, {"depth": 3, "metric": "diagonal"}, {"depth": 2}, {"depth": 3, "held_out": held_out}
-    for way in (ways[index % 4], ways[(index + 1) % 4]):
-        check_against_dense(problems.make(name), **way)
+    check_against_dense(problem, **ways[index % 4])
 
 
 def test_more_rows_than_parameters_take_the_same_step_and_go_on_by_conjugate_gradients_too():
@@ -544,21 +535,13 @@ class Decay(nn.Module):
         return b * torch.exp(-a / self.unit * x) + c
 
 
-class Scaled(nn.Module):
-    """A bare matrix, which no rule covers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.scale = problems.mlp(3, 4, 2), nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
-
-    def forward(self, x):
-        return self.inside(x) @ self.scale
-
-
 def test_parameters_by_the_fallback_take_the_same_step():
+    """A bare matrix, which no rule covers."""
     torch.manual_seed(0)
     inputs, targets = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
-    problem = problems.Problem(Scaled().double(), nn.MSELoss(), inputs, targets)
+    scale = nn.Parameter(torch.tensor([[1.5, 0.2], [0.1, -0.5]]))
+    model = Parts(lambda m, x: m.inside(x) @ m.scale, inside=problems.mlp(3, 4, 2), scale=scale)
+    problem = problems.Problem(model.double(), nn.MSELoss(), inputs, targets)
     check_against_dense(problem, fallback="autograd")
 
 

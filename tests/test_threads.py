@@ -118,14 +118,26 @@ def test_precision_is_full_until_the_last_thread_is_done():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient, woodbury.HessianFree])
-def test_models_trained_in_two_threads_are_those_trained_one_after_the_other(method):
+def convolutions():
+    return nn.Sequential(nn.Conv1d(2, 3, 2), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, CLASSES))
+
+
+def attention():
+    encoder = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+    return nn.Sequential(encoder, nn.Flatten(), nn.Linear(8, CLASSES))
+
+
+@pytest.mark.parametrize(
+    "method, build",
+    [
+        *((method, convolutions) for method in (woodbury.NaturalGradient, woodbury.HessianFree)),
+        *((woodbury.GaussNewton, build) for build in (convolutions, attention)),
+    ],
+)
+def test_models_trained_in_several_threads_are_those_trained_one_after_the_other(method, build):
     def trained(seed):
         generator = torch.Generator().manual_seed(seed)
-        model = nn.Sequential(
-            nn.Conv1d(2, 3, 2), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, CLASSES)
-        )
-        model.double()
+        model = build().double()
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))

@@ -127,24 +127,6 @@ def _delete(content: bytearray, draw: random.Random) -> None:
     del content[start:stop]
 
 
-def _repeat(content: bytearray, draw: random.Random) -> None:
-    start, stop = _range(content, draw)
-    at = draw.choice((stop, draw.randrange(len(content) + 1)))
-    content[at:at] = content[start:stop]
-
-
-def _zero(content: bytearray, draw: random.Random) -> None:
-    start, stop = _range(content, draw)
-    stop = min(stop, len(content))
-    content[start:stop] = bytes(stop - start)
-
-
-def _digit(content: bytearray, draw: random.Random) -> None:
-    places = [place for place, byte in enumerate(content) if 48 <= byte < 58]
-    if places:
-        content[draw.choice(places)] = draw.randrange(48, 58)
-
-
 def _line(content: bytearray, draw: random.Random) -> None:
     """Remove, repeat or exchange whole lines."""
     lines = bytes(content).splitlines(keepends=True)
@@ -190,9 +172,6 @@ DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
     "truncate": _truncate,
     "insert": _insert,
     "delete": _delete,
-    "repeat": _repeat,
-    "zero": _zero,
-    "digit": _digit,
     "line": _line,
     "value": _value,
 }

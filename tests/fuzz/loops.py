@@ -36,17 +36,39 @@ def scale_some(y):
     return y
 
 
+def zero_without_gradient(y):
+    with torch.no_grad():
+        y[:, 0] = 0
+    return y
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
 STEPS = {
     "nothing": (lambda y: y, lambda y: y),
     "double in place": (lambda y: y.mul_(2), lambda y: 2 * y),
     "zero by index": (zero_first, lambda y: torch.cat([0 * y[:, :1], y[:, 1:]], 1)),
     "scale by mask": (scale_some, lambda y: torch.where(y > 0.2, 3 * y, y) + 0.5),
     "elu in place": (lambda y: F.elu(y, 1.0, True), F.elu),
+    "elu in place by name": (lambda y: F.elu(y, inplace=True), F.elu),
+    "module in place": (lambda y: nn.CELU(inplace=True)(y), F.celu),
     "exp in place": (lambda y: y.exp_(), torch.exp),
     "view": (lambda y: y.view(-1).reshape(len(y), -1), lambda y: y),
+    "noise": (lambda y: y + 0 * torch.randn_like(y), lambda y: y),
     "through a view": (lambda y: (y[:, 1].mul_(2), y)[1], None),
-    "without gradient": (lambda y: (y.detach().mul_(1.5), y)[1], None),
+    "of detached outputs": (lambda y: (y.detach().mul_(1.5), y)[1], None),
+    "without gradient": (zero_without_gradient, None),
     "dropout": (lambda y: F.dropout(y, 0.5), None),
+    "random activation": (lambda y: F.rrelu(y - 5, training=True), None),
+    "function of one's own": (Reversed.apply, None),
 }
 LOSSES = {
     "mse": (F.mse_loss, lambda y, t: (y - t).square().mean()),
@@ -57,6 +79,19 @@ LOSSES = {
     "logistic sum": (
         lambda y, t: F.binary_cross_entropy_with_logits(y, t, reduction="sum") / y.numel(),
         lambda y, t: (F.softplus(y) - t * y).mean(),
+    ),
+    "Poisson sum": (
+        lambda y, t: F.poisson_nll_loss(y, t, reduction="sum").div(len(y)),
+        lambda y, t: (y.exp() - y * t).sum() / len(y),
+    ),
+    "mean of a sum": (
+        lambda y, t: F.mse_loss(y, t, reduction="none").sum(1).mean(),
+        lambda y, t: (y - t).square().sum() / len(y),
+    ),
+    "constant added": (lambda y, t: F.mse_loss(y, t) + 5, lambda y, t: (y - t).square().mean() + 5),
+    "mask": (
+        lambda y, t: (mask_of(t) * (y - t) ** 2).sum() / mask_of(t).sum(),
+        lambda y, t: (mask_of(t) * (y - t) ** 2).sum() / mask_of(t).sum(),
     ),
     "selected": (
         lambda y, t: F.mse_loss(y[mask_of(t) > 0], t[mask_of(t) > 0]),
@@ -105,18 +140,19 @@ def scaled(loss, optimizer, scale):
 
 
 class Loop:
-    """A random loop: ordinary steps, and one of a random kind."""
+    """A random loop: ordinary steps, and one of a kind that is random too unless it is given."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, names=None, ordinary=None, how=None):
         chance = random.Random(seed)
         torch.manual_seed(seed)
         samples, outputs, width = 2 * chance.randint(1, 4), chance.randint(2, 4), chance.randint(2, 5)
         self.model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, outputs)).double()
         self.inputs, self.targets = torch.randn(samples, 3).double(), torch.rand(samples, outputs).double()
-        self.names = [chance.choice(list(table)) for table in (STEPS, LOSSES, ENDINGS)]
+        self.names = names or [chance.choice(list(table)) for table in (STEPS, LOSSES, ENDINGS)]
         self.parts = chance.choice([1, 2]) if self.names[::2] == ["nothing", "half"] else 1
-        self.ordinary = [chance.choice(list(LOSSES)) for _ in range(chance.randint(0, 3))]
-        self.how = chance.choice(["watch", "closure"])
+        drawn = [chance.choice(list(LOSSES)) for _ in range(chance.randint(0, 3))]
+        self.ordinary = drawn if ordinary is None else ordinary
+        self.how = how or chance.choice(["watch", "closure"])
         self.optimizer = woodbury.GaussNewton(
             self.model, None, damping=woodbury.Constant(DAMPING), guard=None, watch=self.how == "watch"
         )

@@ -14,13 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
-from woodbury.loop.seen import (
-    FUNCTIONS,
-    Recognised,
-    TapedLoss,
-    recognise,
-    same_loss,
-)
+from woodbury.loop.seen import FUNCTIONS, Recognised, TapedLoss, recognise, same_loss
 from woodbury.loop.tape import Base, LossesInside, Node, state_of
 from woodbury.losses.rules import loss_rule
 from woodbury.losses.scaled import ScaledLoss

@@ -53,11 +53,7 @@ class Posterior:
     """
 
     def __init__(
-        self,
-        data: TrainingData,
-        system: System,
-        prior: float | dict[str, float],
-        noise: float | None,
+        self, data: TrainingData, system: System, prior: float | dict[str, float], noise: float | None
     ) -> None:
         self.prior, self.noise = prior, noise
         self.log_evidence = data.log_evidence(system, noise)
