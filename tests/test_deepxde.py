@@ -174,11 +174,11 @@ def test_nothing_remembered_of_the_training_points_is_used_at_others():
     for count in (5, 5, 9):
         x = terms["DirichletBC 1"].draw_some(count)
         assert (x[:, 0] == 1).all() and x[:, 1].unique().numel() > 1
-        found = terms["DirichletBC 1"].function(run.solution, x)
+        found = terms["DirichletBC 1"].residual.function(run.solution, x)
         assert float((found - model.net(x) + torch.cos(x[:, 1:])).detach().abs().max()) <= bounds.rounding(10)
         x = terms["NeumannBC 2"].draw_some(count).requires_grad_()
         (slopes,) = torch.autograd.grad(model.net(x).sum(), x)
-        found = terms["NeumannBC 2"].function(run.solution, x)
+        found = terms["NeumannBC 2"].residual.function(run.solution, x)
         assert float((found - (slopes[:, :1] - torch.sin(x[:, 1:]))).detach().abs().max()) <= bounds.rounding(10)
     assert not dde.gradients.gradients_reverse.jacobian._Jacobians.Js
 
