@@ -69,9 +69,9 @@ FLOORS = {
     ],
     "quadratic": [
         ["blocks", "displacement", "decay", "passes", "joint"],
-        ["damped", "objective"],
-        ["quadratic"],
-        ["sample_space", "linearize", "memory", "metric"],
+        ["objective", "quadratic"],
+        ["doubts", "linearize", "memory", "metric"],
+        ["sample_space"],
         ["parameter_space", "by_products"],
         ["solvers"],
     ],

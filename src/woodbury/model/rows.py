@@ -59,7 +59,7 @@ class GraphRows:
             else:
                 # in other batches an axis may look like that of the samples
                 self.plan.findings.leave_out(self.obstacles)
-                return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+                return concatenate_forms(pieces)
 
     def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
         """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.

@@ -13,8 +13,8 @@ from woodbury import _batch
 from woodbury._batch import Batch
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known
-from woodbury.quadratic.linearize import Problem
 from woodbury.quadratic.passes import Batches, NonFiniteLossError, NonFiniteSampleError, Passes, Piece
+from woodbury.quadratic.quadratic import Problem
 
 NO_STEP = (
     "the system of the step cannot be solved, as its gradient or its curvature is not finite: numbers overflow in "

@@ -21,11 +21,12 @@ from woodbury.optim.settings import Hyperparameters
 from woodbury.policies.curved import SearchedStep
 from woodbury.policies.damped_step import DampedStep
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
-from woodbury.quadratic.linearize import Problem, linearize
+from woodbury.quadratic.linearize import linearize
 from woodbury.quadratic.memory import Kept, with_memory
 from woodbury.quadratic.metric import InMetric, next_units
 from woodbury.quadratic.objective import Objective
 from woodbury.quadratic.parameter_space import is_smaller
+from woodbury.quadratic.quadratic import Problem
 from woodbury.quadratic.solvers import SOLVERS
 
 _WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out

@@ -22,9 +22,9 @@ from woodbury.policies.ladder import Ladder, Rung, of_layers
 from woodbury.policies.path import Choice, Judge, Path, bent_path
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.policies.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective, OnPieces, on_samples
+from woodbury.quadratic.quadratic import Damped, Minimizer
 
 OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
 KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4),
@@ -173,7 +173,7 @@ class SearchedStep(Policy):
         own = quadratic.image(quadratic.space.pack(theta))[: quadratic.curvature_rows]
         # the rows are S^T J / s and e is s S^-1 r: e / s^2 is in their unit
         samples = sum(len(piece.targets) for piece in quadratic.pieces)
-        share = samples / quadratic.outputs.samples
+        share = samples / quadratic.batch.curvature
         unit = float(quadratic.divisor) / float(quadratic.term_count) * share
         return bool(unit * quadratic.e.norm() > OUT_OF_SCALE * own.norm())
 

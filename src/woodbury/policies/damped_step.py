@@ -11,8 +11,8 @@ from typing import Any
 from woodbury.device.scalars import Scalar, as_number, compute, is_known
 from woodbury.policies.damping import FORGETTING, Damping, check_damping, is_relative, next_scale
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.objective import Objective
+from woodbury.quadratic.quadratic import Damped, Minimizer
 
 # by how much lambda may be raised within a step, time after time, to make K + lambda I definite
 _RAISES = (*[10.0] * 12, *[1000.0] * 6)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from woodbury.device.scalars import Scalar, Truth, is_known, magnitude, ratio_where
 from woodbury.policies.guard import Course, guard_warning
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
-from woodbury.quadratic.quadratic import Quadratic
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 
 AnyQuadratic = Quadratic | InMetric
 

@@ -31,9 +31,8 @@ from woodbury.device.constants import constant_tensor
 from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 from woodbury.row_matrix import Rows
 
 FORGETTING = 0.9  # of the moments, per step
@@ -108,17 +107,13 @@ class _DampedInMetric(Damped):
     """(B + lambda D) p = lambda D q - g, by the plain system of p' = p / s."""
 
     def __init__(self, inside: Damped, units: Units, plain: Quadratic) -> None:
-        self._inside, self._units, self._plain = inside, units, plain
-        self.damping = inside.damping
-
-    @property
-    def center(self) -> Vector | None:
-        return self._plain.center
+        super().__init__(plain, inside.damping)
+        self._inside, self._units = inside, units
 
     def minimizer(self) -> Minimizer:
         self._found = self._inside.minimizer()
         p = self._found.displacement.dense() * self._units.vector
-        displacement = Displacement.of(self._plain.plan, p)
+        displacement = Displacement.of(self.quadratic.plan, p)
         return replace(
             self._found, displacement=displacement, squared_norm=scalar(p.dot(p))
         )  # (Z s) (p / s) = Z p

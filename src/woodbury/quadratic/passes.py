@@ -109,8 +109,10 @@ class Passes:
         return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
 
     def totals(self, pieces: Sequence[Piece], curvature: Curvature, batch: Batch) -> tuple[Scalar, Scalar, Scalar]:
-        """M, f(theta) and D of a batch whose first piece is S2; of all processes together, in one collective."""
+        """M, f(theta) and D of a batch whose first piece has S2 in front; of all processes, in one collective."""
         first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
+        if len(pieces[0].targets) > batch.curvature and not self.is_sum:
+            first = self.rule.count_of_first(self.loss, pieces[0].targets, batch.curvature)
         if self.group.size == 1:
             term_count = self.term_count(pieces)
             loss = check_loss(mean_of(losses, term_count))

@@ -28,9 +28,8 @@ from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic, Solver
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
@@ -61,7 +60,8 @@ class Kronecker(Solver):
 
 class _Kronecker(Damped):
     def __init__(self, quadratic: Quadratic, damping: Scalar, solver: Kronecker) -> None:
-        self.quadratic, self.damping, self._solver = quadratic, damping, solver
+        super().__init__(quadratic, damping)
+        self._solver = solver
 
     def minimizer(self) -> Minimizer:
         quadratic, group = self.quadratic, self.quadratic.group
@@ -71,7 +71,7 @@ class _Kronecker(Damped):
         with full_precision():
             fresh = {name: kronecker_factors(*own, quadratic.divisor) for name, own in sides.items()}
             if group.size > 1:
-                share = quadratic.outputs.passes.share_of(quadratic.outputs.samples)
+                share = quadratic.passes.share_of(quadratic.batch.curvature)
                 fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
             good = torch.isfinite(as_double(quadratic.loss))
             gains, inverses, usable = self._updated(fresh, good)
