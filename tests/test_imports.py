@@ -33,7 +33,7 @@ ROOMS = [
     *("logs", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
-    "device": [["constants", "fingerprint"], ["recording", "scalars"], ["replay"]],
+    "device": [["constants", "fingerprint"], ["recording", "scalars"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
