@@ -42,6 +42,11 @@ class _EarlyStopped(Damped):
         super().__init__(quadratic, damping)
         self._solver = solver
 
+    @property
+    def center(self) -> None:
+        """Zero: the last p is a place to start from."""
+        return
+
     def minimizer(self) -> Minimizer:
         quadratic, damping = self.quadratic, float(self.damping)
         linear = quadratic.all_of_gradient()
