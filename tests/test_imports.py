@@ -49,9 +49,9 @@ FLOORS = {
     ],
     "model": [
         ["buffers", "expanded", "compiled", "findings"],
-        ["fallback"],
-        ["plan", "tangents"],
-        ["call", "chain"],
+        ["plan"],
+        ["call", "chain", "fallback"],
+        ["tangents"],
         ["graph"],
         ["bare"],
         ["rows"],

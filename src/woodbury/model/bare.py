@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Parts
-from woodbury.model.fallback import grads_of_many, wrong_rows
+from woodbury.model.fallback import Pass, WrittenRows, grads_of_many
 from woodbury.model.graph import PassGraph, fewest_digits
 from woodbury.model.plan import Plan
 
@@ -159,9 +159,7 @@ class Bare:
                 total[name] = parameter.new_zeros(*columns[:2], *parameter.shape)
         return total
 
-    def check(
-        self, rows: Parts, outputs: Tensor, columns: Tensor, start: int, autocast: torch.dtype | None
-    ) -> bool:
+    def check(self, rows: Parts, forward_pass: Pass, columns: Tensor, start: int) -> bool:
         """Compare rows with a gradient, in half the digits of the pass.
 
         False if some are wrong, which the next call of `find_bare` knows then.
@@ -169,8 +167,8 @@ class Bare:
         if not all(bool(torch.isfinite(own).all()) for own in rows.values()):
             return True  # nothing can be said; the step has its own word for it
         parameters = {name: self.plan.parameters[name] for name in self.keys}
-        precision = autocast or fewest_digits(outputs)
-        wrong = wrong_rows(rows, outputs, parameters, columns, start, precision)
+        precision = forward_pass.autocast or fewest_digits(forward_pass.outputs)
+        wrong = WrittenRows(forward_pass, parameters, columns, start).wrong(rows, precision)
         self.plan.findings.note_bare(self.keys, wrong, columns.shape)
         return not wrong
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import unwrap
 from typing import Any
@@ -41,19 +41,12 @@ def calls_model(forward: Forward) -> bool:
 
 
 @dataclass
-class GraphCapture:
+class GraphCapture(Pass):
     """A forward pass that autograd followed, with the calls of every layer."""
 
-    plan: Plan
-    model: nn.Module
-    forward: Forward
-    inputs: Any
     raw: Tensor  # the outputs in the model's own shape
-    outputs: Tensor  # (n, C), attached to the graph
     calls: list[Call]  # in the order they were made
-    autocast: torch.dtype | None = None  # the type of passes through the model, if not that of its parameters
-    random: _random.Snapshot | None = None  # the random state before the pass, for a fallback that repeats it
-    obstacles: Mapping[str, str] = field(default_factory=dict)  # layers whose calls were not captured, and why
+    obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -82,8 +75,7 @@ class GraphCapture:
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        sources = GraphRows(self.plan, self.outputs, self.calls, self.obstacles, self.autocast, self._as_pass)
-        return sources.of(segments)
+        return GraphRows(self, self.calls, self.obstacles).of(segments)
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -109,14 +101,14 @@ class GraphCapture:
             torch.set_grad_enabled(trial_needs_gradients(self.plan, self.forward)),
             casting(self.autocast, self.plan),
         ):
-            return self.forward(self.model, self.inputs).detach()
+            return self.forward(self.plan.model, self.inputs).detach()
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
-                images = tangents.push_forward(self._as_pass(), plan.parameters, vectors)
+                images = tangents.push_forward(self, vectors)
             if images is not None:
                 return images
             plan.findings.lower_forward_order(0)
@@ -125,32 +117,23 @@ class GraphCapture:
 
     def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
-        plan, outputs = self.plan, self.outputs.detach()
+        plan = self.plan
 
         def run(change: Parts) -> Tensor:
-            return self.run_again(change, {}).reshape(outputs.shape)
+            return self.run_again(change, {}).reshape(self.outputs.shape)
 
         if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self._as_pass(), plan.parameters, vector)
+                curve = tangents.second_derivative(self, vector)
             if curve is not None and not plan.findings.checked_curve:
-                plan.findings.note_curve(
-                    tangents.agrees_with_differences(curve, run, outputs, self.moved, plan.parameters, vector)
-                )
+                plan.findings.note_curve(tangents.agrees_with_differences(curve, self, run, vector))
             if curve is not None and plan.findings.forward_order >= 2:
                 return curve
             plan.findings.lower_forward_order(1)
-        return tangents.central_difference(run, outputs, plan.parameters, vector)
-
-    def _as_pass(self) -> Pass:
-        """The pass as it is repeated. It refers to this capture and is not kept in it: nothing outlives a step."""
-        return Pass(self.model, self.forward, self.inputs, self.outputs, self.moved, self.random)
+        return tangents.central_difference(self, run, vector)
 
     def moved(self, share: float) -> float:
-        """max |y(theta + d) - y(theta)| for small changes d of the parameters, by this share of themselves.
-
-        0 where it is not known: the pass draws random numbers and cannot be repeated.
-        """
+        """As in `Pass`; not known where the pass draws random numbers and cannot be repeated."""
         now = _random.snapshot(self.plan.device)
         with _random.replayed(self.random):
             outputs = self.run_again(_small_changes(self.plan, share), {}).reshape(self.outputs.shape)
@@ -237,38 +220,33 @@ def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> N
 
 
 def capture(
-    plan: Plan,
-    model: nn.Module,
-    forward: Forward,
-    inputs: Any,
-    samples: int,
-    autocast: torch.dtype | None = None,
+    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None = None
 ) -> GraphCapture:
-    """Run forward(model, inputs) with gradients on, keeping every layer's input and output.
+    """Run forward(plan.model, inputs) with gradients on, keeping every layer's input and output.
 
     The first time, once more without compiled code if the model turns out to run some inside.
     """
     if plan.findings.compiled is not None:
-        return _capture(plan, model, forward, inputs, samples, autocast)
+        return _capture(plan, forward, inputs, samples, autocast)
     random = _random.snapshot(plan.device)
-    captured = _capture(plan, model, forward, inputs, samples, autocast)
+    captured = _capture(plan, forward, inputs, samples, autocast)
     compiled = runs_compiled(captured.outputs)
     plan.findings.note_compiled(compiled)
     if not compiled:
         return captured
     _random.restore(random)
-    return _capture(plan, model, forward, inputs, samples, autocast)
+    return _capture(plan, forward, inputs, samples, autocast)
 
 
 def _capture(
-    plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None
+    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None
 ) -> GraphCapture:
     notes = Notes(plan, samples, autocast is not None or torch.is_autocast_enabled(plan.device.type))
     before = plan.versions()
     # of a device's generator not while a step is recorded, which cannot repeat it
     random = _random.snapshot(plan.device) if plan.has_fallback and plan.device.type == "cpu" else None
     with replaced_forward(notes.forwards()), torch.enable_grad(), casting(autocast, plan):
-        outputs = forward(model, inputs)
+        outputs = forward(plan.model, inputs)
     after = plan.versions()
     if after != before:
         _check_changes(plan, before, after)
@@ -279,18 +257,16 @@ def _capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
-    raw = outputs.detach()
     return GraphCapture(
         plan,
-        model,
-        forward=forward,
-        inputs=inputs,
-        raw=raw,
-        outputs=flat,
-        calls=notes.calls,
+        forward,
+        inputs,
+        flat,
+        outputs.detach(),
+        notes.calls,
+        obstacles=notes.obstacles,
         autocast=autocast,
         random=random,
-        obstacles=notes.obstacles,
     )
 
 

@@ -125,7 +125,7 @@ def _mixed_inputs(
     inputs = pytree.tree_unflatten(leaves, structure)
     random = _random.snapshot(plan.device)
     try:
-        again = capture(plan, plan.model, forward, inputs, samples, autocast)
+        again = capture(plan, forward, inputs, samples, autocast)
         mixed = _is_mixed(again.outputs, sources, halves, generator)
         calls = again.calls if mixed else []
         names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
@@ -160,7 +160,7 @@ def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
     try:
         # as in a step: without gradients a model may take another path, or none
         with casting(captured.autocast, captured.plan), torch.enable_grad():
-            outputs = captured.forward(captured.model, inputs).reshape(count, -1).detach()
+            outputs = captured.forward(captured.plan.model, inputs).reshape(count, -1).detach()
         drawn = _random.drawn_since(random)
     finally:
         _random.restore(random)
@@ -168,7 +168,7 @@ def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
         return None
     # loosely on a GPU, which computes few samples by other kernels than many
     digits = 0.5 if whole.device.type == "cpu" else 0.25
-    if outputs_agree(outputs.to(whole.dtype), whole, captured.moved, digits, captured.precision):
+    if outputs_agree(outputs.to(whole.dtype), whole, captured, digits, captured.precision):
         return None
     which = "one" if count == 1 else f"{count}"
     return (
@@ -198,7 +198,7 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
     """
     random = _random.snapshot(plan.device)
     try:
-        captured = capture(plan, plan.model, forward, batch.inputs, batch.samples, autocast)
+        captured = capture(plan, forward, batch.inputs, batch.samples, autocast)
         drawn = _random.drawn_since(random)
     finally:
         _random.restore(random)

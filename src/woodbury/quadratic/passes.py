@@ -138,7 +138,7 @@ class Passes:
 
     def _capture(self, number: int, inputs: Any, samples: int) -> GraphCapture:
         """A pass over a batch or one of its terms, in the pass of this number through the model."""
-        captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
+        captured = capture(self.plan, self.forward, inputs, samples, self.autocast)
         if samples > 1 and self._is_due(number, 2):
             check_samples_apart(captured, number, alone=self._is_due(number, 4))
         return captured
