@@ -151,19 +151,9 @@ class Step:
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""
         problem, transaction, buffers = self.problem, self.context.transaction, self.context.transaction.buffers
-        numbers = Numbers(
-            proposal.loss,
-            proposal.damping,
-            ratio=proposal.ratio,
-            predicted=proposal.predicted,
-            squared_norm=proposal.squared_norm,
-            accepted=proposal.accepted,
-            length=proposal.length,
-            share=proposal.share,
-            bent=proposal.bent,
-        )
+        shown = [getattr(proposal, name) for name in Numbers._fields]
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
-        damping, *computed = compute(proposal.gains["damping"], *numbers)
+        damping, *computed = compute(proposal.gains["damping"], *shown)
         numbers = Numbers(*computed)
         state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if self.hyper.any_momentum:

@@ -215,11 +215,11 @@ def _proposal(
     p, length = choice.vector, choice.length
     return Proposal(
         Displacement.of(quadratic.plan, p),
-        objective.loss,
-        damping,
         predicted,
         float(p.dot(p)),
         length.length > 0,
+        loss=objective.loss,
+        damping=damping,
         decrease=length.decrease,
         length=length.length,
         share=float(choice.coefficients.sum()),

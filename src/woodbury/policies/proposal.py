@@ -12,7 +12,6 @@ from torch import Tensor
 
 from woodbury.device.scalars import Scalar, Truth, is_known, magnitude, ratio_where
 from woodbury.policies.guard import Course, guard_warning
-from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
@@ -20,16 +19,12 @@ from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 AnyQuadratic = Quadratic | InMetric
 
 
-@dataclass
-class Proposal:
+@dataclass(kw_only=True)
+class Proposal(Minimizer):
     """p, what was promised for it, and what came of it."""
 
-    displacement: Displacement
     loss: Scalar  # f(theta), float64
     damping: Scalar  # the lambda it was computed with
-    predicted: Scalar  # m(0) - m(p)
-    squared_norm: Scalar  # |p|^2
-    usable: Truth  # whether the system could be solved
     decrease: Scalar | None = None  # f(theta) - f(theta + p), where it is known
     length: float = 1.0  # alpha, sum of c, and whether the path is bent: of a step with a search
     share: float = 1.0
@@ -37,7 +32,6 @@ class Proposal:
     raised: bool = False  # whether lambda was raised within the step
     ratio: Scalar = math.nan  # rho, once judged
     accepted: Truth = False  # whether theta may move, once judged
-    gains: dict[str, Any] = field(default_factory=dict)  # of the optimizer's state
     warnings: dict[str, str] = field(default_factory=dict)  # by kind: each is given once per optimizer
 
 
