@@ -208,11 +208,6 @@ def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Any
     return where(condition, a / b, otherwise)
 
 
-def magnitude(value: Scalar) -> Scalar:
-    """|value|."""
-    return value.__abs__()
-
-
 def root(value: Scalar) -> Scalar:
     """The square root; of 0 for a negative value, as rounding may give one."""
     if isinstance(value, Number):

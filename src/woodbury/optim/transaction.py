@@ -45,7 +45,7 @@ class Transaction:
         """Change everything, by a function that may be called again if it was interrupted; gradients are off."""
         self._finish = finish
         finish()
-        self._finish = _nothing  # which holds on to nothing
+        self._finish = lambda: None  # which holds on to nothing
 
     def end(self) -> None:
         """After an error or an interrupt: finish what was begun, else undo."""
@@ -83,7 +83,3 @@ class Transaction:
             self.buffers.put_back()
         if self.random is not None:
             _random.restore(self.random)
-
-
-def _nothing() -> None:
-    """What is left to do after a step."""
