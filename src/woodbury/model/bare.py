@@ -97,12 +97,8 @@ class Meeting:
             slope = slope[window] if isinstance(slope, Tensor) and len(slope) > 1 else slope
         if isinstance(slope, Tensor) or slope != 1.0:
             grads = grads * slope
-        lacking = len(self.shape) - len(self.inner)
-        broadcast = [
-            place
-            for place, size in enumerate(self.shape)
-            if place != axis and (place < lacking or self.inner[place - lacking] != size)
-        ]
+        sizes = enumerate(zip(self.shape, _aligned(self.inner, self.shape), strict=True))
+        broadcast = [place for place, (size, own) in sizes if place != axis and own != size]
         if broadcast:  # axes in front of the sample axis have moved by one
             grads = grads.sum([place + 2 if place < axis else place + 1 for place in broadcast])
         return grads.reshape(*grads.shape[:2], *self.inner)
@@ -231,11 +227,11 @@ def _free_nodes(
             reached.add(node)
             if node in free:
                 continue
-            behind = [(edge, place) for place, edge in enumerate(node.next_functions) if edge[0] is not None]
-            if all(_is_free(edge[0], free, plan) for edge, _ in behind) and not any(
-                _sample_axes(node, edge, samples) for edge, _ in behind if node.name() in _SLOPES
+            behind = [edge for edge in node.next_functions if edge[0] is not None]
+            if all(_is_free(below, free, plan) for below, _ in behind) and not any(
+                _sample_axes(_sizes(node, 0), _sizes(*edge), samples) for edge in behind if node.name() in _SLOPES
             ):
-                free[node] = frozenset().union(*(free.get(edge[0], frozenset()) for edge, _ in behind))
+                free[node] = frozenset().union(*(free.get(below, frozenset()) for below, _ in behind))
                 pending.append(node)
     return free, reached
 
@@ -248,15 +244,15 @@ def _sizes(node: Any, number: int) -> torch.Size:
     return torch.Size(node._input_metadata[number].shape)
 
 
-def _sample_axes(node: Any, edge: tuple[Any, int], samples: int) -> tuple[int, ...]:
+def _aligned(inner: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of q with as many axes as z has."""
+    return *[1] * (len(shape) - len(inner)), *inner
+
+
+def _sample_axes(shape: torch.Size, inner: torch.Size, samples: int) -> tuple[int, ...]:
     """The axes of z with one entry per sample along which q is broadcast."""
-    shape, inner = _sizes(node, 0), _sizes(*edge)
-    lacking = len(shape) - len(inner)
-    return tuple(
-        place
-        for place, size in enumerate(shape)
-        if size == samples and (place < lacking or inner[place - lacking] == 1)
-    )
+    sizes = enumerate(zip(shape, _aligned(inner, shape), strict=True))
+    return tuple(place for place, (size, own) in sizes if size == samples and own == 1)
 
 
 def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str], samples: int) -> Meeting | None:
@@ -265,9 +261,8 @@ def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str
     if slope_of is None or not node._input_metadata[0].dtype.is_floating_point:
         return None
     shape, inner = _sizes(node, 0), _sizes(source.node, source.output_nr)
-    axes = _sample_axes(node, (source.node, source.output_nr), samples)
-    lacking = len(shape) - len(inner)
-    fits = all(size in (1, shape[place + lacking]) for place, size in enumerate(inner))
+    axes = _sample_axes(shape, inner, samples)
+    fits = all(own in (1, size) for size, own in zip(shape, _aligned(inner, shape), strict=True))
     if not axes or not fits:
         return None
     try:
