@@ -50,7 +50,7 @@ class Limits:
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
         # is 0, p^T B p is still known up to a small multiple of eps^2 only.
-        noise = self.precision * abs(proposal.loss) + 16 * self.precision**2
+        noise = abs(self.precision * proposal.loss) + 16 * self.precision**2
         actual, predicted = proposal.decrease + noise, proposal.predicted + noise
         finite = (abs(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.
