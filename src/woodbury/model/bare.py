@@ -15,7 +15,7 @@ of c_i (column_i . outputs_i), which it is not where the row of one sample holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -228,16 +228,14 @@ def _free_nodes(
             if node in free:
                 continue
             behind = [edge for edge in node.next_functions if edge[0] is not None]
-            if all(_is_free(below, free, plan) for below, _ in behind) and not any(
+            if all(
+                below in free or id(getattr(below, "variable", None)) in plan.names for below, _ in behind
+            ) and not any(
                 _sample_axes(_sizes(node, 0), _sizes(*edge), samples) for edge in behind if node.name() in _SLOPES
             ):
                 free[node] = frozenset().union(*(free.get(below, frozenset()) for below, _ in behind))
                 pending.append(node)
     return free, reached
-
-
-def _is_free(node: Any, free: Mapping[Any, object], plan: Plan) -> bool:
-    return node in free or id(getattr(node, "variable", None)) in plan.names
 
 
 def _sizes(node: Any, number: int) -> torch.Size:

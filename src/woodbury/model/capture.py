@@ -35,11 +35,6 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
     return outputs
 
 
-def calls_model(forward: Forward) -> bool:
-    """Whether a forward is the default one, as it is or wrapped."""
-    return unwrap(forward) is call_model
-
-
 @dataclass
 class GraphCapture(Pass):
     """A forward pass that autograd followed, with the calls of every layer."""
@@ -170,7 +165,7 @@ def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
     So where the model itself may take some, and where it would compute other numbers without them: torch's
     attention in eval mode leaves out padded positions then.
     """
-    if not calls_model(forward) or plan.has_fallback:
+    if unwrap(forward) is not call_model or plan.has_fallback:
         return True
     return bool(plan.fast_paths) and not all(module.training for module in plan.fast_paths)
 

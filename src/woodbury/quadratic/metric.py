@@ -203,7 +203,10 @@ def _lengths(moments: Space, device: torch.device) -> Tensor:
 def _places(moments: Space, parameters: Space, device: torch.device) -> Tensor:
     """For each part of the moments the place of the rows, or vector, of its parameter: columns follow rows."""
     names = enumerate(moments.shapes)
-    return torch.tensor([place - _are_columns(name, parameters) for place, name in names], device="cpu").to(device)
+    return torch.tensor(
+        [place - (name.endswith(".columns") and name not in parameters.shapes) for place, name in names],
+        device="cpu",
+    ).to(device)
 
 
 @constant_tensor
@@ -212,10 +215,6 @@ def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch
     sizes = {name: shape.numel() / parameters.size for name, shape in parameters.shapes.items()}
     sizes |= {f"{name}.rows": share for name, share in sizes.items() if name not in moments.shapes}
     return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype, device="cpu").to(device)
-
-
-def _are_columns(name: str, parameters: Space) -> bool:
-    return name.endswith(".columns") and name not in parameters.shapes
 
 
 class DiagonalMetric(Metric):

@@ -55,7 +55,9 @@ class Solver(ABC):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
-        return quadratic.trace_of_gram()
+        m, gram = quadratic.curvature_rows, quadratic.gram()
+        diagonal = gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1)
+        return scalar(diagonal.sum()) / quadratic.divisor
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
         """Rows of each matrix to be factored, or 0 for none, for so many factor rows and rows of other samples."""
@@ -269,11 +271,6 @@ class Quadratic(Problem):
             formed = self.all_rows.curvature(self.curvature_rows, names, self.gram_dtype)
             self._matrices = [matrix.div_(divisor) for matrix in formed]
         return self._matrices
-
-    def trace_of_gram(self) -> Scalar:
-        """Of U U^T, from the Gram matrix."""
-        m, gram = self.curvature_rows, self.gram()
-        return scalar(gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1).sum()) / self.divisor
 
     # -- rows -----------------------------------------------------------------------------------------------
 

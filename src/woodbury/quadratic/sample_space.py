@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -171,14 +170,11 @@ class ByIteration(_InSampleSpace):
         return doubt_of_iteration(self, found, tolerance_in(dtype, self.quadratic.solver.tolerance))
 
     def _solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        product = partial(_matrix_product, matrix)
+        def product(x: Tensor) -> Tensor:
+            return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)  # block by block
+
         tolerance = tolerance_in(rhs.dtype, self.quadratic.solver.tolerance)
         return solve_conjugate_gradient(product, rhs, tolerance, 10 * rhs.shape[-1])
-
-
-def _matrix_product(matrix: Tensor, x: Tensor) -> Tensor:
-    """A x, block by block."""
-    return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)
 
 
 def tolerance_in(dtype: torch.dtype, tolerance: float | None) -> float:

@@ -101,10 +101,11 @@ class _Kronecker(Damped):
         usable = good
         for name, new in fresh.items():
             old = averages.get(name, {})
-            if old and not _same_shapes(old, new):  # a parameter was frozen or thawed since
+            sides = new._asdict().items()
+            if old and any(old[side].shape != matrix.shape for side, matrix in sides):  # one was frozen or thawed
                 old = {}
                 stored.pop(name, None)
-            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in new._asdict().items()))
+            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in sides))
             averages[name] = factors._asdict()
             if name in stored and not due:
                 used[name] = stored[name] = {key: value.to(new.inputs) for key, value in stored[name].items()}
@@ -250,7 +251,3 @@ def _mixed(old: Tensor | None, new: Tensor, weight: float, good: Tensor) -> Tens
 def _where(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """value where the condition holds; on the CPU no pass over it is made to see that."""
     return value if truth(condition) is True else torch.where(condition, value, otherwise())
-
-
-def _same_shapes(old: Mapping[str, Tensor], new: Factors) -> bool:
-    return all(old[side].shape == matrix.shape for side, matrix in new._asdict().items())
