@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,9 @@ from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
 
-Inverses = dict[str, Tensor]  # of the damped factors, under "inputs" and "grads", and what was added to each
-
-
-class Factors(NamedTuple):
-    """The two sides of a layer's Kronecker product."""
-
-    inputs: Tensor  # A (i + 1, i + 1)
-    grads: Tensor  # G (o, o)
+# the two sides of a layer's Kronecker product: "inputs", A (i + 1, i + 1), and "grads", G (o, o)
+Factors = dict[str, Tensor]
+Inverses = dict[str, Tensor]  # of the damped factors, under the same names, and what was added to each
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,10 @@ class _Kronecker(Damped):
             fresh = {name: kronecker_factors(*own, quadratic.divisor) for name, own in sides.items()}
             if group.size > 1:
                 share = quadratic.passes.share_of(quadratic.batch.curvature)
-                fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
+                fresh = {
+                    name: {"inputs": group.sum(share * own["inputs"]), "grads": group.sum(own["grads"])}
+                    for name, own in fresh.items()
+                }
             good = torch.isfinite(as_double(quadratic.loss))
             gains, inverses, usable = self._updated(fresh, good)
             p, predicted = self._solve(forms, inverses)
@@ -90,7 +88,7 @@ class _Kronecker(Damped):
         """
         for factors in fresh.values():
             # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
-            good = good & torch.isfinite(factors.inputs.trace() + factors.grads.trace())
+            good = good & torch.isfinite(factors["inputs"].trace() + factors["grads"].trace())
         known, state = truth(good), self.quadratic.state  # a tensor where asking would wait
         step = state.get("factor_steps", 0) + (1 if known is not False else 0)
         weight = min(1 - 1 / max(step, 1), self._solver.decay)
@@ -101,16 +99,14 @@ class _Kronecker(Damped):
         usable = good
         for name, new in fresh.items():
             old = averages.get(name, {})
-            sides = new._asdict().items()
-            if old and any(old[side].shape != matrix.shape for side, matrix in sides):  # one was frozen or thawed
+            if old and any(old[side].shape != own.shape for side, own in new.items()):  # one was frozen or thawed
                 old = {}
                 stored.pop(name, None)
-            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in sides))
-            averages[name] = factors._asdict()
+            averages[name] = {side: _mixed(old.get(side), own, weight, good) for side, own in new.items()}
             if name in stored and not due:
-                used[name] = stored[name] = {key: value.to(new.inputs) for key, value in stored[name].items()}
+                used[name] = stored[name] = {key: value.to(new["inputs"]) for key, value in stored[name].items()}
                 continue
-            used[name], ok = damped_inverses(factors, self.damping + self._decay_of(name))
+            used[name], ok = damped_inverses(averages[name], self.damping + self._decay_of(name))
             usable = usable & ok
             if truth(ok) is False:
                 stored.pop(name, None)
@@ -197,7 +193,7 @@ def kronecker_factors(inputs: Tensor, grads: Tensor, divisor: Scalar) -> Factors
 
     D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
-    return Factors(inputs.t() @ inputs / len(inputs), grads.t() @ grads / divisor)
+    return {"inputs": inputs.t() @ inputs / len(inputs), "grads": grads.t() @ grads / divisor}
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:
@@ -206,12 +202,12 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
     pi = sqrt(mean eigenvalue of A / mean eigenvalue of G), 1 where either is zero. Also whether both could be
     computed: an inverse that could not is zero.
     """
-    means = [matrix.diagonal().mean() for matrix in factors]
+    means = [matrix.diagonal().mean() for matrix in factors.values()]
     ratio = means[0] / means[1]
     pi = torch.where((ratio > 0) & torch.isfinite(ratio), ratio, 1.0).sqrt()
     result: Inverses = {}
     ok = torch.ones((), dtype=torch.bool, device=pi.device)
-    for (side, matrix), factor in zip(factors._asdict().items(), (pi, 1 / pi), strict=True):
+    for (side, matrix), factor in zip(factors.items(), (pi, 1 / pi), strict=True):
         shift = factor * root(damping)
         damped = matrix.clone()
         damped.diagonal().add_(shift)
