@@ -62,8 +62,8 @@ def _quadratic(problem: Problem) -> Quadratic:
     term_count, loss, divisor = passes.totals(pieces, problem.curvature, batch)
     own = passes.rule, passes.loss, outputs, first.targets
     rows: Rows | FactorProducts
+    source: Seeds | Factor
     with group.together():
-        source: Seeds | Factor
         if forms_rows:
             problem.check_memory(problem, first.capture.raw)
             source = problem.curvature.seeds(*own, batch.curvature)
@@ -74,15 +74,14 @@ def _quadratic(problem: Problem) -> Quadratic:
             columns = [source.columns, *([passes.residual(y, piece.targets)] for piece, y in evaluated[1:])]
             forms = [piece.capture.rows(segments) for piece, segments in zip(pieces, columns, strict=True)]
             height = sum(math.prod(segment.shape[:-1]) for segments in columns for segment in segments)
-            rows = Rows(plan, concatenate_forms(forms), height)
-            head = take_apart(plan.model, forms[0]) if group.size > 1 else {}
+            rows, e = Rows(plan, concatenate_forms(forms), height), source.e
             curvature_rows = batch.curvature * math.prod(source.columns[0].shape[1:-1])
+            head = take_apart(plan.model, forms[0]) if group.size > 1 else {}
         else:
-            rows = FactorProducts(
-                first.capture.outputs, plan.parameters, source, problem.blocks.parameter_names(plan)
-            )
-            curvature_rows = rows.shape[0]
-    e = outputs.new_zeros(curvature_rows) if from_loader else source.e
+            assert source.e is not None
+            names = problem.blocks.parameter_names(plan)
+            rows, e = FactorProducts(first.capture.outputs, plan.parameters, source, names), source.e.flatten()
+            curvature_rows = len(e)
     quadratic = Quadratic(
         **vars(problem),
         pieces=pieces,
@@ -90,7 +89,7 @@ def _quadratic(problem: Problem) -> Quadratic:
         curvature_rows=curvature_rows,
         divisor=divisor / source.unit**2,
         term_count=term_count,
-        e=None if e is None else e.flatten(),
+        e=outputs.new_zeros(curvature_rows) if from_loader else e,
         gradient=gradient,
         loss=loss,
     )
