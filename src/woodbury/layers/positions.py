@@ -259,14 +259,14 @@ class PartRows(WeightRows):
                 total: Tensor | None = None
                 for s in windows(left.positions, position_step):
                     for group in range(h.shape[3]):
-                        term = self._sum_pairs(x[:, s], y, h[:, :, s], e, group)
+                        term = self._sum_pairs(x[:, s], y, h[:, :, s, group], e[:, :, :, group], group)
                         total = term if total is None else total.add_(term)
                 assert total is not None
                 gram[rows, columns] = total.flatten(2).flatten(0, 1)
 
     def _sum_pairs(self, x: Tensor, y: Tensor, h: Tensor, e: Tensor, group: int) -> Tensor:
         """sum_{s,t} (v_is . v_jt) (h_is . h_jt) of one group, (n, k, m, l)."""
-        outer = torch.tensordot(h[:, :, :, group], e[:, :, :, group], dims=([3], [3]))  # (n, k, s, m, l, t)
+        outer = torch.tensordot(h, e, dims=([3], [3]))  # (n, k, s, m, l, t)
         # cast before it is spread: of a mask that would be a copy
         products = self.inner(x, y, group).to(h.dtype)
         return outer.mul_(products[:, None, :, :, None]).sum((2, 5))

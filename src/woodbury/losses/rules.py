@@ -79,6 +79,10 @@ class LossRule(ABC):
         """M, what the mean divides by: f = sum_i l(y_i, t_i) / M. The number of samples by default."""
         return len(targets)
 
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        """M of the first samples alone."""
+        return samples if type(self).count is LossRule.count else self.count(loss, targets[:samples])
+
     @abstractmethod
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """l(y_i, t_i) for each sample, (n,)."""

@@ -137,6 +137,10 @@ class Softmax(StructuredRule):
             return len(targets)
         return scalar((targets >= 0).sum(dtype=torch.float64))
 
+    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
+        is_plain = targets.dim() == 1 and loss.weight is None
+        return samples if is_plain else self.count(loss, targets[:samples])
+
     def column_count(self, shape: Sequence[int]) -> int:
         return (shape[1] - 1) * math.prod(shape[2:])
 

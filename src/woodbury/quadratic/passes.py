@@ -105,7 +105,7 @@ class Passes:
         """M, f(theta) and D of a batch whose first piece has S2 in front; of all processes, in one collective."""
         first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
         if len(pieces[0].targets) > batch.curvature and not self.is_sum:
-            first = self.rule.count(self.loss, pieces[0].targets[: batch.curvature])
+            first = self.rule.count_of_first(self.loss, pieces[0].targets, batch.curvature)
         if self.group.size == 1:
             term_count = self.term_count(pieces)
             loss = check_loss(mean_of(losses, term_count))
