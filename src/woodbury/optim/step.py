@@ -143,7 +143,7 @@ class Step:
         precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
         limits = Limits(settings.accept, settings.guard, precision, self.hyper.lr)
         if settings.search is not None:
-            return SearchedStep(settings.search, problem.curvature, limits, problem.held_out)
+            return SearchedStep(settings.search, limits)
         damping = self.context.state["damping"]
         look = is_known(damping) and self.doubts.is_time_to_look(damping + settings.damping.floor)
         return DampedStep(settings.damping, limits, look)
