@@ -74,7 +74,6 @@ class Units:
             center=None if quadratic.center is None else quadratic.center / self.vector,
             _complete=None if quadratic._complete is None else quadratic._complete * self.vector,
             _gram=None,
-            _matrices=None,
         )
 
 

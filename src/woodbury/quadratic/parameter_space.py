@@ -41,7 +41,7 @@ class InParameterSpace(Damped):
         p = p.of(quadratic.group.same(p.flat))
         if image is None:
             curvature: Scalar = 0.0
-            for matrix, own in zip(quadratic.matrices(), self._by_block(p), strict=True):
+            for matrix, own in zip(quadratic.matrices, self._by_block(p), strict=True):
                 own = own.to(matrix.dtype)
                 curvature = curvature + scalar(torch.dot(own, matrix.mv(own)))
         else:
@@ -64,7 +64,7 @@ class InParameterSpace(Damped):
 
     def _solve(self, force: Vector, refine: bool) -> tuple[Vector, Tensor | None]:
         """p with (B + lambda + W) p = force, and Z p where p is refined."""
-        matrices = self.quadratic.matrices()
+        matrices = self.quadratic.matrices
         if not self._lowers:
             for names, matrix in zip(self._names, matrices, strict=True):
                 lower, ok = factor_cholesky(plus_diagonal(matrix, self._shift(names, matrix)))
@@ -129,7 +129,7 @@ class Cholesky(Solver):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         if is_smaller(quadratic.plan, quadratic.blocks, quadratic.curvature_rows):
-            diagonals = [matrix.diagonal().sum() for matrix in quadratic.matrices()]
+            diagonals = [matrix.diagonal().sum() for matrix in quadratic.matrices]
             return scalar(torch.stack(diagonals).sum())
         return super().trace(quadratic)
 

@@ -151,7 +151,6 @@ class Quadratic(Problem):
     gradient: Vector | None  # the part of g that is not in Z
     loss: Scalar  # f(theta) of the samples that were run
     _gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
-    _matrices: list[Tensor] | None = None  # B by block, once formed
     _complete: Vector | None = None  # all of g, once formed
 
     @property
@@ -170,7 +169,7 @@ class Quadratic(Problem):
 
     def by_layer(self) -> Quadratic:
         """The same without the entries of B between parameters of two layers."""
-        return replace(self, blocks=BLOCKS["layer"], _gram=None, _matrices=None)
+        return replace(self, blocks=BLOCKS["layer"], _gram=None)
 
     # -- what is asked of it --------------------------------------------------------------------------------
 
@@ -263,14 +262,13 @@ class Quadratic(Problem):
                 self._gram = self.blocks.gram(rows, None, self.gram_dtype)
         return self._gram if scales is None else self._gram * next(iter(scales.values()))
 
+    @cached_property
     def matrices(self) -> list[Tensor]:
-        """B by block; another damping comes back with the same B."""
-        if self._matrices is None:
-            (divisor,) = compute(self.divisor)
-            names = self.blocks.parameter_names(self.plan)
-            formed = self.all_rows.curvature(self.curvature_rows, names, self.gram_dtype)
-            self._matrices = [matrix.div_(divisor) for matrix in formed]
-        return self._matrices
+        """B by block, for all dampings."""
+        (divisor,) = compute(self.divisor)
+        names = self.blocks.parameter_names(self.plan)
+        formed = self.all_rows.curvature(self.curvature_rows, names, self.gram_dtype)
+        return [matrix.div_(divisor) for matrix in formed]
 
     # -- rows -----------------------------------------------------------------------------------------------
 
