@@ -5,6 +5,8 @@ The row of w is sum_s h_s xhat_s over the positions that share a weight, that of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,7 +27,7 @@ def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str
             f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
             "the samples too: rows per sample do not exist"
         )
-    normalise = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
+    normalise: Callable[..., Tensor] = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
     xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
     n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
     features = xhat.shape[xhat.dim() - width :].numel()

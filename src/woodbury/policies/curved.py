@@ -132,7 +132,8 @@ class SearchedStep(Policy):
         """The quadratic model along the rungs, on the samples that judge the step."""
         vectors = [rung.vector for rung in rungs]
         if quadratic.held_out is not None:
-            held_out = on_samples(objective.passes, *quadratic.held_out, quadratic.decay)
+            inputs, targets = quadratic.held_out
+            held_out = on_samples(objective.passes, inputs, targets, quadratic.decay)
             return _judge_elsewhere(quadratic, held_out, vectors)
         own_slopes = [float(quadratic.slope(own.vector, own.image)) for own in rungs]
         slopes = torch.tensor(own_slopes, dtype=torch.float64, device="cpu")
