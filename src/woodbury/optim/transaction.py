@@ -34,11 +34,8 @@ class Transaction:
 
     def watch(self, plan: Plan, random: _random.Snapshot | None) -> None:
         """Note what passes through a model by autograd may change."""
-        self.random = random
-        self._plan, self._parameters = (
-            plan,
-            [(parameter, parameter.data) for parameter in plan.parameters.values()],
-        )
+        self.random, self._plan = random, plan
+        self._parameters = [(parameter, parameter.data) for parameter in plan.parameters.values()]
         self.buffers = Buffers(plan.buffers, plan.findings.quiet_buffers) if plan.buffers else None
 
     def commit(self, finish: Callable[[], None]) -> None:
