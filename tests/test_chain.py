@@ -164,7 +164,7 @@ def test_a_pass_gives_outputs_rows_and_gradient_of_autograd(samples):
     model = problems.mlp(4, 6, 5, 3).double()
     inputs = torch.randn(7, 4, dtype=torch.float64)
     plan = plan_of(model)
-    made, seen = read_chain(plan, model).run(inputs), capture(plan, model, call_model, inputs, 7)
+    made, seen = read_chain(plan, model).run(inputs), capture(plan, call_model, inputs, 7)
     torch.testing.assert_close(made.outputs, seen.outputs.detach())
     weights = torch.randn(7, 3, dtype=torch.float64)
     expected = seen.gradient(weights)
@@ -377,7 +377,7 @@ def test_every_activation_is_one_the_graph_shows_as_elementwise():
     for kind in ACTIVATIONS:
         model = Wrapped(nn.Sequential(nn.Linear(4, 5), instance(kind), nn.Linear(5, 3)))
         plan = plan_of(model)
-        assert capture(plan, model, call_model, torch.randn(3, 4), 3).chain is not None, kind
+        assert capture(plan, call_model, torch.randn(3, 4), 3).chain is not None, kind
         assert chains.read_chain(plan, model) is None
 
 

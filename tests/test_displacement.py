@@ -15,7 +15,7 @@ from woodbury.quadratic.displacement import Displacement
 def setting(name):
     problem = problems.make(name)
     plan = plan_layers(problem.model, dict(problem.model.named_parameters()), False)
-    held = capture(plan, problem.model, call_model, problem.inputs, problems.N)
+    held = capture(plan, call_model, problem.inputs, problems.N)
     rows = woodbury.rows(problem.model, problem.loss, problem.inputs, problem.targets)
     rows.gram()  # leaves v V^T + 1 behind
     return problem, plan, held, rows

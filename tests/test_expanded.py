@@ -9,7 +9,8 @@ from torch.nn.utils import parametrizations
 import bounds
 import reference
 from woodbury import _random
-from woodbury.model.fallback import Pass, rows_by_expansion
+from woodbury.model.fallback import Pass, WrittenRows
+from woodbury.model.plan import plan_layers
 
 N, T, WIDTH = 5, 3, 4
 
@@ -87,8 +88,8 @@ def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
     outputs = forward(model, x).reshape(N, -1)
     parameters = dict(model.named_parameters())
     start, columns = 1, torch.randn(N - 2, 2, outputs.shape[1], dtype=torch.float64)
-    taken = Pass(model, forward, x, outputs, lambda share: 0.0, before)
-    again, rows = rows_by_expansion(taken, parameters, columns, start)
+    taken = Pass(plan_layers(model, parameters, True), forward, x, outputs, random=before)
+    again, rows = WrittenRows(taken, parameters, columns, start).by_expansion()
     window = slice(start, start + len(columns))
     # a few hundred terms at most, of size about 1
     bound = bounds.rounding(1000)
@@ -104,10 +105,11 @@ def test_rows_by_expanded_weights_are_those_of_a_loop_over_samples(name):
 
 
 def test_uses_that_mix_samples_or_hide_them_give_other_outputs_or_an_error():
-    """What `written_rows` notices: it takes another method then."""
+    """What `WrittenRows.compute` notices: it takes another method then."""
     model = nn.LSTM(WIDTH, 3, proj_size=2, batch_first=True).double()
     x = torch.randn(*SEQUENCES, dtype=torch.float64)
     outputs = model(x)[0].reshape(N, -1)
-    taken = Pass(model, lambda model, x: model(x)[0], x, outputs, lambda share: 0.0)
+    parameters = dict(model.named_parameters())
+    taken = Pass(plan_layers(model, parameters, True), lambda model, x: model(x)[0], x, outputs)
     with pytest.raises((RuntimeError, TypeError, ValueError)):
-        rows_by_expansion(taken, dict(model.named_parameters()), torch.ones(N, 1, outputs.shape[1]).double(), 0)
+        WrittenRows(taken, parameters, torch.ones(N, 1, outputs.shape[1]).double(), 0).by_expansion()

@@ -9,6 +9,7 @@ import reference
 from woodbury._forward_mode import derivatives_along
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Pass
+from woodbury.model.plan import plan_layers
 from woodbury.model.tangents import second_derivative
 
 STEP = 1e-3
@@ -74,9 +75,8 @@ def test_outputs_bend_along_a_step_as_they_do_where_a_model_has_a_layer_norm():
     inputs, _ = draw(4, 3)
     parameters = {name: own.detach() for name, own in model.named_parameters()}
     vector = {name: torch.randn_like(own) for name, own in parameters.items()}
-    found = second_derivative(
-        Pass(model, call_model, inputs, model(inputs).detach(), lambda share: 0.0), parameters, vector
-    )
+    plan = plan_layers(model, dict(model.named_parameters()), True)
+    found = second_derivative(Pass(plan, call_model, inputs, model(inputs).detach()), vector)
 
     def along(t):
         moved = {name: own + t * vector[name] for name, own in parameters.items()}
@@ -95,9 +95,5 @@ def test_where_a_second_derivative_would_be_wrong_there_is_none():
 
     model, (inputs, _) = Determinant(3, 4).double(), draw(5, 3)
     parameters = {name: own.detach() for name, own in model.named_parameters()}
-    assert (
-        second_derivative(
-            Pass(model, call_model, inputs, model(inputs), lambda share: 0.0), parameters, parameters
-        )
-        is None
-    )
+    plan = plan_layers(model, dict(model.named_parameters()), True)
+    assert second_derivative(Pass(plan, call_model, inputs, model(inputs)), parameters) is None

@@ -274,7 +274,7 @@ def test_random_numbers_capture_false_and_large_steps_take_ordinary_steps(monkey
     plain = nn.Linear(4, 3).cuda()
     for model, worth, settings in ((drawing, None, {}), (plain, None, {"capture": False}), (plain, 0, {})):
         if worth is not None:
-            monkeypatch.setattr(recording, "_WORTH_RECORDING", worth)
+            monkeypatch.setattr(recording, "WORTH_RECORDING", worth)
         optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), **settings)
         for _ in range(5):
             optimizer.step(*vectors())

@@ -33,7 +33,7 @@ ROOMS = [
     *("logs", "pina", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),
 ]
 FLOORS = {
-    "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes", "replay"]],
+    "device": [["constants", "fingerprint"], ["recording", "scalars"], ["passes"]],
     "parallel": [["group"]],
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
@@ -49,9 +49,9 @@ FLOORS = {
     ],
     "model": [
         ["buffers", "expanded", "compiled", "findings"],
-        ["fallback"],
-        ["plan", "tangents"],
-        ["call", "chain"],
+        ["plan"],
+        ["call", "chain", "fallback"],
+        ["tangents"],
         ["graph"],
         ["bare"],
         ["rows"],
@@ -70,9 +70,9 @@ FLOORS = {
     ],
     "quadratic": [
         ["blocks", "displacement", "decay", "passes", "joint"],
-        ["damped", "objective"],
-        ["quadratic"],
-        ["sample_space", "linearize", "memory", "metric"],
+        ["objective", "quadratic"],
+        ["doubts", "linearize", "memory", "metric"],
+        ["sample_space"],
         ["parameter_space", "by_products"],
         ["solvers"],
     ],

@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def no_statistics(monkeypatch):
     """There are none of a device's memory here."""
-    monkeypatch.setattr(recording, "_bytes_ever_allocated", lambda device: 0)
+    monkeypatch.setattr(recording, "bytes_ever_allocated", lambda device: 0)
 
 
 def record(inputs, targets, rates, state, device, dtype, run):
     """Takes the place of `recording.record`: a replay runs the step again, on the same buffers."""
-    inputs, targets, state = (recording._buffers_like(tree) for tree in (inputs, targets, state))
+    inputs, targets, state = (recording.buffers_like(tree) for tree in (inputs, targets, state))
     buffers = [torch.as_tensor(rate, dtype=dtype) for rate in rates]
     numbers = torch.zeros(6, dtype=torch.float64)
 
@@ -125,7 +125,7 @@ def test_a_step_is_due_after_two_of_its_kind_and_four_shapes_are_held():
 
 def test_large_steps_are_not_due(monkeypatch):
     allocated = iter(range(0, 100 * 2**30, 2 * 2**30))
-    monkeypatch.setattr(recording, "_bytes_ever_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(recording, "bytes_ever_allocated", lambda device: next(allocated))
     recordings = Recordings()
     for _ in range(4):
         assert not recordings.is_due(Key("large", 0), CPU)

@@ -99,7 +99,7 @@ def test_derivatives_along_p_agree_by_hand_by_forward_mode_and_by_differences(ki
     plan = plan_layers(model, dict(model.named_parameters()), False)
     with torch.no_grad():
         by_hand = read_chain(plan, model).run(inputs)
-    captured = capture(plan, model, call_model, inputs, 7)
+    captured = capture(plan, call_model, inputs, 7)
     vectors = [{name: torch.randn_like(own) for name, own in model.named_parameters()} for _ in range(3)]
     results = {}
     for order in (2, 0):  # forward mode; differentiating J^T u, and central differences
@@ -158,7 +158,7 @@ def test_a_second_derivative_that_forward_mode_gets_wrong_or_not_at_all_comes_fr
     model = Parts(lambda m, x: WrongTwice.apply(m.linear(x)), linear=nn.Linear(3, 2)).double()
     inputs = torch.randn(6, 3, dtype=torch.float64)
     plan = plan_layers(model, dict(model.named_parameters()), True)
-    captured = capture(plan, model, call_model, inputs, 6)
+    captured = capture(plan, call_model, inputs, 6)
     vector = {name: torch.randn_like(own) for name, own in model.named_parameters()}
     slope = inputs @ vector["linear.weight"].T + vector["linear.bias"]
     torch.testing.assert_close(captured.second_derivative(vector), 2 * slope.square(), rtol=1e-6, atol=1e-6)

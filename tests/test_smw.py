@@ -14,7 +14,7 @@ import woodbury
 from cases import every_pair
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
-from woodbury.linalg import solve_cholesky, solve_in_sample_space
+from woodbury.linalg import Solution, solve_in_sample_space
 from woodbury.row_matrix import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -224,9 +224,12 @@ def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     Z = torch.randn(m + n1 - n2, size, dtype=torch.float64)
     e, p0 = torch.randn(m, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
     U, g = Z[:m] / n2**0.5, (Z[:m].T @ e + Z[m:].sum(0)) / n1
-    found = solve_in_sample_space(
-        (Z @ Z.T).unsqueeze(0), m, n2, n1, e, (Z[:m] @ p0).unsqueeze(0), damping, solve_cholesky
-    )
+
+    def solve(matrix, rhs):
+        return Solution(torch.linalg.solve(matrix, rhs), True, 1)
+
+    gram, projected = (Z @ Z.T).unsqueeze(0), (Z[:m] @ p0).unsqueeze(0)
+    found = solve_in_sample_space(gram, m, n2, n1, e, projected, damping, solve)
     c, curvature = found.coefficients, found.curvature
     p = p0 - Z.T @ c[0]
     expected = torch.linalg.solve(U.T @ U + damping * torch.eye(size).double(), damping * p0 - g)

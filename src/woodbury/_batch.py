@@ -227,10 +227,6 @@ def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
     return pytree.tree_unflatten(joined, structure)
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
 @dataclass(frozen=True)
 class Batch:
     """A checked batch whose first `curvature` samples are S2."""
@@ -245,7 +241,11 @@ class Batch:
         """The same with inputs of its own, which nobody changes later."""
         if self.order is not None:  # gathered, and so its own already
             return self
-        return replace(self, inputs=_map_leaves(_copied, self.inputs, self.samples))
+
+        def copy(leaf: Any) -> Any:
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        return replace(self, inputs=_map_leaves(copy, self.inputs, self.samples))
 
     def pieces(self) -> list[tuple[Any, Tensor | None, int]]:
         """S2 and the samples outside it, as (inputs, targets, samples)."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from woodbury.device.scalars import Scalar
 from woodbury.losses.factors import DenseFactor, Factor, dense_factor
 from woodbury.losses.rules import LossRule, loss_rule
-from woodbury.products import OutputProduct, fisher_at_outputs, hessian_at_outputs
+from woodbury.products import fisher_at_outputs, hessian_at_outputs
 
 
 class Seeds(NamedTuple):
@@ -44,10 +44,9 @@ class Curvature(ABC):
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
         """The seeds of a batch whose first m samples are S2."""
 
-    @property
     @abstractmethod
-    def at_outputs(self) -> OutputProduct:
-        """B at the outputs, for products that share no code with rows."""
+    def at_outputs(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+        """B at the outputs times J v, by autograd: for products that share no code with rows."""
 
     @abstractmethod
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
@@ -84,20 +83,15 @@ class GaussNewtonMatrix(Curvature):
             columns.append(rule.residual(loss, outputs[m:], targets[m:]))
         return Seeds(columns, factor.e.flatten(), factor.rest, factor.unit)
 
-    @property
-    def at_outputs(self) -> OutputProduct:
-        return _curvature_at_outputs
+    def at_outputs(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+        """H of the loss, or of the function that its rule takes the curvature from."""
+        return hessian_at_outputs(loss_rule(loss).curved_loss(loss), outputs, targets, image)
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return term_count
 
     def column_count(self, rule: LossRule, shape: Sequence[int]) -> int:
         return rule.column_count(shape)
-
-
-def _curvature_at_outputs(loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
-    """H of the loss, or of the function that its rule takes the curvature from, by autograd."""
-    return hessian_at_outputs(loss_rule(loss).curved_loss(loss), outputs, targets, image)
 
 
 class EmpiricalFisher(Curvature):
@@ -118,9 +112,8 @@ class EmpiricalFisher(Curvature):
     def seeds(self, rule: LossRule, loss: nn.Module, outputs: Tensor, targets: Tensor, m: int) -> Seeds:
         return Seeds([rule.residual(loss, outputs, targets)], None, None)
 
-    @property
-    def at_outputs(self) -> OutputProduct:
-        return fisher_at_outputs
+    def at_outputs(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None, image: Tensor) -> Tensor:
+        return fisher_at_outputs(loss, outputs, targets, image)
 
     def divisor(self, term_count: Scalar, samples: int) -> Scalar:
         return term_count * term_count / samples

@@ -25,18 +25,11 @@ class Solution(NamedTuple):
     iterations: int
 
 
-def solve_cholesky(matrix: Tensor, rhs: Tensor) -> Solution:
-    """Solve matrix x = rhs by a Cholesky factorisation, without waiting for the device.
-
-    matrix (b, m, m), rhs (b, m). Where the matrix is not numerically positive definite `ok` is false
-    and x has no meaning.
-    """
-    lower, ok = factor_cholesky(matrix)
-    return Solution(solve_factored(lower, rhs), ok, 1)
-
-
 def factor_cholesky(matrix: Tensor) -> tuple[Tensor, Truth]:
-    """L with L L^T = matrix, (b, m, m), and whether the matrix is numerically positive definite."""
+    """L with L L^T = matrix, (b, m, m), and whether the matrix is numerically positive definite.
+
+    It does not wait for the device. Where the matrix is not definite L has no meaning.
+    """
     lower, info = torch.linalg.cholesky_ex(matrix)
     return lower, scalar(info if info.dim() == 0 else info.any()) == 0
 
@@ -182,7 +175,7 @@ def solve_in_sample_space(
     e: Tensor | None,
     projected_base: Tensor | None,
     damping: Scalar,
-    solve: Callable[[Tensor, Tensor], Solution] = solve_cholesky,
+    solve: Callable[[Tensor, Tensor], Solution],
 ) -> SampleSpaceStep:
     """Coefficients c of p = p0 - Z^T c and p^T B p = |U p|^2, from the Gram matrix Z Z^T alone.
 

@@ -64,7 +64,6 @@ class FactorProducts:
         self._factor = factor
         self.blocks = [{name: parameters[name] for name in block} for block in blocks]
         self._jacobian = jacobian_products(outputs, parameters)
-        self.shape = (len(outputs) * factor.width, sum(parameter.numel() for parameter in parameters.values()))
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         """Z_b v_b = S^T (J_b v_b) for every block, (b, n k)."""

@@ -366,7 +366,7 @@ def capture_rows(
     buffers = Buffers(plan.buffers, {})
     try:
         run = buffers.preserved(run_as_written(forward or call_model, plan.has_compiled), inputs)
-        captured = capture(plan, model, run, inputs, samples)
+        captured = capture(plan, run, inputs, samples)
         if check:
             check_samples_apart(captured)
         columns, divisor = columns_of(captured)

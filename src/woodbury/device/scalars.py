@@ -208,11 +208,6 @@ def ratio_where(condition: Truth, a: Scalar, b: Scalar, otherwise: float) -> Any
     return where(condition, a / b, otherwise)
 
 
-def magnitude(value: Scalar) -> Scalar:
-    """|value|."""
-    return value.__abs__()
-
-
 def root(value: Scalar) -> Scalar:
     """The square root; of 0 for a negative value, as rounding may give one."""
     if isinstance(value, Number):
@@ -222,20 +217,20 @@ def root(value: Scalar) -> Scalar:
 
 def as_double(value: Scalar | Tensor) -> Tensor:
     """The number as a 0-dim tensor in double precision."""
-    if isinstance(value, Number):
-        value = value.tensor()
-    if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
-    return value.clone().double() if value.is_inference() else value.double()
+    return _as_tensor(value, torch.float64)
 
 
 def as_truth(value: Truth | Tensor) -> Tensor:
     """The truth value as a 0-dim boolean tensor."""
+    return _as_tensor(value, torch.bool)
+
+
+def _as_tensor(value: Scalar | Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Number):
         value = value.tensor()
     if not isinstance(value, Tensor):
-        return torch.tensor(value, device="cpu")
-    return value.clone().bool() if value.is_inference() else value.bool()
+        return torch.tensor(value, dtype=dtype, device="cpu")
+    return (value.clone() if value.is_inference() else value).to(dtype)
 
 
 # -- several numbers in one kernel --------------------------------------------------------------------------------

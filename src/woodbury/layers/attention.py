@@ -70,7 +70,9 @@ def watch_linear_maps(
         outputs = outputs.transpose(0, 1).contiguous()  # torch takes views of it
         return outputs.flatten(0, 1) if flat else outputs
 
-    return _seeing(forward, F=SimpleNamespace(**_functions_with(linear)))
+    if not isinstance(forward, FunctionType):
+        return forward
+    return _copy(forward, {**forward.__globals__, "F": SimpleNamespace(**_functions_with(linear))})
 
 
 def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
@@ -81,13 +83,6 @@ def _functions_with(linear: Callable[..., Tensor]) -> dict[str, Any]:
         if isinstance(function, FunctionType) and function.__globals__ is vars(F):  # torch's own
             functions[name] = _copy(function, functions)
     return functions
-
-
-def _seeing(function: Callable[..., Any], **exchanged: Any) -> Callable[..., Any]:
-    """A copy of a function for which some global names stand for something else."""
-    if not isinstance(function, FunctionType):
-        return function
-    return _copy(function, {**function.__globals__, **exchanged})
 
 
 def _copy(function: FunctionType, names: dict[str, Any]) -> FunctionType:

@@ -25,16 +25,7 @@ Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
     """Rows summed over the output positions; patches are cut out (im2col) for a block of samples at a time."""
     assert isinstance(layer, Convolution)
-    cut = partial(
-        patches,
-        padding=_padding(layer),
-        mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode,
-        kernel=layer.kernel_size,
-        stride=layer.stride,
-        dilation=layer.dilation,
-        groups=layer.groups,
-    )
-    return _shared_rows(layer, inputs, grads, cut)
+    return _shared_rows(layer, inputs, grads, partial(patches, layer))
 
 
 @register_layer(nn.ConvTranspose1d, parameters=WEIGHT_AND_BIAS)
@@ -42,17 +33,9 @@ def convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedR
 @register_layer(nn.ConvTranspose3d, parameters=WEIGHT_AND_BIAS)
 def transposed_convolution_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> SharedRows:
     """The same for the input with zeros in between (the stride), and the kernel reversed."""
-    assert isinstance(layer, Transposed) and not isinstance(layer.padding, str)
-    cut = partial(
-        spread_patches,
-        padding=layer.padding,
-        size=tuple(grads.shape[3:]),  # of the output, output_padding or output_size included
-        kernel=layer.kernel_size,
-        stride=layer.stride,
-        dilation=layer.dilation,
-        groups=layer.groups,
-    )
-    return _shared_rows(layer, inputs, grads, cut, swapped=True)
+    assert isinstance(layer, Transposed)
+    size = tuple(grads.shape[3:])  # of the output, output_padding or output_size included
+    return _shared_rows(layer, inputs, grads, partial(spread_patches, layer, size), swapped=True)
 
 
 def _shared_rows(
@@ -87,60 +70,48 @@ def _padding(layer: Convolution) -> list[int]:
     return [side for length in reversed(layer.padding) for side in (length, length)]
 
 
-def patches(
-    inputs: Tensor,
-    padding: Sequence[int],
-    mode: str,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def patches(layer: Convolution, inputs: Tensor) -> Tensor:
     """What the kernel sees at each output position: (n, g c, *positions) -> (n, s, g, c kernel)."""
+    padding = _padding(layer)
     if any(padding):
-        inputs = F.pad(inputs, list(padding), mode=mode)
-    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        inputs = F.pad(inputs, padding, mode=mode)
+    steps = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    for axis, (size, step, gap) in enumerate(steps):
         inputs = inputs.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]  # a view
-    return _in_order(inputs, len(kernel), groups)
+    return _in_order(layer, inputs)
 
 
-def spread_patches(
-    inputs: Tensor,
-    padding: Sequence[int],
-    size: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def spread_patches(layer: Transposed, size: Sequence[int], inputs: Tensor) -> Tensor:
     """The inputs that reach each output position of a transposed convolution, in the order of its kernel."""
-    lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], stride, strict=True)]
+    assert not isinstance(layer.padding, str)
+    lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], layer.stride, strict=True)]
     spread = inputs.new_zeros(*inputs.shape[:2], *lengths)
     view = spread
-    for axis, step in enumerate(stride):
+    for axis, step in enumerate(layer.stride):
         view = view.unfold(2 + axis, 1, step).squeeze(-1)
     view.copy_(inputs)
     # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
-    reach = [gap * (width - 1) for gap, width in zip(dilation, kernel, strict=True)]
-    before = [length - pad for length, pad in zip(reach, padding, strict=True)]
+    reach = [gap * (width - 1) for gap, width in zip(layer.dilation, layer.kernel_size, strict=True)]
+    before = [length - pad for length, pad in zip(reach, layer.padding, strict=True)]
     after = [
         total + length - first - own
         for total, length, first, own in zip(size, reach, before, lengths, strict=True)
     ]
     sides = [side for pair in reversed(list(zip(before, after, strict=True))) for side in pair]
     spread = F.pad(spread, sides)  # a negative side cuts off
-    for axis, (length, gap) in enumerate(zip(reach, dilation, strict=True)):
+    for axis, (length, gap) in enumerate(zip(reach, layer.dilation, strict=True)):
         spread = spread.unfold(2 + axis, length + 1, 1)[..., ::gap]
-    return _in_order(spread, len(kernel), groups, reverse=True)
+    return _in_order(layer, spread, reverse=True)
 
 
-def _in_order(cut: Tensor, axes: int, groups: int, reverse: bool = False) -> Tensor:
+def _in_order(layer: Convolution | Transposed, cut: Tensor, reverse: bool = False) -> Tensor:
     """(n, g c, *positions, *kernel) -> (n, s, g, c kernel), the kernel reversed or not."""
-    cut = cut.unflatten(1, (groups, -1))
+    axes, cut = len(layer.kernel_size), cut.unflatten(1, (layer.groups, -1))
     positions, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
     if reverse:
         cut = torch.flip(cut, list(kernel))
     # Positions last in memory: the copy then runs along rows of the image.
     position_count = math.prod(cut.shape[axis] for axis in positions)
-    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], groups, -1, position_count)
+    ordered = cut.permute(0, 1, 2, *kernel, *positions).reshape(cut.shape[0], layer.groups, -1, position_count)
     return ordered.permute(0, 3, 1, 2)

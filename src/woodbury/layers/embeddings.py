@@ -13,15 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from woodbury.layers.forms import windows
-from woodbury.layers.positions import (
-    ELEMENTWISE,
-    Part,
-    PartRows,
-    gram_by_gradients,
-    gram_by_pairs,
-    row_count,
-    row_window,
-)
+from woodbury.layers.positions import ELEMENTWISE, Part, PartRows, row_count, row_window
 
 
 @dataclass
@@ -53,33 +45,33 @@ class EmbeddingRows(PartRows):
     def pairs_are_cheaper(self, other: Self) -> bool:
         return indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
 
-    def gram_by_pairs(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
-        """K from pairs of positions."""
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.shape
 
-        def inner(x: Tensor, y: Tensor, group: int) -> Tensor:
-            equal = x[:, :, None, None] == y
-            return equal if self.padding is None else equal & (y != self.padding)
+    @property
+    def input_size(self) -> int:
+        return 1
 
-        return gram_by_pairs(self.parts, other.parts, inner, 1, dtype, self._byte_limit)
+    def inner(self, x: Tensor, y: Tensor, group: int) -> Tensor:
+        equal = x[:, :, None, None] == y
+        return equal if self.padding is None else equal & (y != self.padding)
 
     def gram_by_gradients(self, other: EmbeddingRows, dtype: torch.dtype) -> Tensor:
         """K from the gradients in the rows of W that occur."""
-        parts = self.parts if other.parts is self.parts else (*self.parts, *other.parts)
+        same, count = other.parts is self.parts, len(self.parts)
+        parts = self.parts if same else (*self.parts, *other.parts)
         index_count, ranked = _renumber(parts, self.shape[0], self.padding)
-        own = ranked[: len(self.parts)]
-        others = own if other.parts is self.parts else ranked[len(self.parts) :]
+        own = replace(self, parts=ranked[:count], shape=(index_count, self.shape[1]))
+        return PartRows.gram_by_gradients(own, own if same else replace(own, parts=ranked[count:]), dtype)
 
-        def gradients(part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
-            """Write sum_s h_s [x_s = w] for a chunk of indices w and features into out (r, w, o)."""
-            indices, features = chunk
-            numbers = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
-            for window in windows(part.samples, self._byte_limit // dtype.itemsize // 8 // max(1, numbers)):
-                x, h = part.read(window, dtype)
-                sums = _sums_by_index(x, h[:, :, :, 0, features], indices)
-                out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
-
-        sizes = (index_count, self.shape[1])
-        return gram_by_gradients(own, others, sizes, gradients, dtype, self._byte_limit)
+    def write_gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
+        indices, features = chunk
+        numbers = part.columns * (indices.stop - indices.start + 1 + 3 * part.positions) * out.shape[-1]
+        for window in windows(part.samples, self._byte_limit // out.element_size() // 8 // max(1, numbers)):
+            x, h = part.read(window, out.dtype)
+            sums = _sums_by_index(x, h[:, :, :, 0, features], indices)
+            out[row_window(part, window)].unflatten(0, h.shape[:2]).copy_(sums)
 
     def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
         bytes_per_sample = 3 * dtype.itemsize * max(1, part.grads[0].numel())

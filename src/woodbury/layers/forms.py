@@ -300,6 +300,8 @@ def paired(a: RowForm, b: RowForm) -> tuple[RowForm, RowForm]:
 
 def concatenate_forms(pieces: Sequence[Mapping[str, RowForm]]) -> dict[str, RowForm]:
     """The forms of several pieces of a batch, one piece after the other, layer by layer."""
+    if len(pieces) == 1:
+        return dict(pieces[0])
     forms: dict[str, RowForm] = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece):
         own = [piece[name] for piece in pieces if name in piece]

@@ -18,17 +18,21 @@ from woodbury.layers.rules import WEIGHT_AND_BIAS
 
 
 @register_layer(nn.LayerNorm, parameters=WEIGHT_AND_BIAS)
-def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """Normalised over the last axes, with one weight per entry of these."""
-    assert isinstance(layer, nn.LayerNorm)
-    return _over_leading_axes(layer, F.layer_norm, inputs, grads)
-
-
 @register_layer(nn.RMSNorm, parameters=WEIGHT_AND_BIAS)
-def rms_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
-    """Divided by the root mean square over the last axes, without centring."""
-    assert isinstance(layer, nn.RMSNorm)
-    return _over_leading_axes(layer, F.rms_norm, inputs, grads)
+def layer_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Tensor]:
+    """Normalised over the last axes, RMSNorm without centring, with one weight per entry of these."""
+    assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
+    if inputs.dim() <= len(layer.normalized_shape):
+        raise ValueError(
+            f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
+            "the samples too: rows per sample do not exist"
+        )
+    normalise: Callable[..., Tensor] = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
+    xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
+    n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
+    features = xhat.shape[xhat.dim() - width :].numel()
+    rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
+    return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
 
 
 @register_layer(nn.GroupNorm, parameters=WEIGHT_AND_BIAS)
@@ -64,22 +68,6 @@ def batch_norm_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str
     assert isinstance(layer, _BatchNorm) and not layer.training and layer.running_mean is not None
     xhat = F.batch_norm(inputs, layer.running_mean, layer.running_var, eps=layer.eps)
     return _over_channels(layer, xhat, grads)
-
-
-def _over_leading_axes(
-    layer: nn.LayerNorm | nn.RMSNorm, normalise: Callable[..., Tensor], inputs: Tensor, grads: Tensor
-) -> dict[str, Tensor]:
-    """Rows summed over the axes that `normalise` leaves alone."""
-    if inputs.dim() <= len(layer.normalized_shape):
-        raise ValueError(
-            f"{type(layer).__name__} got an input of shape {tuple(inputs.shape)} and normalises over all of it, "
-            "the samples too: rows per sample do not exist"
-        )
-    xhat = normalise(inputs, layer.normalized_shape, eps=layer.eps)
-    n, k, width = grads.shape[0], grads.shape[1], len(layer.normalized_shape)
-    features = xhat.shape[xhat.dim() - width :].numel()
-    rows = _affine_rows(layer, xhat.reshape(n, -1, features), grads.reshape(n, k, -1, features))
-    return {name: value.unflatten(2, tuple(layer.normalized_shape)) for name, value in rows.items()}
 
 
 def _over_channels(layer: nn.Module, xhat: Tensor, grads: Tensor) -> dict[str, Tensor]:

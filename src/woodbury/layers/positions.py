@@ -134,117 +134,6 @@ def row_window(part: Part, samples: slice) -> slice:
     return slice(samples.start * part.columns, samples.stop * part.columns)
 
 
-Inner = Callable[[Tensor, Tensor, int], Tensor]  # inputs (n, s, ...), (m, t, ...), group -> (n, s, m, t)
-
-
-def gram_by_pairs(
-    lefts: Sequence[Part], rights: Sequence[Part], inner: Inner, features: int, dtype: torch.dtype, max_bytes: int
-) -> Tensor:
-    """K (r, r') as the double sum over positions, with inner for v_is . v_jt; features: numbers in one v."""
-    gram = lefts[0].grads.new_empty(row_count(lefts), row_count(rights), dtype=dtype)
-    budget = max_bytes // dtype.itemsize
-    same = lefts is rights
-    for p, (left, rows) in enumerate(spans(lefts)):
-        for q, (right, columns) in enumerate(spans(rights)):
-            if same and q < p:
-                gram[rows, columns] = gram[columns, rows].t()
-            else:
-                _fill_by_pairs(
-                    gram[rows, columns],
-                    left,
-                    right=right,
-                    inner=inner,
-                    features=features,
-                    dtype=dtype,
-                    budget=budget,
-                )
-    return gram
-
-
-def _fill_by_pairs(
-    gram: Tensor, left: Part, right: Part, inner: Inner, features: int, dtype: torch.dtype, budget: int
-) -> None:
-    """Write the block of K for one pair of parts; budget in numbers."""
-    same = left is right
-    # Half the budget for the products of position pairs, half for v and h of the two blocks.
-    pair = right.positions * (2 * left.columns * right.columns + 2)  # one position on the left, one sample right
-    pair_count = max(1, budget // 2 // pair)
-    largest = max(_numbers_per_sample(left, features), _numbers_per_sample(right, features))
-    sample_limit = max(1, budget // 4 // largest)
-    pairs = pair_count // left.positions
-    if pairs:
-        left_step = min(left.samples, sample_limit, math.isqrt(pairs))
-        right_step = left_step if same else min(right.samples, sample_limit, max(1, pairs // left_step))
-        position_step = left.positions
-    else:
-        left_step = right_step = 1
-        position_step = pair_count
-    for a in windows(left.samples, left_step):
-        x, h = left.read(a, dtype)
-        for b in windows(right.samples, right_step):
-            if same and b.start < a.start:
-                gram[row_window(left, a), row_window(right, b)] = gram[
-                    row_window(right, b), row_window(left, a)
-                ].t()
-                continue
-            y, e = (x, h) if same and a == b else right.read(b, dtype)
-            total: Tensor | None = None
-            for s in windows(left.positions, position_step):
-                for group in range(h.shape[3]):
-                    outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
-                    # cast before it is spread: of a mask that would be a copy
-                    products = inner(x[:, s], y, group).to(dtype)
-                    outer.mul_(products[:, None, :, :, None])  # (n, k, s, m, l, t)
-                    term = outer.sum((2, 5))
-                    total = term if total is None else total.add_(term)
-            assert total is not None
-            gram[row_window(left, a), row_window(right, b)] = total.flatten(2).flatten(0, 1)
-
-
-def _numbers_per_sample(part: Part, features: int) -> int:
-    """How many numbers v and h of one sample have."""
-    return part.positions * features + part.grads[0].numel()
-
-
-Gradients = Callable[[Part, tuple[slice, ...], Tensor], None]  # part, chunk of the parameters, where to write
-
-
-def gram_by_gradients(
-    lefts: Sequence[Part],
-    rights: Sequence[Part],
-    sizes: tuple[int, ...],
-    gradients: Gradients,
-    dtype: torch.dtype,
-    max_bytes: int,
-) -> Tensor:
-    """K (r, r') from rows written out for one chunk at a time of the parameters, of shape `sizes`.
-
-    A third of max_bytes is for the rows, a third for the copy of its right side that a matrix product may make
-    (oneDNN on ARM does), a third for temporaries while rows are written.
-    """
-    same = lefts is rights
-    rows_at_once = row_count(lefts) + (0 if same else row_count(rights))
-    gram = lefts[0].grads.new_zeros(row_count(lefts), row_count(rights), dtype=dtype)
-    for chunk in chunks(sizes, max_bytes // dtype.itemsize // 3 // rows_at_once):
-        a = write_rows(lefts, chunk, gradients, dtype)
-        if same:
-            add_own_product(gram, a)
-        else:
-            gram.addmm_(a, write_rows(rights, chunk, gradients, dtype).t())
-        del a  # before the next chunk is made
-    return gram
-
-
-def write_rows(
-    parts: Sequence[Part], chunk: tuple[slice, ...], gradients: Gradients, dtype: torch.dtype
-) -> Tensor:
-    sizes = [window.stop - window.start for window in chunk]
-    rows = parts[0].grads.new_empty(row_count(parts), *sizes, dtype=dtype)
-    for part, span in spans(parts):
-        gradients(part, chunk, rows[span])
-    return rows.flatten(1)
-
-
 def chunks(sizes: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     """Boxes of at most `limit` numbers (1 at least) that cover an array of these sizes; first axes cut first."""
     if not sizes:
@@ -277,17 +166,27 @@ class PartRows(WeightRows):
     def _byte_limit(self) -> int:
         return byte_limit(self.max_bytes, self.parts[0].grads.device)
 
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, ...]:
+        """The shape in which gradients of W are written."""
+
     @abstractmethod
     def pairs_are_cheaper(self, other: Self) -> bool:
         """Which of the two routes to K costs less."""
 
     @abstractmethod
-    def gram_by_pairs(self, other: Self, dtype: torch.dtype) -> Tensor:
-        """The term of W in K, from pairs of positions."""
+    def inner(self, x: Tensor, y: Tensor, group: int) -> Tensor:
+        """v_is . v_jt, (n, s, m, t), for inputs (n, s, ...) and (m, t, ...)."""
+
+    @property
+    @abstractmethod
+    def input_size(self) -> int:
+        """How many numbers the inputs have at one position."""
 
     @abstractmethod
-    def gram_by_gradients(self, other: Self, dtype: torch.dtype) -> Tensor:
-        """The term of W in K, from per-sample gradients."""
+    def write_gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
+        """Write sum_s h_s v_s^T of every row for a chunk of `sizes` into out (r, *chunk)."""
 
     @abstractmethod
     def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
@@ -318,6 +217,85 @@ class PartRows(WeightRows):
             total = add_onto(term if scales is None else term.mul_(scales[self.bias]), total)
         assert total is not None
         return add_onto(total, onto)
+
+    def gram_by_pairs(self, other: Self, dtype: torch.dtype) -> Tensor:
+        """The term of W in K, as the double sum over positions."""
+        lefts, rights = self.parts, other.parts
+        gram = lefts[0].grads.new_empty(row_count(lefts), row_count(rights), dtype=dtype)
+        for p, (left, rows) in enumerate(spans(lefts)):
+            for q, (right, columns) in enumerate(spans(rights)):
+                if lefts is rights and q < p:
+                    gram[rows, columns] = gram[columns, rows].t()
+                else:
+                    self._fill_by_pairs(gram[rows, columns], left, right)
+        return gram
+
+    def _fill_by_pairs(self, gram: Tensor, left: Part, right: Part) -> None:
+        """Write the block of K for one pair of parts."""
+        same, dtype, budget = left is right, gram.dtype, self._byte_limit // gram.element_size()
+        # Half the budget for the products of position pairs, half for v and h of the two blocks.
+        pair = right.positions * (
+            2 * left.columns * right.columns + 2
+        )  # one position on the left, one sample right
+        pair_count = max(1, budget // 2 // pair)
+        largest = max(part.positions * self.input_size + part.grads[0].numel() for part in (left, right))
+        sample_limit = max(1, budget // 4 // largest)
+        pairs = pair_count // left.positions
+        if pairs:
+            left_step = min(left.samples, sample_limit, math.isqrt(pairs))
+            right_step = left_step if same else min(right.samples, sample_limit, max(1, pairs // left_step))
+            position_step = left.positions
+        else:
+            left_step = right_step = 1
+            position_step = pair_count
+        for a in windows(left.samples, left_step):
+            rows, (x, h) = row_window(left, a), left.read(a, dtype)
+            for b in windows(right.samples, right_step):
+                columns = row_window(right, b)
+                if same and b.start < a.start:
+                    gram[rows, columns] = gram[columns, rows].t()
+                    continue
+                y, e = (x, h) if same and a == b else right.read(b, dtype)
+                total: Tensor | None = None
+                for s in windows(left.positions, position_step):
+                    for group in range(h.shape[3]):
+                        term = self._sum_pairs(x[:, s], y, h[:, :, s, group], e[:, :, :, group], group)
+                        total = term if total is None else total.add_(term)
+                assert total is not None
+                gram[rows, columns] = total.flatten(2).flatten(0, 1)
+
+    def _sum_pairs(self, x: Tensor, y: Tensor, h: Tensor, e: Tensor, group: int) -> Tensor:
+        """sum_{s,t} (v_is . v_jt) (h_is . h_jt) of one group, (n, k, m, l)."""
+        outer = torch.tensordot(h, e, dims=([3], [3]))  # (n, k, s, m, l, t)
+        # cast before it is spread: of a mask that would be a copy
+        products = self.inner(x, y, group).to(h.dtype)
+        return outer.mul_(products[:, None, :, :, None]).sum((2, 5))
+
+    def gram_by_gradients(self, other: Self, dtype: torch.dtype) -> Tensor:
+        """The term of W in K, from rows written out for one chunk of W at a time.
+
+        A third of `max_bytes` is for the rows, a third for the copy of its right side that a matrix product may
+        make (oneDNN on ARM does), a third for temporaries while rows are written.
+        """
+        same = other.parts is self.parts
+        rows_at_once = row_count(self.parts) + (0 if same else row_count(other.parts))
+        gram = self.parts[0].grads.new_zeros(row_count(self.parts), row_count(other.parts), dtype=dtype)
+        for chunk in chunks(self.sizes, self._byte_limit // dtype.itemsize // 3 // rows_at_once):
+            a = self.write_rows(chunk, dtype)
+            if same:
+                add_own_product(gram, a)
+            else:
+                gram.addmm_(a, other.write_rows(chunk, dtype).t())
+            del a  # before the next chunk is made
+        return gram
+
+    def write_rows(self, chunk: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+        """The rows of a chunk of W, (r, numbers in the chunk)."""
+        sizes = [window.stop - window.start for window in chunk]
+        rows = self.parts[0].grads.new_empty(row_count(self.parts), *sizes, dtype=dtype)
+        for part, span in spans(self.parts):
+            self.write_gradients(part, chunk, rows[span])
+        return rows.flatten(1)
 
     def matvec(self, vector: Mapping[str, Tensor]) -> Tensor:
         products = []

@@ -14,6 +14,7 @@ reports each z.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,21 +100,14 @@ def recurrent_forward(
     layer: nn.Module, names: Mapping[int, str], report: Report, inputs: Tensor, hx: Any = None
 ) -> Any:
     """What a recurrent layer returns; reports its linear maps. names: id of a trained parameter -> its name."""
-
-    def place(tensor: Tensor | None) -> Place | None:
-        name = names.get(id(tensor))
-        return None if tensor is None or name is None else whole_parameter(name, tensor.shape)
-
-    def run(weights: Weights, xs: Tensor, state: State, backward: bool = False) -> tuple[list[Tensor], State]:
-        return _run(layer, weights, xs=xs, state=state, backward=backward, place=place, report=report)
-
+    run = partial(_run, layer, names, report)
     width = layer.hidden_size
     assert isinstance(width, int)
     has_cell = isinstance(layer, nn.LSTM | nn.LSTMCell)
     given = () if hx is None else tuple(hx) if has_cell else (hx,)
     if isinstance(layer, nn.RNNCellBase):
         start = given or (inputs.new_zeros(len(inputs), width),) * (2 if has_cell else 1)
-        _, state = run(Weights.of(layer, ""), inputs.unsqueeze(1), start)
+        _, state = run("", inputs.unsqueeze(1), start)
         return state if has_cell else state[0]
     assert isinstance(layer, nn.RNNBase)
     xs = inputs if layer.batch_first else inputs.transpose(0, 1)  # (n, t, features)
@@ -128,7 +122,7 @@ def recurrent_forward(
             xs = F.dropout(xs.transpose(0, 1), layer.dropout).transpose(0, 1)
         sequences = []
         for way in ways:
-            hidden, end = run(Weights.of(layer, f"_l{number}{way}"), xs, starts[len(ends)], bool(way))
+            hidden, end = run(f"_l{number}{way}", xs, starts[len(ends)])
             sequences.append(torch.stack(hidden))
             ends.append(end)
         xs = (sequences[0] if len(sequences) == 1 else torch.cat(sequences, dim=2)).transpose(0, 1)
@@ -138,15 +132,18 @@ def recurrent_forward(
 
 
 def _run(
-    layer: nn.Module,
-    weights: Weights,
-    xs: Tensor,
-    state: State,
-    backward: bool,
-    place: Callable[[Tensor | None], Place | None],
-    report: Report,
+    layer: nn.Module, names: Mapping[int, str], report: Report, suffix: str, xs: Tensor, state: State
 ) -> tuple[list[Tensor], State]:
-    """The hidden states (n, features) of every step of xs (n, t, features), and the last state."""
+    """The hidden states (n, features) of every step of xs (n, t, features), and the last state.
+
+    suffix is that of the names of the weights.
+    """
+    weights, backward = Weights.of(layer, suffix), suffix.endswith("_reverse")
+
+    def place(tensor: Tensor | None) -> Place | None:
+        name = names.get(id(tensor))
+        return None if tensor is None or name is None else whole_parameter(name, tensor.shape)
+
     gated = isinstance(layer, nn.GRU | nn.GRUCell)
     bias = weights.bias_ih
     if bias is not None and weights.bias_hh is not None and not gated:

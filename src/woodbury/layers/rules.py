@@ -116,9 +116,7 @@ def prelu_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> dict[str, Ten
     assert isinstance(layer.weight, Tensor)
     negative = inputs.clamp(max=0)
     n, k = grads.shape[:2]
-    if layer.weight.numel() == 1:
-        return {"weight": summed_products(grads.reshape(n, k, -1, 1), negative.reshape(n, -1, 1))}
-    channels = inputs.shape[1]
+    channels = layer.weight.numel()
     rows = summed_products(
         grads.reshape(n, k, channels, -1).transpose(2, 3), negative.reshape(n, channels, -1).transpose(1, 2)
     )

@@ -11,16 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from woodbury.layers.forms import windows
-from woodbury.layers.positions import (
-    ELEMENTWISE,
-    Part,
-    PartRows,
-    gram_by_gradients,
-    gram_by_pairs,
-    row_count,
-    row_window,
-    write_rows,
-)
+from woodbury.layers.positions import ELEMENTWISE, Part, PartRows, row_count, row_window
 
 
 @dataclass
@@ -59,21 +50,15 @@ class SharedRows(PartRows):
     def pairs_are_cheaper(self, other: Self) -> bool:
         return pairs_are_cheaper(self.parts, other.parts, self.sizes)
 
-    def gram_by_pairs(self, other: SharedRows, dtype: torch.dtype) -> Tensor:
-        """The term of W, from pairs of positions."""
+    @property
+    def input_size(self) -> int:
         groups, _, width = self.sizes
+        return groups * width
 
-        def inner(x: Tensor, y: Tensor, group: int) -> Tensor:
-            return torch.tensordot(x[:, :, group], y[:, :, group], dims=([2], [2]))
+    def inner(self, x: Tensor, y: Tensor, group: int) -> Tensor:
+        return torch.tensordot(x[:, :, group], y[:, :, group], dims=([2], [2]))
 
-        return gram_by_pairs(self.parts, other.parts, inner, groups * width, dtype, self._byte_limit)
-
-    def gram_by_gradients(self, other: SharedRows, dtype: torch.dtype) -> Tensor:
-        """The term of W, from per-sample gradients."""
-        return gram_by_gradients(self.parts, other.parts, self.sizes, self._gradients, dtype, self._byte_limit)
-
-    def _gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
-        """Write G = sum_s h_s v_s^T for a chunk of groups, outputs and inputs into out (r, g, o, i)."""
+    def write_gradients(self, part: Part, chunk: tuple[slice, ...], out: Tensor) -> None:
         groups, outputs, inputs = chunk
         for window in self.sample_windows(part, out.dtype):
             v, h = part.read(window, out.dtype)
@@ -111,8 +96,7 @@ class SharedRows(PartRows):
             chunk = group, inside, slice(0, features)
             if self.swapped:  # the first axis is (g, c), and i = (c, *kernel)
                 chunk = group, slice(0, width), slice(inside.start * kernel, inside.stop * kernel)
-            rows = write_rows(self.parts, chunk, self._gradients, dtype)
-            rows = rows.unflatten(1, [own.stop - own.start for own in chunk])
+            rows = self.write_rows(chunk, dtype).unflatten(1, [own.stop - own.start for own in chunk])
             written.append(self._as_stored(rows).flatten(1, 2))
         joined = written[0] if len(written) == 1 else torch.cat(written, dim=1)
         return joined.reshape(len(joined), window.stop - window.start, *self.shape[1:])

@@ -124,18 +124,13 @@ def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor | None
 
 def _over_outputs(weight: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """A weight of BCEWithLogitsLoss for each output of a sample, (C,), broadcast as torch does."""
-    own = tuple(weight.shape)
-    if len(own) == len(shape) and own[0] == 1:
-        own = own[1:]  # the sample axis
-    # torch lines the axes up from the last one
-    if len(own) >= len(shape) or any(
-        a not in (1, b) for a, b in zip(reversed(own), reversed(shape), strict=False)
-    ):
+    try:
+        return weight.expand(1, *shape[1:]).reshape(-1)
+    except RuntimeError:
         raise ValueError(
             f"BCEWithLogitsLoss({name}=...) of shape {tuple(weight.shape)} does not fit outputs of shape "
             f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
-        )
-    return weight.reshape(own).expand(shape[1:]).reshape(-1)
+        ) from None
 
 
 @register_loss(nn.PoissonNLLLoss)

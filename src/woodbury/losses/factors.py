@@ -25,11 +25,6 @@ class Factor(ABC):
     rest: Tensor | None = field(default=None, kw_only=True)  # (n, m), None for zeros
     unit: float = field(default=1.0, kw_only=True)  # S is over it, and e times it
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """k, the number of columns per sample."""
-
     @abstractmethod
     def columns(self) -> Tensor:
         """The columns of each S_i as rows, (n, k, m)."""
@@ -49,10 +44,6 @@ class DenseFactor(Factor):
 
     matrix: Tensor  # (n, k, m), columns as rows
 
-    @property
-    def width(self) -> int:
-        return self.matrix.shape[1]
-
     def columns(self) -> Tensor:
         return self.matrix
 
@@ -68,10 +59,6 @@ class DiagonalFactor(Factor):
     """S = diag(root), for losses that are sums over single outputs."""
 
     root: Tensor  # (n, m)
-
-    @property
-    def width(self) -> int:
-        return self.root.shape[1]
 
     def columns(self) -> Tensor:
         return torch.diag_embed(self.root)
@@ -91,10 +78,6 @@ class SoftmaxFactor(Factor):
     others: Tensor  # (n T, C - 1): the class of each column
     common: Tensor  # (n T, C)
     positions: int  # T
-
-    @property
-    def width(self) -> int:
-        return self.positions * self.root.shape[1]
 
     def columns(self) -> Tensor:
         root = self.root.unsqueeze(2)

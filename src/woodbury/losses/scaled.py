@@ -61,9 +61,6 @@ class _ScaledRule(StructuredRule):
     def count(self, loss: Any, targets: Tensor) -> Scalar:
         return _rule(loss).count(loss.loss, targets)
 
-    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
-        return _rule(loss).count_of_first(loss.loss, targets, samples)
-
     def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         return _rule(loss).values(loss.loss, outputs, targets) * loss.factor
 
@@ -100,7 +97,4 @@ class NoSamples(ScaledLoss):
 @register_loss(NoSamples)
 class _NoSamplesRule(_ScaledRule):
     def count(self, loss: nn.Module, targets: Tensor) -> Scalar:
-        return 0
-
-    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
         return 0

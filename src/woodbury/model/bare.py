@@ -15,7 +15,7 @@ of c_i (column_i . outputs_i), which it is not where the row of one sample holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Parts
-from woodbury.model.fallback import grads_of_many, wrong_rows
+from woodbury.model.fallback import Pass, WrittenRows, grads_of_many
 from woodbury.model.graph import PassGraph, fewest_digits
 from woodbury.model.plan import Plan
 
@@ -97,12 +97,8 @@ class Meeting:
             slope = slope[window] if isinstance(slope, Tensor) and len(slope) > 1 else slope
         if isinstance(slope, Tensor) or slope != 1.0:
             grads = grads * slope
-        lacking = len(self.shape) - len(self.inner)
-        broadcast = [
-            place
-            for place, size in enumerate(self.shape)
-            if place != axis and (place < lacking or self.inner[place - lacking] != size)
-        ]
+        sizes = enumerate(zip(self.shape, _aligned(self.inner, self.shape), strict=True))
+        broadcast = [place for place, (size, own) in sizes if place != axis and own != size]
         if broadcast:  # axes in front of the sample axis have moved by one
             grads = grads.sum([place + 2 if place < axis else place + 1 for place in broadcast])
         return grads.reshape(*grads.shape[:2], *self.inner)
@@ -159,9 +155,7 @@ class Bare:
                 total[name] = parameter.new_zeros(*columns[:2], *parameter.shape)
         return total
 
-    def check(
-        self, rows: Parts, outputs: Tensor, columns: Tensor, start: int, autocast: torch.dtype | None
-    ) -> bool:
+    def check(self, rows: Parts, forward_pass: Pass, columns: Tensor, start: int) -> bool:
         """Compare rows with a gradient, in half the digits of the pass.
 
         False if some are wrong, which the next call of `find_bare` knows then.
@@ -169,8 +163,8 @@ class Bare:
         if not all(bool(torch.isfinite(own).all()) for own in rows.values()):
             return True  # nothing can be said; the step has its own word for it
         parameters = {name: self.plan.parameters[name] for name in self.keys}
-        precision = autocast or fewest_digits(outputs)
-        wrong = wrong_rows(rows, outputs, parameters, columns, start, precision)
+        precision = forward_pass.autocast or fewest_digits(forward_pass.outputs)
+        wrong = WrittenRows(forward_pass, parameters, columns, start).wrong(rows, precision)
         self.plan.findings.note_bare(self.keys, wrong, columns.shape)
         return not wrong
 
@@ -233,32 +227,30 @@ def _free_nodes(
             reached.add(node)
             if node in free:
                 continue
-            behind = [(edge, place) for place, edge in enumerate(node.next_functions) if edge[0] is not None]
-            if all(_is_free(edge[0], free, plan) for edge, _ in behind) and not any(
-                _sample_axes(node, edge, samples) for edge, _ in behind if node.name() in _SLOPES
+            behind = [edge for edge in node.next_functions if edge[0] is not None]
+            if all(
+                below in free or id(getattr(below, "variable", None)) in plan.names for below, _ in behind
+            ) and not any(
+                _sample_axes(_sizes(node, 0), _sizes(*edge), samples) for edge in behind if node.name() in _SLOPES
             ):
-                free[node] = frozenset().union(*(free.get(edge[0], frozenset()) for edge, _ in behind))
+                free[node] = frozenset().union(*(free.get(below, frozenset()) for below, _ in behind))
                 pending.append(node)
     return free, reached
-
-
-def _is_free(node: Any, free: Mapping[Any, object], plan: Plan) -> bool:
-    return node in free or id(getattr(node, "variable", None)) in plan.names
 
 
 def _sizes(node: Any, number: int) -> torch.Size:
     return torch.Size(node._input_metadata[number].shape)
 
 
-def _sample_axes(node: Any, edge: tuple[Any, int], samples: int) -> tuple[int, ...]:
+def _aligned(inner: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of q with as many axes as z has."""
+    return *[1] * (len(shape) - len(inner)), *inner
+
+
+def _sample_axes(shape: torch.Size, inner: torch.Size, samples: int) -> tuple[int, ...]:
     """The axes of z with one entry per sample along which q is broadcast."""
-    shape, inner = _sizes(node, 0), _sizes(*edge)
-    lacking = len(shape) - len(inner)
-    return tuple(
-        place
-        for place, size in enumerate(shape)
-        if size == samples and (place < lacking or inner[place - lacking] == 1)
-    )
+    sizes = enumerate(zip(shape, _aligned(inner, shape), strict=True))
+    return tuple(place for place, (size, own) in sizes if size == samples and own == 1)
 
 
 def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str], samples: int) -> Meeting | None:
@@ -267,9 +259,8 @@ def _meeting(node: Any, operand: int, source: GradientEdge, names: frozenset[str
     if slope_of is None or not node._input_metadata[0].dtype.is_floating_point:
         return None
     shape, inner = _sizes(node, 0), _sizes(source.node, source.output_nr)
-    axes = _sample_axes(node, (source.node, source.output_nr), samples)
-    lacking = len(shape) - len(inner)
-    fits = all(size in (1, shape[place + lacking]) for place, size in enumerate(inner))
+    axes = _sample_axes(shape, inner, samples)
+    fits = all(own in (1, size) for size, own in zip(shape, _aligned(inner, shape), strict=True))
     if not axes or not fits:
         return None
     try:

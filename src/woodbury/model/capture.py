@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import unwrap
 from typing import Any
@@ -36,25 +36,13 @@ def call_model(model: nn.Module, inputs: Any) -> Tensor:
     return outputs
 
 
-def calls_model(forward: Forward) -> bool:
-    """Whether a forward is the default one, as it is or wrapped."""
-    return unwrap(forward) is call_model
-
-
 @dataclass
-class GraphCapture:
+class GraphCapture(Pass):
     """A forward pass that autograd followed, with the calls of every layer."""
 
-    plan: Plan
-    model: nn.Module
-    forward: Forward
-    inputs: Any
     raw: Tensor  # the outputs in the model's own shape
-    outputs: Tensor  # (n, C), attached to the graph
     calls: list[Call]  # in the order they were made
-    autocast: torch.dtype | None = None  # the type of passes through the model, if not that of its parameters
-    random: _random.Snapshot | None = None  # the random state before the pass, for a fallback that repeats it
-    obstacles: Mapping[str, str] = field(default_factory=dict)  # layers whose calls were not captured, and why
+    obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
 
     @cached_property
     def chain(self) -> tuple[list[Layer], list[Tensor], list[Back]] | None:
@@ -83,8 +71,7 @@ class GraphCapture:
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        sources = GraphRows(self.plan, self.outputs, self.calls, self.obstacles, self.autocast, self._as_pass)
-        return sources.of(segments)
+        return GraphRows(self, self.calls, self.obstacles).of(segments)
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -113,10 +100,10 @@ class GraphCapture:
                 values.update(zip(changes, moved, strict=True))
                 return self._repeat("outputs", self._outputs_at, values, self.inputs).detach()
             with moved_model(plan, changes, forwards):
-                return self.forward(self.model, self.inputs).detach()
+                return self.forward(plan.model, self.inputs).detach()
 
     def _outputs_at(self, values: Parts, inputs: Any) -> Tensor:
-        return tangents.outputs_by(self._as_pass(), inputs)(values).reshape(self.raw.shape)
+        return self.run_with(values, inputs).reshape(self.raw.shape)
 
     def _repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), replayed from a recording where that saves time."""
@@ -126,14 +113,14 @@ class GraphCapture:
 
     @cached_property
     def _fingerprint(self) -> Hashable:
-        return fingerprint.of_model(self.model), fingerprint.of_function(self.forward)
+        return fingerprint.of_model(self.plan.model), fingerprint.of_function(self.forward)
 
     def push_forward(self, vectors: Sequence[Parts]) -> Tensor:
         """J p of each vector p over all trainable parameters, (k, n, C). Call it before `rows`."""
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
-                images = tangents.push_forward(self._as_pass(), plan.parameters, vectors, self._repeat)
+                images = tangents.push_forward(self, vectors, self._repeat)
             if images is not None:
                 return images
             plan.findings.lower_forward_order(0)
@@ -142,32 +129,23 @@ class GraphCapture:
 
     def second_derivative(self, vector: Parts) -> Tensor:
         """d^2/dt^2 y(theta + t p) at t = 0, (n, C)."""
-        plan, outputs = self.plan, self.outputs.detach()
+        plan = self.plan
 
         def run(change: Parts) -> Tensor:
-            return self.run_again(change, {}).reshape(outputs.shape)
+            return self.run_again(change, {}).reshape(self.outputs.shape)
 
         if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self._as_pass(), plan.parameters, vector, self._repeat)
+                curve = tangents.second_derivative(self, vector, self._repeat)
             if curve is not None and not plan.findings.checked_curve:
-                plan.findings.note_curve(
-                    tangents.agrees_with_differences(curve, run, outputs, self.moved, plan.parameters, vector)
-                )
+                plan.findings.note_curve(tangents.agrees_with_differences(curve, self, run, vector))
             if curve is not None and plan.findings.forward_order >= 2:
                 return curve
             plan.findings.lower_forward_order(1)
-        return tangents.central_difference(run, outputs, plan.parameters, vector)
-
-    def _as_pass(self) -> Pass:
-        """The pass as it is repeated. It refers to this capture and is not kept in it: nothing outlives a step."""
-        return Pass(self.model, self.forward, self.inputs, self.outputs, self.moved, self.random)
+        return tangents.central_difference(self, run, vector)
 
     def moved(self, share: float) -> float:
-        """max |y(theta + d) - y(theta)| for small changes d of the parameters, by this share of themselves.
-
-        0 where it is not known: the pass draws random numbers and cannot be repeated.
-        """
+        """As in `Pass`; not known where the pass draws random numbers and cannot be repeated."""
         now = _random.snapshot(self.plan.device)
         with _random.replayed(self.random):
             outputs = self.run_again(_small_changes(self.plan, share), {}).reshape(self.outputs.shape)
@@ -204,7 +182,7 @@ def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
     So where the model itself may take some, and where it would compute other numbers without them: torch's
     attention in eval mode leaves out padded positions then.
     """
-    if not calls_model(forward) or plan.has_fallback:
+    if unwrap(forward) is not call_model or plan.has_fallback:
         return True
     return bool(plan.fast_paths) and not all(module.training for module in plan.fast_paths)
 
@@ -254,38 +232,33 @@ def _check_changes(plan: Plan, before: Sequence[int], after: Sequence[int]) -> N
 
 
 def capture(
-    plan: Plan,
-    model: nn.Module,
-    forward: Forward,
-    inputs: Any,
-    samples: int,
-    autocast: torch.dtype | None = None,
+    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None = None
 ) -> GraphCapture:
-    """Run forward(model, inputs) with gradients on, keeping every layer's input and output.
+    """Run forward(plan.model, inputs) with gradients on, keeping every layer's input and output.
 
     The first time, once more without compiled code if the model turns out to run some inside.
     """
     if plan.findings.compiled is not None:
-        return _capture(plan, model, forward, inputs, samples, autocast)
+        return _capture(plan, forward, inputs, samples, autocast)
     random = _random.snapshot(plan.device)
-    captured = _capture(plan, model, forward, inputs, samples, autocast)
+    captured = _capture(plan, forward, inputs, samples, autocast)
     compiled = runs_compiled(captured.outputs)
     plan.findings.note_compiled(compiled)
     if not compiled:
         return captured
     _random.restore(random)
-    return _capture(plan, model, forward, inputs, samples, autocast)
+    return _capture(plan, forward, inputs, samples, autocast)
 
 
 def _capture(
-    plan: Plan, model: nn.Module, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None
+    plan: Plan, forward: Forward, inputs: Any, samples: int, autocast: torch.dtype | None
 ) -> GraphCapture:
     notes = Notes(plan, samples, autocast is not None or torch.is_autocast_enabled(plan.device.type))
     before = plan.versions()
     # of a device's generator not while a step is recorded, which cannot repeat it
     random = _random.snapshot(plan.device) if plan.has_fallback and plan.device.type == "cpu" else None
     with replaced_forward(notes.forwards()), torch.enable_grad(), casting(autocast, plan):
-        outputs = forward(model, inputs)
+        outputs = forward(plan.model, inputs)
     after = plan.versions()
     if after != before:
         _check_changes(plan, before, after)
@@ -296,18 +269,16 @@ def _capture(
             flat = outputs = outputs.to(plan.dtype)  # of a pass under autocast
         if outputs.dim() != 2:
             flat = outputs.reshape(samples, -1)
-    raw = outputs.detach()
     return GraphCapture(
         plan,
-        model,
-        forward=forward,
-        inputs=inputs,
-        raw=raw,
-        outputs=flat,
-        calls=notes.calls,
+        forward,
+        inputs,
+        flat,
+        outputs.detach(),
+        notes.calls,
+        obstacles=notes.obstacles,
         autocast=autocast,
         random=random,
-        obstacles=notes.obstacles,
     )
 
 

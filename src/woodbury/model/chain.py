@@ -335,28 +335,23 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
     leaves = [module for module in modules if type(module) not in (nn.Sequential, nn.Identity)]
     before = tuple(takewhile(lambda module: isinstance(module, nn.Flatten | Scale), leaves))
     linear, activations = leaves[len(before) :: 2], leaves[len(before) + 1 :: 2]
-    own = [
-        module
-        for module in linear
-        if type(module) is nn.Linear and id(module) in layers and has_own_parameters(module)
-    ]
-    if (
-        not linear
-        or len(linear) != len(plan.layers)
-        or len(own) < len(linear)
-        or not all(type(module) in ACTIVATIONS for module in activations)
-        or len({id(module) for module in linear}) < len(linear)
-        or not all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
-        or len(plan.parameters) < len(list(model.parameters()))
+    parameters = list(model.parameters())
+    if not (
+        linear
+        and len({id(module) for module in linear}) == len(linear) == len(plan.layers)
+        and all(type(own) is nn.Linear and id(own) in layers and has_own_parameters(own) for own in linear)
+        and all(type(module) in ACTIVATIONS for module in activations)
+        and all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in parameters)
+        and len(plan.parameters) == len(parameters)
     ):
         return None
     chain = Chain(
         plan,
         tuple((m._modules, tuple(m._modules.values())) for m in modules if type(m) is nn.Sequential),
         modules=tuple(modules),
-        layers=tuple(layers[id(module)] for module in own),
-        weights=tuple(cast(nn.Parameter, module.weight) for module in own),
-        biases=tuple(cast("nn.Parameter | None", module.bias) for module in own),
+        layers=tuple(layers[id(module)] for module in linear),
+        weights=tuple(cast(nn.Parameter, module.weight) for module in linear),
+        biases=tuple(cast("nn.Parameter | None", module.bias) for module in linear),
         activations=tuple(activations),
         before=before,
     )

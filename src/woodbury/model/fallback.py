@@ -21,7 +21,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -35,14 +35,11 @@ from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.layers.forms import byte_limit, windows
 from woodbury.model.expanded import expand
-from woodbury.model.findings import Findings
+from woodbury.model.plan import Plan
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
 _CHUNK = 32  # samples in a chunk of plain autograd: work per chunk grows with the square, overhead falls
-
-# max |y(theta + d theta') - y(theta)|, theta' being theta with random signs, for a share d; 0 if it is not known
-Moved = Callable[[float], float]
 Announce = Callable[[int, str], None]  # the number of passes through the model that rows take, and why
 _IN_CHUNKS = (
     f"torch.func cannot map the model over samples, so that it runs on {_CHUNK} samples at a time, with a "
@@ -51,27 +48,37 @@ _IN_CHUNKS = (
 _ONE_BY_ONE = "the model does not give the same on part of a batch, so that rows take a backward pass per sample"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """A forward pass over a batch: what was run, on what, and the outputs (n, C) attached to the graph."""
 
-    model: nn.Module
+    plan: Plan
     forward: Forward
     inputs: Any
     outputs: Tensor
-    moved: Moved
-    random: _random.Snapshot | None = None  # the random state before it, if it may be repeated
+    autocast: torch.dtype | None = field(default=None, kw_only=True)  # its type, if not that of the parameters
+    random: _random.Snapshot | None = field(default=None, kw_only=True)  # before it, if it may be repeated
+
+    def moved(self, share: float) -> float:
+        """max |y(theta + d) - y(theta)| for small changes d of the parameters, by this share of themselves.
+
+        0 where it is not known.
+        """
+        return 0.0
 
     def gives(self, outputs: Tensor, window: slice | None = None) -> bool:
         """Whether another pass gave these outputs for the same samples, or for a window of them."""
-        return outputs_agree(outputs, self.outputs[window or slice(None)].detach(), self.moved)
+        return outputs_agree(outputs, self.outputs[window or slice(None)].detach(), self)
 
-    def part(self, start: int, count: int) -> Any:
-        """The inputs of the samples from `start` on."""
-        return _batch.part(self.inputs, slice(start, start + count), len(self.outputs))
+    def run_with(self, values: Mapping[str, Tensor], inputs: Any = None) -> Tensor:
+        """What is returned with these values in place of parameters, for the same inputs or others."""
+        bound = _Bound(self.plan.model, self.forward)
+        named = {f"model.{name}": value for name, value in values.items()}
+        result: Tensor = torch.func.functional_call(bound, named, (self.inputs if inputs is None else inputs,))
+        return result
 
 
-class Bound(nn.Module):
+class _Bound(nn.Module):
     """forward(model, inputs) as a module, so that functional_call can exchange the model's parameters."""
 
     def __init__(self, model: nn.Module, run: Forward) -> None:
@@ -83,98 +90,8 @@ class Bound(nn.Module):
         return self.run(self.model, inputs)
 
 
-def written_rows(
-    forward_pass: Pass,
-    parameters: Mapping[str, nn.Parameter],
-    columns: Tensor,
-    start: int,
-    findings: Findings,
-    max_bytes: int | None,
-    announce: Announce,
-) -> Parts:
-    """Rows (m, k, *shape) of each parameter for columns (m, k, C) of the samples from `start` on.
-
-    By the method that worked for this model before, if any: `findings` know it, and the shapes of columns whose
-    rows were checked. `announce` hears how many passes a slow method is going to take.
-    """
-    method, checked = findings.fallback_method, findings.checked_rows
-    outputs_of_all, window = forward_pass.outputs, slice(start, start + len(columns))
-    methods: dict[str, Callable[[], tuple[Tensor, Parts]]] = {
-        "expanded": lambda: rows_by_expansion(forward_pass, parameters, columns, start),
-        "func": lambda: rows_by_func(forward_pass, parameters, columns, start, max_bytes),
-        "chunks": lambda: rows_by_chunks(forward_pass, parameters, columns, start),
-    }
-    # the one that worked before first; where it fails (another term of the same fit, say) all others are tried
-    order = [] if method == "graph" else sorted(methods, key=lambda name: name != method)
-    for name in order:
-        # A comparison would make a device wait: there a method that worked is trusted until the model's mode
-        # changes.
-        known = name == method and columns.device.type != "cpu" and (name, columns.shape) in checked
-        random = None if known else _random.snapshot(columns.device)
-        try:
-            outputs, rows = methods[name]()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # whatever torch.func, or a model on fewer samples, does not like
-            is_right = False
-        else:
-            if random is None:
-                return rows
-            is_right = forward_pass.gives(outputs, window) and (
-                (name, columns.shape) in checked
-                or not wrong_rows(rows, outputs_of_all, parameters, columns, start)
-            )
-        if is_right:
-            findings.note_method(name, columns.shape)
-            if name == "chunks":
-                announce(min(len(columns), _CHUNK), _IN_CHUNKS)
-            return rows
-        if random is not None:
-            _random.restore(random)
-    announce(len(columns), _ONE_BY_ONE)
-    findings.note_method("graph")
-    return rows_on_graph(outputs_of_all, parameters, columns, start)
-
-
-def wrong_rows(
-    rows: Parts,
-    outputs: Tensor,
-    parameters: Mapping[str, nn.Parameter],
-    columns: Tensor,
-    start: int,
-    dtype: torch.dtype | None = None,
-) -> set[str]:
-    """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
-
-    For some fixed c: no two samples, and no two columns, have the same. Half of the digits must agree, of those
-    that `dtype` has, or the rows.
-    """
-    m, k, _ = columns.shape
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    c = torch.rand(m, k, generator=generator, dtype=torch.float32, device="cpu").to(columns) + 0.5
-    seed = torch.zeros_like(outputs)
-    seed[start : start + m] = torch.einsum("nk,nkc->nc", c, columns)
-    grads = torch.autograd.grad(
-        outputs, list(parameters.values()), seed, retain_graph=True, materialize_grads=True
-    )
-    wrong = set()
-    for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-        own = rows[name]
-        if own.shape != (m, k, *parameter.shape):
-            wrong.add(name)
-            continue
-        flat = own.reshape(m * k, -1)
-        # of the terms that add up
-        size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
-        tolerance = torch.finfo(dtype or own.dtype).eps ** 0.5 * size
-        difference = (c.flatten().to(own) @ flat - grad.flatten()).abs()
-        if not math.isfinite(size) or not bool((difference <= tolerance).all()):
-            wrong.add(name)
-    return wrong
-
-
 def outputs_agree(
-    a: Tensor, b: Tensor, moved: Moved, digits: float = 0.5, dtype: torch.dtype | None = None
+    a: Tensor, b: Tensor, forward_pass: Pass, digits: float = 0.5, dtype: torch.dtype | None = None
 ) -> bool:
     """Whether the outputs of two passes agree in this share of their digits, or those of `dtype`.
 
@@ -190,7 +107,7 @@ def outputs_agree(
         return False
     if torch.allclose(a, b, rtol=share, atol=share * size):
         return True
-    return float((a - b).abs().max()) <= moved(share)
+    return float((a - b).abs().max()) <= forward_pass.moved(share)
 
 
 @contextmanager
@@ -204,86 +121,159 @@ def _without_batching_warnings() -> Iterator[None]:
 no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 
-def rows_by_expansion(
-    forward_pass: Pass, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
-) -> tuple[Tensor, Parts]:
-    """Outputs (m, C) and rows (m, k, *shape) for columns (m, k, C) of the samples from `start` on."""
-    samples, window = len(forward_pass.outputs), slice(start, start + len(columns))
-    leaves, copies = expand(parameters, samples)
-    bound = Bound(forward_pass.model, forward_pass.forward)
-    with torch.enable_grad(), _random.replayed(forward_pass.random), no_batching_warnings, plain_attention:
-        named = {f"model.{name}": own for name, own in copies.items()}
-        outputs = torch.func.functional_call(bound, named, (forward_pass.inputs,)).reshape(samples, -1)
-    seeds = columns.new_zeros(columns.shape[1], samples, columns.shape[2])
-    seeds[:, window] = columns.transpose(0, 1)
-    grads = grads_of_many(outputs, leaves, seeds)
-    rows: Parts = {}
-    for (name, own), grad in zip(parameters.items(), grads, strict=True):
-        rows[name] = (
-            own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad[:, window].transpose(0, 1)
+@dataclass(frozen=True)
+class WrittenRows:
+    """Rows (m, k, *shape) of some parameters, for columns (m, k, C) of the samples from `start` on, written out.
+
+    The methods return them with the outputs that they saw.
+    """
+
+    forward_pass: Pass
+    parameters: Mapping[str, nn.Parameter]
+    columns: Tensor
+    start: int
+
+    @property
+    def _window(self) -> slice:
+        return slice(self.start, self.start + len(self.columns))
+
+    @property
+    def _inputs(self) -> Any:
+        """The inputs of these samples."""
+        return _batch.part(self.forward_pass.inputs, self._window, len(self.forward_pass.outputs))
+
+    def compute(self, announce: Announce) -> Parts:
+        """By the method that worked for this model before, if any: the findings of the plan know it.
+
+        They know the shapes of columns whose rows were checked, too. `announce` hears how many passes a slow
+        method is going to take.
+        """
+        columns, findings = self.columns, self.forward_pass.plan.findings
+        method, checked = findings.fallback_method, findings.checked_rows
+        methods: dict[str, Callable[[], tuple[Tensor, Parts]]] = {
+            "expanded": self.by_expansion,
+            "func": self.by_func,
+            "chunks": self.by_chunks,
+        }
+        # the one that worked before first; where it fails (another term of the same fit, say) all others are tried
+        order = [] if method == "graph" else sorted(methods, key=lambda name: name != method)
+        for name in order:
+            # A comparison would make a device wait: there a method that worked is trusted until the model's mode
+            # changes.
+            known = name == method and columns.device.type != "cpu" and (name, columns.shape) in checked
+            random = None if known else _random.snapshot(columns.device)
+            try:
+                outputs, rows = methods[name]()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # whatever torch.func, or a model on fewer samples, does not like
+                is_right = False
+            else:
+                if random is None:
+                    return rows
+                is_right = self.forward_pass.gives(outputs, self._window) and (
+                    (name, columns.shape) in checked or not self.wrong(rows)
+                )
+            if is_right:
+                findings.note_method(name, columns.shape)
+                if name == "chunks":
+                    announce(min(len(columns), _CHUNK), _IN_CHUNKS)
+                return rows
+            if random is not None:
+                _random.restore(random)
+        announce(len(columns), _ONE_BY_ONE)
+        findings.note_method("graph")
+        return _rows_on_graph(self.forward_pass.outputs, self.parameters, columns, self.start)
+
+    def wrong(self, rows: Parts, dtype: torch.dtype | None = None) -> set[str]:
+        """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
+
+        For some fixed c: no two samples, and no two columns, have the same. Half of the digits must agree, of
+        those that `dtype` has, or the rows.
+        """
+        (m, k, _), outputs = self.columns.shape, self.forward_pass.outputs
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        c = torch.rand(m, k, generator=generator, dtype=torch.float32, device="cpu").to(self.columns) + 0.5
+        seed = torch.zeros_like(outputs)
+        seed[self._window] = torch.einsum("nk,nkc->nc", c, self.columns)
+        grads = torch.autograd.grad(
+            outputs, list(self.parameters.values()), seed, retain_graph=True, materialize_grads=True
         )
-    return outputs[window].detach(), rows
+        wrong = set()
+        for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
+            own = rows[name]
+            if own.shape != (m, k, *parameter.shape):
+                wrong.add(name)
+                continue
+            flat = own.reshape(m * k, -1)
+            # of the terms that add up
+            size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
+            tolerance = torch.finfo(dtype or own.dtype).eps ** 0.5 * size
+            difference = (c.flatten().to(own) @ flat - grad.flatten()).abs()
+            if not math.isfinite(size) or not bool((difference <= tolerance).all()):
+                wrong.add(name)
+        return wrong
+
+    def by_expansion(self) -> tuple[Tensor, Parts]:
+        """By one pass with a copy of the parameters for each sample."""
+        columns, window, samples = self.columns, self._window, len(self.forward_pass.outputs)
+        leaves, copies = expand(self.parameters, samples)
+        random = _random.replayed(self.forward_pass.random)
+        with torch.enable_grad(), random, no_batching_warnings, plain_attention:
+            outputs = self.forward_pass.run_with(copies).reshape(samples, -1)
+        seeds = columns.new_zeros(columns.shape[1], samples, columns.shape[2])
+        seeds[:, window] = columns.transpose(0, 1)
+        grads = grads_of_many(outputs, leaves, seeds)
+        rows: Parts = {}
+        for (name, own), grad in zip(self.parameters.items(), grads, strict=True):
+            rows[name] = (
+                own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad[:, window].transpose(0, 1)
+            )
+        return outputs[window].detach(), rows
+
+    def by_func(self) -> tuple[Tensor, Parts]:
+        """By torch.func, a pass of one sample at a time."""
+        columns, (samples, per_sample, _) = self.columns, self.columns.shape
+        point = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        leaves, structure = _batch.leaves_of(self._inputs, samples)
+        mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
+        if not all(isinstance(leaves[index], Tensor) for index in mapped):
+            raise TypeError("torch.func maps over tensors alone")  # the next method takes lists too
+
+        def rows_of_sample(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Parts]:
+            own = list(leaves)
+            for index, leaf in zip(mapped, sample, strict=True):
+                own[index] = leaf.unsqueeze(0)
+            batch = pytree.tree_unflatten(own, structure)
+            run = self.forward_pass.run_with
+            raw, back = cast(Any, torch.func.vjp(lambda values: run(values, batch).reshape(-1), point))
+            return raw, torch.func.vmap(lambda seed: back(seed)[0])(seeds)
+
+        bytes_per_sample = per_sample * sum(
+            parameter.numel() * parameter.element_size() for parameter in self.parameters.values()
+        )
+        limit = byte_limit(self.forward_pass.plan.max_bytes, columns.device) // max(1, bytes_per_sample)
+        results = []
+        with no_batching_warnings, torch.no_grad(), plain_attention:
+            for window in windows(samples, limit):
+                own = [leaves[index][window] for index in mapped]
+                results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
+        outputs, rows = zip(*results, strict=True)
+        return _cat(outputs), {name: _cat([row[name] for row in rows]) for name in self.parameters}
+
+    def by_chunks(self) -> tuple[Tensor, Parts]:
+        """By plain autograd on a few samples at a time."""
+        samples, inputs, outputs, pieces = len(self.columns), self._inputs, [], []
+        for window in windows(samples, _CHUNK):
+            with torch.enable_grad():
+                raw = self.forward_pass.forward(self.forward_pass.plan.model, _batch.part(inputs, window, samples))
+                flat = raw.reshape(window.stop - window.start, -1)
+            pieces.append(_rows_on_graph(flat, self.parameters, self.columns[window], together=True))
+            outputs.append(flat.detach())
+        return _cat(outputs), {name: _cat([rows[name] for rows in pieces]) for name in self.parameters}
 
 
-def rows_by_func(
-    forward_pass: Pass,
-    parameters: Mapping[str, nn.Parameter],
-    columns: Tensor,
-    start: int,
-    max_bytes: int | None,
-) -> tuple[Tensor, Parts]:
-    """Outputs (n, C) and, for columns (n, k, C) of the samples from `start` on, rows (n, k, *shape)."""
-    bound = Bound(forward_pass.model, forward_pass.forward)
-    samples, per_sample, _ = columns.shape
-    inputs = forward_pass.part(start, samples)
-    point = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    leaves, structure = _batch.leaves_of(inputs, samples)
-    mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
-    if not all(isinstance(leaves[index], Tensor) for index in mapped):
-        raise TypeError("torch.func maps over tensors alone")  # the next method takes lists too
-
-    def rows_of_sample(sample: list[Tensor], seeds: Tensor) -> tuple[Tensor, Parts]:
-        own = list(leaves)
-        for index, leaf in zip(mapped, sample, strict=True):
-            own[index] = leaf.unsqueeze(0)
-        batch = pytree.tree_unflatten(own, structure)
-
-        def outputs(values: Parts) -> Tensor:
-            result: Tensor = torch.func.functional_call(bound, values, (batch,))
-            return result.reshape(-1)
-
-        raw, back = cast(Any, torch.func.vjp(outputs, point))
-        return raw, torch.func.vmap(lambda seed: back(seed)[0])(seeds)
-
-    bytes_per_sample = per_sample * sum(
-        parameter.numel() * parameter.element_size() for parameter in parameters.values()
-    )
-    results = []
-    with no_batching_warnings, torch.no_grad(), plain_attention:
-        for window in windows(samples, byte_limit(max_bytes, columns.device) // max(1, bytes_per_sample)):
-            own = [leaves[index][window] for index in mapped]
-            results.append(torch.func.vmap(rows_of_sample)(own, columns[window]))
-    outputs, rows = zip(*results, strict=True)
-    return _cat(outputs), {name: _cat([row[f"model.{name}"] for row in rows]) for name in parameters}
-
-
-def rows_by_chunks(
-    forward_pass: Pass, parameters: Mapping[str, nn.Parameter], columns: Tensor, start: int
-) -> tuple[Tensor, Parts]:
-    """The same as `rows_by_func`, by plain autograd on a few samples at a time."""
-    samples = len(columns)
-    inputs = forward_pass.part(start, samples)
-    outputs, pieces = [], []
-    for window in windows(samples, _CHUNK):
-        with torch.enable_grad():
-            raw = forward_pass.forward(forward_pass.model, _batch.part(inputs, window, samples))
-            flat = raw.reshape(window.stop - window.start, -1)
-        pieces.append(rows_on_graph(flat, parameters, columns[window], together=True))
-        outputs.append(flat.detach())
-    return _cat(outputs), {name: _cat([rows[name] for rows in pieces]) for name in parameters}
-
-
-def rows_on_graph(
+def _rows_on_graph(
     outputs: Tensor,
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,

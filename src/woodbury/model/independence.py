@@ -10,11 +10,7 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury.model.capture import (
-    GraphCapture,
-    capture,
-    casting,
-)
+from woodbury.model.capture import GraphCapture, capture, casting
 from woodbury.model.fallback import Forward, outputs_agree
 from woodbury.model.graph import graph_edges
 from woodbury.model.plan import Plan
@@ -47,7 +43,7 @@ def check_samples_apart(captured: GraphCapture, look: int = 1, alone: bool = Tru
     if alone:
         ends = torch.tensor([[0], [samples - 1]], device="cpu")
         doubtful = [*ends, *(half for half, _ in halves)]
-        reason = _mixed_inputs(captured.plan, captured.forward, captured.inputs, samples, captured.autocast, look)
+        reason = _mixed_inputs(captured, look)
     for index in doubtful:
         reason = reason or _changed_alone(captured, index.flip(0))
     _refuse(captured.plan, reason, look)
@@ -108,12 +104,11 @@ def _leaves_layers(captured: GraphCapture, seeded: Tensor, others: Tensor, gener
     return len(captured.calls) < len(edges)
 
 
-def _mixed_inputs(
-    plan: Plan, forward: Forward, batch: Any, samples: int, autocast: torch.dtype | None, look: int
-) -> str | None:
+def _mixed_inputs(captured: GraphCapture, look: int) -> str | None:
     """What is wrong if outputs of one half depend on the inputs of the other. Random numbers do no harm here."""
+    plan, samples = captured.plan, len(captured.outputs)
     halves, generator = _halves(samples, look)
-    leaves, structure = _batch.leaves_of(batch, samples)
+    leaves, structure = _batch.leaves_of(captured.inputs, samples)
     sources: list[Tensor] = []
     with torch.enable_grad():
         for index, leaf in enumerate(leaves):
@@ -125,7 +120,7 @@ def _mixed_inputs(
     inputs = pytree.tree_unflatten(leaves, structure)
     random = _random.snapshot(plan.device)
     try:
-        again = capture(plan, plan.model, forward, inputs, samples, autocast)
+        again = capture(plan, captured.forward, inputs, samples, captured.autocast)
         mixed = _is_mixed(again.outputs, sources, halves, generator)
         calls = again.calls if mixed else []
         names = [own.layer.name for own in calls if _is_mixed(own.outputs, sources, halves, generator)]
@@ -160,7 +155,7 @@ def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
     try:
         # as in a step: without gradients a model may take another path, or none
         with casting(captured.autocast, captured.plan), torch.enable_grad():
-            outputs = captured.forward(captured.model, inputs).reshape(count, -1).detach()
+            outputs = captured.forward(captured.plan.model, inputs).reshape(count, -1).detach()
         drawn = _random.drawn_since(random)
     finally:
         _random.restore(random)
@@ -168,7 +163,7 @@ def _changed(captured: GraphCapture, inputs: Any, whole: Tensor) -> str | None:
         return None
     # loosely on a GPU, which computes few samples by other kernels than many
     digits = 0.5 if whole.device.type == "cpu" else 0.25
-    if outputs_agree(outputs.to(whole.dtype), whole, captured.moved, digits, captured.precision):
+    if outputs_agree(outputs.to(whole.dtype), whole, captured, digits, captured.precision):
         return None
     which = "one" if count == 1 else f"{count}"
     return (
@@ -198,12 +193,12 @@ def check_part(plan: Plan, forward: Forward, batch: Batch, autocast: torch.dtype
     """
     random = _random.snapshot(plan.device)
     try:
-        captured = capture(plan, plan.model, forward, batch.inputs, batch.samples, autocast)
+        captured = capture(plan, forward, batch.inputs, batch.samples, autocast)
         drawn = _random.drawn_since(random)
     finally:
         _random.restore(random)
     if drawn:
-        _refuse(plan, _mixed_inputs(plan, forward, batch.inputs, batch.samples, autocast, look), look)
+        _refuse(plan, _mixed_inputs(captured, look), look)
         return
     start, whole = 0, captured.outputs.detach()
     for inputs, _, count in batch.pieces():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.bare import Bare, find_bare
 from woodbury.model.call import Call
-from woodbury.model.fallback import Pass, grads_of_many, written_rows
+from woodbury.model.fallback import Pass, WrittenRows, grads_of_many
 from woodbury.model.graph import PassGraph, unseen_parameters
 from woodbury.model.plan import Plan
 
@@ -32,16 +32,17 @@ def _is_common(name: str) -> bool:
 class GraphRows:
     """Where the rows of a pass come from: layer rules, bare parameters, and the fallback for the others."""
 
-    plan: Plan
-    outputs: Tensor  # (n, C), attached to the graph
+    forward_pass: Pass
     calls: Sequence[Call]
     obstacles: Mapping[str, str]  # layers whose calls were not captured, and why
-    autocast: torch.dtype | None  # the type of the pass, if not that of the parameters
-    as_pass: Callable[[], Pass]  # the pass itself, which the fallback repeats
 
-    @cached_property
-    def _forward_pass(self) -> Pass:
-        return self.as_pass()  # once: it keeps the random numbers that it drew
+    @property
+    def plan(self) -> Plan:
+        return self.forward_pass.plan
+
+    @property
+    def outputs(self) -> Tensor:
+        return self.forward_pass.outputs
 
     def of(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         """The rows of every module for columns (m, k, C) of consecutive samples; it frees the graph."""
@@ -59,7 +60,7 @@ class GraphRows:
             else:
                 # in other batches an axis may look like that of the samples
                 self.plan.findings.leave_out(self.obstacles)
-                return pieces[0] if len(pieces) == 1 else concatenate_forms(pieces)
+                return concatenate_forms(pieces)
 
     def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
         """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.
@@ -116,7 +117,7 @@ class GraphRows:
         grads = self._grads([*(call.edge for call in calls), *bare.edges], seeds, keep_graph)
         if bare_blocks:
             rows = bare.rows(grads[len(calls) :], columns.shape, window)
-            if unsure and not bare.check(rows, self.outputs, columns, start, self.autocast):
+            if unsure and not bare.check(rows, self.forward_pass, columns, start):
                 return None
             forms |= self._explicit(bare_blocks, rows)
         forms |= self._by_rules(calls, grads, window, ruled)
@@ -128,16 +129,9 @@ class GraphRows:
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if not names:
             return {}
-        rows = written_rows(
-            self._forward_pass,
-            {name: plan.parameters[name] for name in names},
-            columns=columns,
-            start=start,
-            findings=plan.findings,
-            max_bytes=plan.max_bytes,
-            announce=partial(self._warn_of_passes, names),
-        )
-        return self._explicit(written, rows)
+        parameters = {name: plan.parameters[name] for name in names}
+        rows = WrittenRows(self.forward_pass, parameters, columns, start)
+        return self._explicit(written, rows.compute(partial(self._warn_of_passes, names)))
 
     def _by_rules(
         self, calls: Sequence[Call], grads: Sequence[Tensor | None], window: slice | None, ruled: Collection[str]

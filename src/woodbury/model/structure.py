@@ -61,7 +61,7 @@ class Structure:
             random = _random.snapshot(plan.device)
             try:
                 one = inputs if samples == 1 else _batch.split(inputs, 1, samples)[0]
-                self._shows_chain = capture(plan, plan.model, forward, one, 1).chain is not None
+                self._shows_chain = capture(plan, forward, one, 1).chain is not None
             except (ValueError, TypeError, RuntimeError, IndexError):
                 self._shows_chain = False  # the pass over the batch will raise its own error
             finally:

@@ -20,98 +20,85 @@ from woodbury import _vector
 from woodbury._forward_mode import derivatives_along
 from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
-from woodbury.model.fallback import Bound, Moved, Pass, no_batching_warnings
+from woodbury.model.fallback import Pass, no_batching_warnings
 
-Along = Callable[[Mapping[str, Tensor]], Tensor]  # parameters by name -> outputs (n, C)
 Repeat = Callable[..., Any]  # (name, function, *arguments) -> function(*arguments), perhaps replayed
 
 
-def push_forward(
-    forward_pass: Pass, parameters: Mapping[str, Tensor], vectors: Sequence[Parts], repeat: Repeat
-) -> Tensor | None:
+def push_forward(forward_pass: Pass, vectors: Sequence[Parts], repeat: Repeat) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
+    point = _values(forward_pass)
 
     def push(point: Parts, directions: Parts, inputs: Any) -> Any:
-        along = outputs_by(forward_pass, inputs)
+        along = _along(forward_pass, inputs)
         jvp: Any = torch.func.jvp
         return torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
 
-    directions = {name: torch.stack([vector[name] for vector in vectors]) for name in parameters}
-    found = _attempt(lambda: repeat("push", push, _values(parameters), directions, forward_pass.inputs))
+    directions = {name: torch.stack([vector[name] for vector in vectors]) for name in point}
+    found = _attempt(lambda: repeat("push", push, point, directions, forward_pass.inputs))
     if found is None or not forward_pass.gives(found[0][0]):
         return None
     image: Tensor = found[1]
     return image
 
 
-def second_derivative(
-    forward_pass: Pass, parameters: Mapping[str, Tensor], vector: Parts, repeat: Repeat
-) -> Tensor | None:
+def second_derivative(forward_pass: Pass, vector: Parts, repeat: Repeat) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
+    point = _values(forward_pass)
 
     def bend(point: Parts, direction: Parts, inputs: Any) -> Any:
-        return derivatives_along(outputs_by(forward_pass, inputs), point, direction)
+        return derivatives_along(_along(forward_pass, inputs), point, direction)
 
-    direction = {name: vector[name] for name in parameters}
-    found = _attempt(lambda: repeat("bend", bend, _values(parameters), direction, forward_pass.inputs))
+    direction = {name: vector[name] for name in point}
+    found = _attempt(lambda: repeat("bend", bend, point, direction, forward_pass.inputs))
     if found is None or not forward_pass.gives(found[0]):
         return None
     curve: Tensor = found[2]
     return curve
 
 
-def central_difference(
-    run: Callable[[Parts], Tensor], outputs: Tensor, parameters: Mapping[str, Tensor], vector: Parts
-) -> Tensor:
+def central_difference(forward_pass: Pass, run: Callable[[Parts], Tensor], vector: Parts) -> Tensor:
     """y'' along a vector from the outputs at theta and at theta +- h p; run gives those after a change."""
-    step = _difference_step(outputs, parameters, vector)
+    outputs, step = forward_pass.outputs.detach(), _difference_step(forward_pass, vector)
     ahead, behind = (run({name: sign * step * value for name, value in vector.items()}) for sign in (1, -1))
     return ((ahead - outputs) + (behind - outputs)) / step.square()
 
 
 def agrees_with_differences(
-    nested: Tensor,
-    run: Callable[[Parts], Tensor],
-    outputs: Tensor,
-    moved: Moved,
-    parameters: Mapping[str, Tensor],
-    vector: Parts,
+    nested: Tensor, forward_pass: Pass, run: Callable[[Parts], Tensor], vector: Parts
 ) -> bool:
     """Whether y'' by forward mode is that of central differences, as far as their rounding lets them tell.
 
     torch has formulas that are wrong where forward mode is nested. Those known are left out
     (`woodbury._forward_mode`); this finds others.
     """
-    differences = central_difference(run, outputs, parameters, vector)
-    step = _difference_step(outputs, parameters, vector)
+    outputs, step = forward_pass.outputs.detach(), _difference_step(forward_pass, vector)
+    differences = central_difference(forward_pass, run, vector)
     eps, size = torch.finfo(outputs.dtype).eps, nested.abs().max()
     excess = (nested - differences).abs().max() - 0.1 * size
     noise = 100 * eps / step.square()  # times the size of the outputs, or of the terms they are a difference of
-    return bool(excess <= noise * outputs.abs().max()) or bool(excess <= noise * moved(eps**0.5) / eps**0.5)
+    if bool(excess <= noise * outputs.abs().max()):
+        return True
+    return bool(excess <= noise * forward_pass.moved(eps**0.5) / eps**0.5)
 
 
-def _difference_step(outputs: Tensor, parameters: Mapping[str, Tensor], vector: Parts) -> Tensor:
+def _difference_step(forward_pass: Pass, vector: Parts) -> Tensor:
     """h."""
-    size = _vector.norm({name: parameter.detach() for name, parameter in parameters.items()})
+    dtype = forward_pass.outputs.dtype
+    size = _vector.norm({name: own.detach() for name, own in forward_pass.plan.parameters.items()})
     length = _vector.norm(vector)
-    step = torch.finfo(outputs.dtype).eps ** 0.25 * torch.where(size > 0, size, 1.0)
-    return (step / torch.where(length > 0, length, 1.0)).to(outputs.dtype)
+    step = torch.finfo(dtype).eps ** 0.25 * torch.where(size > 0, size, 1.0)
+    return (step / torch.where(length > 0, length, 1.0)).to(dtype)
 
 
-def outputs_by(forward_pass: Pass, inputs: Any) -> Along:
+def _along(forward_pass: Pass, inputs: Any) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """The outputs (n, C) as a function of the parameters."""
-    bound, samples = Bound(forward_pass.model, forward_pass.forward), len(forward_pass.outputs)
-
-    def along(values: Mapping[str, Tensor]) -> Tensor:
-        named = {f"model.{name}": value for name, value in values.items()}
-        result: Tensor = torch.func.functional_call(bound, named, (inputs,))
-        return result.reshape(samples, -1)
-
-    return along
+    samples = len(forward_pass.outputs)
+    return lambda values: forward_pass.run_with(values, inputs).reshape(samples, -1)
 
 
-def _values(parameters: Mapping[str, Tensor]) -> Parts:
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+def _values(forward_pass: Pass) -> Parts:
+    return {name: parameter.detach() for name, parameter in forward_pass.plan.parameters.items()}
 
 
 def _attempt(compute: Callable[[], Any]) -> Any:

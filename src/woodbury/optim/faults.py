@@ -11,10 +11,9 @@ from torch import Tensor
 
 from woodbury import _batch
 from woodbury._batch import Batch
-from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known
-from woodbury.quadratic.linearize import Problem
-from woodbury.quadratic.passes import Batches, NonFiniteLossError, NonFiniteSampleError, Passes, Piece
+from woodbury.quadratic.passes import Batches, NonFiniteLossError, NonFiniteSampleError, Piece
+from woodbury.quadratic.quadratic import Problem
 
 NO_STEP = (
     "the system of the step cannot be solved, as its gradient or its curvature is not finite: numbers overflow in "
@@ -60,11 +59,10 @@ def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
 
     cause is the error that the loss of the batch gave rise to, None if that is finite. On the CPU only.
     """
-    batch, passes, curvature = problem.batch, problem.passes, problem.curvature
-    parameters = problem.plan.parameters.values()
+    batch, parameters = problem.batch, problem.plan.parameters.values()
     if problem.plan.device.type != "cpu" or not all(bool(torch.isfinite(own).all()) for own in parameters):
         return
-    bad = _bad_samples(passes, batch, curvature)
+    bad = _bad_samples(problem, batch)
     # every sample, with a finite loss: it is not the samples, but numbers that overflow, say
     if bad and (len(bad) < batch.samples or cause is not None):
         bad = sorted(bad if batch.order is None else batch.order[bad].tolist())
@@ -75,7 +73,7 @@ def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
             bad,
         ) from cause
     if problem.full is not None:
-        place = _bad_sample_of(passes, problem.full, curvature)
+        place = _bad_sample_of(problem, problem.full)
         if place is not None:
             raise NonFiniteLossError(
                 f"the loss or the gradient at the current parameters is not finite for sample {place[1]} of batch "
@@ -96,18 +94,19 @@ def check_solved(problem: Problem, predicted: Scalar, doubts: Doubts, to_take: b
     doubts.warn_once("no step", f"{NO_STEP}. The step is rejected")
 
 
-def _bad_samples(passes: Passes, batch: Batch, curvature: Curvature) -> list[int]:
+def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
     """The places in the batch of samples whose loss, gradient or S is not finite, by halving the batch."""
 
     def search(indices: Tensor) -> list[int]:
         inputs = _batch.take(batch.inputs, indices, batch.samples)
         targets = None if batch.targets is None else _batch.take(batch.targets, indices, batch.samples)
+        passes = problem.passes
         piece, outputs = passes.evaluate(inputs, targets, len(indices))
         finite = torch.isfinite(passes.rule.terms(passes.loss, outputs.double(), piece.targets))
         if not finite.all():
             found: list[int] = indices[~finite].tolist()
             return found + (search(indices[finite]) if finite.any() else [])
-        if _is_finite(passes, piece, outputs, curvature):
+        if _is_finite(problem, piece, outputs):
             return []
         if len(indices) == 1:
             return indices.tolist()
@@ -120,20 +119,21 @@ def _bad_samples(passes: Passes, batch: Batch, curvature: Curvature) -> list[int
         return []
 
 
-def _bad_sample_of(passes: Passes, full: Batches, curvature: Curvature) -> tuple[int, int] | None:
+def _bad_sample_of(problem: Problem, full: Batches) -> tuple[int, int] | None:
     """The first batch of a loader with a bad sample, and the place of that there, if they can be told."""
     for number, (inputs, targets) in enumerate(full):
         samples = _batch.sample_count(inputs)
-        bad = _bad_samples(passes, Batch(inputs, targets, samples, samples), curvature)
+        bad = _bad_samples(problem, Batch(inputs, targets, samples, samples))
         if bad:
             return number, min(bad)
     return None
 
 
-def _is_finite(passes: Passes, piece: Piece, outputs: Tensor, curvature: Curvature) -> bool:
+def _is_finite(problem: Problem, piece: Piece, outputs: Tensor) -> bool:
     """Whether the gradient of these samples and their factor S are finite."""
+    passes = problem.passes
     try:
-        factor = curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+        factor = problem.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
     except torch.linalg.LinAlgError:  # an eigendecomposition of nan
         return False
     gradient = piece.capture.gradient(passes.residual(outputs, piece.targets))

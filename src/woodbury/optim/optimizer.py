@@ -18,7 +18,6 @@ from woodbury import _random
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Parts
-from woodbury.device.replay import Replay
 from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
 from woodbury.loop.compare import Comparison, compare
@@ -32,7 +31,7 @@ from woodbury.model.plan import Plan
 from woodbury.optim.faults import Doubts
 from woodbury.optim.info import StepInfo
 from woodbury.optim.problems import Context, Problems, Request
-from woodbury.optim.recorded import RecordedStep
+from woodbury.optim.recorded import RecordedStep, Replay
 from woodbury.optim.settings import (
     Settings,
     check_model_and_loss,
@@ -284,7 +283,7 @@ class SecondOrder(torch.optim.Optimizer):
             posed = self._problems.problem(inner, plan, batch, request, rates)
             return Step(inner, *posed, self._doubts).take(lambda info: None)
 
-        taken = replay.take(RecordedStep(context, self._problems, request, take, self._done))
+        taken = replay.take(RecordedStep(context, self._problems, request, take), self._done)
         return self.last if taken else None
 
     def _posed(self, context: Context, request: Request) -> Step:

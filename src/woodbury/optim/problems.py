@@ -33,8 +33,8 @@ from woodbury.optim.transaction import Transaction
 from woodbury.parallel.group import ALONE, Group
 from woodbury.policies.damping import check_damping
 from woodbury.quadratic.decay import Decay
-from woodbury.quadratic.linearize import Problem
 from woodbury.quadratic.passes import Batches, Passes
+from woodbury.quadratic.quadratic import Problem
 
 FIRST_COLUMNS = 8  # to reckon with before the model has shown its outputs
 _WORTH_ASKING = 2**30  # bytes that a step may need before it asks how many there are

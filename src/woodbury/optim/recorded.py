@@ -1,4 +1,4 @@
-"""A step of an optimizer as a function that can be recorded into a CUDA graph."""
+"""Steps taken from CUDA graphs: a step as a function of tensors on a device, recorded, and replayed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from woodbury._batch import Batch
 from woodbury.device import fingerprint, recording
-from woodbury.device.recording import Key
-from woodbury.device.replay import StepFunction
+from woodbury.device.recording import Key, Recording, Recordings
 from woodbury.device.scalars import as_double, to_device
 from woodbury.linalg import full_precision
 from woodbury.model.plan import Plan
@@ -21,71 +20,121 @@ from woodbury.optim.problems import Context, Problems, Request, count_samples
 Take = Callable[[Plan, Batch, list[Any]], StepInfo]  # an ordinary step with these learning rates
 
 
-class RecordedStep(StepFunction):
-    """The step of a batch; see `woodbury.device.replay`."""
+class RecordedStep:
+    """The step of a batch that a recording may hold."""
 
-    def __init__(
-        self,
-        context: Context,
-        problems: Problems,
-        request: Request,
-        take: Take,
-        done: Callable[[StepInfo], None],
-    ) -> None:
+    def __init__(self, context: Context, problems: Problems, request: Request, take: Take) -> None:
         problems.check_surroundings(context)
-        self._context, self._problems, self._take = context, problems, take
+        self.context, self._problems, self._take = context, problems, take
         self.inputs, self.targets, self.device = request.inputs, request.targets, context.device
-        self.plan = problems.plan(context)
-        self.dtype = torch.promote_types(self.plan.dtype, torch.float32)
+        self._plan = problems.plan(context)
         self.rates = [group["lr"] for group in context.groups]
         self.moving = moving_state(context.state, self.device)
         self._samples = count_samples(self.inputs, self.targets)
         self._curvature_samples = problems.curvature_count(context, self._samples)
-        self._done = done
 
     def key(self) -> Key | None:
+        """What must be the same for a recording to be valid; None where no graph can read the batch."""
         shape = recording.shape_of(self.inputs, self.targets, self.device)
         if shape is None:
             return None
-        fixed = fingerprint_of(self._context, self._problems, self.plan, self.moving)
+        fixed = fingerprint_of(self.context, self._problems, self._plan, self.moving)
         return Key(fixed, (shape, self._curvature_samples))
 
-    def can_be_recorded(self) -> bool:
-        return all(parameter.device == self.device for parameter in self._context.model.parameters())
+    def is_on_device(self) -> bool:
+        """Whether all of the model is."""
+        return all(parameter.device == self.device for parameter in self.context.model.parameters())
 
     def draw(self) -> Tensor | None:
+        """The order of the samples, drawn anew; None for the order they have."""
         if self._curvature_samples == self._samples:
             return None
-        state = self._context.state
+        state = self.context.state
         order, state["generator"] = self._problems.orders.draw(self._samples, state["generator"], self.device)
         return order
 
-    def run(
+    def record(self) -> Recording:
+        """A recording of the step, which computes nothing yet and leaves no numbers behind."""
+        transaction = self.context.transaction
+        transaction.watch(self._plan, None)
+        try:
+            return recording.record(
+                self.inputs,
+                self.targets,
+                rates=self.rates,
+                state=self.moving,
+                device=self.device,
+                dtype=torch.promote_types(self._plan.dtype, torch.float32),
+                run=self._run,
+            )
+        except BaseException:
+            transaction.undo()
+            raise
+        finally:
+            self.context.state.update(self.moving)
+
+    def _run(
         self, inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
-        own = self._context.state
+        """The numbers of a step on these buffers, and the new state."""
+        own = self.context.state
         own.update(state)
         batch = Batch(inputs, targets, self._samples, self._curvature_samples)
-        numbers = self._take(self.plan, batch, rates)._numbers
+        numbers = self._take(self._plan, batch, rates)._numbers
         # the others have their defaults: nothing with a search is recorded
         shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
         return shown, {name: own[name] for name in state}
 
-    def recording(self, succeeded: bool | None) -> None:
-        if succeeded is None:
-            self._context.transaction.watch(self.plan, None)
-            return
-        if not succeeded:
-            self._context.transaction.undo()
-        self._context.state.update(self.moving)
 
-    def commit(self, state: dict[str, Any], launch: Callable[[], Tensor]) -> None:
-        self._context.state.update(state)
+class Replay:
+    """Takes steps from recordings: after two ordinary ones of a kind the third is recorded, and replayed."""
+
+    def __init__(self) -> None:
+        self.recordings = Recordings()
+
+    def take(self, step: RecordedStep, done: Callable[[StepInfo], None]) -> bool:
+        """Whether the step was taken from a recording, made first if it is time; else take an ordinary one.
+
+        `done` hears of the step as part of the move, perhaps twice.
+        """
+        key = step.key()
+        if key is None:
+            return False
+        found = self.recordings.find(key)
+        if found is None:
+            if not self.recordings.is_due(key, step.device):
+                return False
+            if not step.is_on_device():
+                self.recordings.give_up()
+                return False
+        order = step.draw()
+        if found is None:
+            try:
+                found = step.record()
+            except RuntimeError:  # what no graph holds: a wait for the device
+                self.recordings.give_up()
+                return False
+            self.recordings.add(key, found)
+        for name, value in step.moving.items():
+            recording.overwrite(found.state[name], value)
+        found.load(step.inputs, step.targets, order, step.rates)
+        graph, numbers, launched = found.graph, found.numbers, False
 
         def finish() -> None:
-            self._done(StepInfo.later(launch()))
+            nonlocal launched
+            # in one line: an interrupt falls before it or after it
+            launched = launched or graph.replay() is None  # type: ignore[func-returns-value]
+            done(StepInfo.later(numbers.clone()))
 
-        self._context.transaction.commit(finish)
+        step.context.state.update(found.state)
+        step.context.transaction.commit(finish)
+        return True
+
+    def ordinary_step_ended(self, device: torch.device, drew_numbers: bool) -> None:
+        """Note what an ordinary step has shown: its size, and whether it draws random numbers."""
+        self.recordings.ordinary_step_ended(device)
+        if drew_numbers:
+            self.recordings.give_up()
 
 
 def moving_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from woodbury._choice import part_named
 from woodbury.losses.rules import loss_rule
 from woodbury.losses.scaled import NoSamples
 from woodbury.parallel.group import ALONE, Group, all_processes
-from woodbury.quadratic.linearize import Problem
+from woodbury.quadratic.quadratic import Problem
 
 _OPTIONS = (bool, int, float, str, type(None), Tensor)  # what the options of a loss are
 Words = dict[str, "str | None"]  # by what they are about

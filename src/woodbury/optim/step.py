@@ -21,11 +21,12 @@ from woodbury.optim.settings import Hyperparameters
 from woodbury.policies.curved import SearchedStep
 from woodbury.policies.damped_step import DampedStep
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
-from woodbury.quadratic.linearize import Problem, linearize
+from woodbury.quadratic.linearize import linearize
 from woodbury.quadratic.memory import Kept, with_memory
 from woodbury.quadratic.metric import InMetric, next_units
 from woodbury.quadratic.objective import Objective
 from woodbury.quadratic.parameter_space import is_smaller
+from woodbury.quadratic.quadratic import Problem
 from woodbury.quadratic.solvers import SOLVERS
 
 _WORTH_WRITING = 2**14  # parameters of a layer whose rows, kept and used again, are better written out
@@ -142,7 +143,7 @@ class Step:
         precision = torch.finfo(settings.autocast or problem.plan.dtype).eps
         limits = Limits(settings.accept, settings.guard, precision, self.hyper.lr)
         if settings.search is not None:
-            return SearchedStep(settings.search, problem.curvature, limits, problem.held_out)
+            return SearchedStep(settings.search, limits)
         damping = self.context.state["damping"]
         look = is_known(damping) and self.doubts.is_time_to_look(damping + settings.damping.floor)
         return DampedStep(settings.damping, limits, look)
@@ -150,19 +151,9 @@ class Step:
     def _move(self, proposal: Proposal, done: Callable[[StepInfo], None]) -> StepInfo:
         """theta <- theta + alpha p if the step is accepted, and the new state."""
         problem, transaction, buffers = self.problem, self.context.transaction, self.context.transaction.buffers
-        numbers = Numbers(
-            proposal.loss,
-            proposal.damping,
-            ratio=proposal.ratio,
-            predicted=proposal.predicted,
-            squared_norm=proposal.squared_norm,
-            accepted=proposal.accepted,
-            length=proposal.length,
-            share=proposal.share,
-            bent=proposal.bent,
-        )
+        shown = [getattr(proposal, name) for name in Numbers._fields]
         # all at once: on a device that is one kernel, and what they come from may be overwritten later
-        damping, *computed = compute(proposal.gains["damping"], *numbers)
+        damping, *computed = compute(proposal.gains["damping"], *shown)
         numbers = Numbers(*computed)
         state, info = proposal.gains | {"damping": damping}, StepInfo.later(numbers)
         if self.hyper.any_momentum:

@@ -34,18 +34,15 @@ class Transaction:
 
     def watch(self, plan: Plan, random: _random.Snapshot | None) -> None:
         """Note what passes through a model by autograd may change."""
-        self.random = random
-        self._plan, self._parameters = (
-            plan,
-            [(parameter, parameter.data) for parameter in plan.parameters.values()],
-        )
+        self.random, self._plan = random, plan
+        self._parameters = [(parameter, parameter.data) for parameter in plan.parameters.values()]
         self.buffers = Buffers(plan.buffers, plan.findings.quiet_buffers) if plan.buffers else None
 
     def commit(self, finish: Callable[[], None]) -> None:
         """Change everything, by a function that may be called again if it was interrupted; gradients are off."""
         self._finish = finish
         finish()
-        self._finish = _nothing  # which holds on to nothing
+        self._finish = lambda: None  # which holds on to nothing
 
     def end(self) -> None:
         """After an error or an interrupt: finish what was begun, else undo."""
@@ -83,7 +80,3 @@ class Transaction:
             self.buffers.put_back()
         if self.random is not None:
             _random.restore(self.random)
-
-
-def _nothing() -> None:
-    """What is left to do after a step."""

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from woodbury import _random
 from woodbury._vector import Vector, weighted_sum
-from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, as_number
 from woodbury.linalg import minimize_nonnegative
 from woodbury.policies.ladder import Ladder, Rung, of_layers
 from woodbury.policies.path import Choice, Judge, Path, bent_path
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.policies.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective, OnPieces, on_samples
+from woodbury.quadratic.quadratic import Damped, Minimizer
 
 OUT_OF_SCALE = 30.0  # residuals over what the parameters produce
 KEPT = 0.7  # of the decrease that the quadratic model promised: deeper from here on (half a step gives 3/4),
@@ -68,12 +67,10 @@ class Memory:
 
 @dataclass(eq=False)
 class SearchedStep(Policy):
-    """The step that a search finds; it is judged on other samples where `held_out` is given."""
+    """The step that a search finds; it is judged on other samples where the problem holds some."""
 
     search: CurvedSearch
-    curvature: Curvature
     limits: Limits
-    held_out: tuple[Any, Tensor | None] | None  # (inputs, targets)
 
     def propose(self, quadratic: AnyQuadratic, objective: Objective, state: Mapping[str, Any]) -> Proposal:
         search, memory = self.search, Memory.read(state.get("search", {}))
@@ -127,16 +124,17 @@ class SearchedStep(Policy):
             return judge.decrease(path.at(length, bent))
 
         length = find_length(gain, search, start, path.bend is not None)
-        if path.bend is None or self.held_out is None:
+        if path.bend is None or quadratic.held_out is None:
             return Choice(path.at(length.length, length.bent), length, combined)
         return Choice(*path.beyond(length, judge, search, judge.predicted(combined)), combined)
 
     def _judge_of(self, quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
         """The quadratic model along the rungs, on the samples that judge the step."""
         vectors = [rung.vector for rung in rungs]
-        if self.held_out is not None:
-            held_out = on_samples(objective.passes, *self.held_out, quadratic.decay)
-            return self._judge_elsewhere(quadratic, held_out, vectors)
+        if quadratic.held_out is not None:
+            inputs, targets = quadratic.held_out
+            held_out = on_samples(objective.passes, inputs, targets, quadratic.decay)
+            return _judge_elsewhere(quadratic, held_out, vectors)
         own_slopes = [float(quadratic.slope(own.vector, own.image)) for own in rungs]
         slopes = torch.tensor(own_slopes, dtype=torch.float64, device="cpu")
         images = torch.stack([rung.image for rung in rungs])[:, : quadratic.curvature_rows]
@@ -144,36 +142,19 @@ class SearchedStep(Policy):
         products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
         return Judge(objective, float(objective.loss), slopes, products)
 
-    def _judge_elsewhere(self, quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> Judge:
-        """The same on other samples, by pushing the rungs forward there."""
-        passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
-        outputs = piece.capture.outputs.detach()
-        with _random.replayed(held_out.random):
-            images = piece.capture.push_forward([own.parts for own in vectors])  # (k, n, C)
-        residual = passes.residual(outputs, piece.targets)
-        factor = self.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
-        slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
-        divisor = float(passes.divisor(self.curvature, term_count, len(outputs), len(outputs))) / factor.unit**2
-        factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
-        if quadratic.decay is not None:
-            decayed = [float(quadratic.decay.slope(own)) for own in vectors]
-            slopes = slopes + torch.tensor(decayed, dtype=torch.float64, device="cpu")
-        products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
-        return Judge(held_out, float(held_out.loss), slopes, products)
-
     def _is_out_of_scale(self, quadratic: AnyQuadratic) -> bool:
         """Whether the residuals are far larger than what the parameters produce: |e| > 30 |S^T J theta|.
 
         Then steps in all layers at once are limited by the product of their changes: one layer must find the
         scale.
         """
-        if self.search.first is None or self.held_out is not None or quadratic.e is None:
+        if self.search.first is None or quadratic.held_out is not None or quadratic.e is None:
             return False
         theta = {name: own.detach() for name, own in quadratic.plan.parameters.items()}
         own = quadratic.image(quadratic.space.pack(theta))[: quadratic.curvature_rows]
         # the rows are S^T J / s and e is s S^-1 r: e / s^2 is in their unit
         samples = sum(len(piece.targets) for piece in quadratic.pieces)
-        share = samples / quadratic.outputs.samples
+        share = samples / quadratic.batch.curvature
         unit = float(quadratic.divisor) / float(quadratic.term_count) * share
         return bool(unit * quadratic.e.norm() > OUT_OF_SCALE * own.norm())
 
@@ -186,6 +167,24 @@ class SearchedStep(Policy):
             return None
         best, length, _ = _best_of(judge, layers, (1.0,))
         return (best, length) if length.decrease >= 0.5 * abs(judge.loss) else None
+
+
+def _judge_elsewhere(quadratic: AnyQuadratic, held_out: OnPieces, vectors: Sequence[Vector]) -> Judge:
+    """The quadratic model along vectors on other samples, by pushing them forward there."""
+    passes, (piece,), term_count = held_out.passes, held_out.pieces, float(held_out.term_count)
+    outputs = piece.capture.outputs.detach()
+    with _random.replayed(held_out.random):
+        images = piece.capture.push_forward([own.parts for own in vectors])  # (k, n, C)
+    residual = passes.residual(outputs, piece.targets)
+    factor = quadratic.curvature.factor(passes.rule, passes.loss, outputs, piece.targets)
+    slopes = (images.flatten(1).double() @ residual.flatten().double()).cpu() / term_count
+    divisor = float(passes.divisor(quadratic.curvature, term_count, len(outputs), len(outputs))) / factor.unit**2
+    factors = torch.stack([factor.rmatvec(image).flatten() for image in images]).double() / divisor**0.5
+    if quadratic.decay is not None:
+        decayed = [float(quadratic.decay.slope(own)) for own in vectors]
+        slopes = slopes + torch.tensor(decayed, dtype=torch.float64, device="cpu")
+    products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
+    return Judge(held_out, float(held_out.loss), slopes, products)
 
 
 def _products_of_decay(quadratic: AnyQuadratic, vectors: Sequence[Vector]) -> Tensor | float:
@@ -215,11 +214,11 @@ def _proposal(
     p, length = choice.vector, choice.length
     return Proposal(
         Displacement.of(quadratic.plan, p),
-        objective.loss,
-        damping,
         predicted,
         float(p.dot(p)),
         length.length > 0,
+        loss=objective.loss,
+        damping=damping,
         decrease=length.decrease,
         length=length.length,
         share=float(choice.coefficients.sum()),

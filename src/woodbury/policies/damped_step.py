@@ -11,8 +11,8 @@ from typing import Any
 from woodbury.device.scalars import Scalar, as_number, compute, is_known
 from woodbury.policies.damping import FORGETTING, Damping, check_damping, is_relative, next_scale
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.objective import Objective
+from woodbury.quadratic.quadratic import Damped, Minimizer
 
 # by how much lambda may be raised within a step, time after time, to make K + lambda I definite
 _RAISES = (*[10.0] * 12, *[1000.0] * 6)
@@ -32,17 +32,9 @@ class DampedStep(Policy):
         raised, doubt = damped.damping is not wanted, None
         if not raised and (found.usable is not False or not quadratic.solver.exact):
             doubt = damped.doubt(found, self.look)
-        return Proposal(
-            found.displacement,
-            objective.loss,
-            damped.damping,
-            found.predicted,
-            found.squared_norm,
-            found.usable,
-            raised=raised,
-            gains=gains | found.gains,
-            warnings={} if doubt is None else {"doubt": doubt},
-        )
+        found.gains |= gains
+        doubts = {} if doubt is None else {"doubt": doubt}
+        return Proposal(**vars(found), loss=objective.loss, damping=damped.damping, raised=raised, warnings=doubts)
 
     def solve(self, quadratic: AnyQuadratic, state: Mapping[str, Any]) -> tuple[Damped, Minimizer]:
         return _solve(quadratic, self._wanted(quadratic, state)[0])

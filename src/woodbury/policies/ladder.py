@@ -12,7 +12,7 @@ from torch import Tensor
 from woodbury._vector import Vector
 from woodbury.policies.proposal import AnyQuadratic
 from woodbury.policies.search import CurvedSearch
-from woodbury.quadratic.damped import Damped
+from woodbury.quadratic.quadratic import Damped
 
 REFINED = 1e-8  # of the trace: dampings below it are refined, larger ones have eight digits without it
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from woodbury._vector import Vector
 from woodbury.policies.proposal import AnyQuadratic
 from woodbury.policies.search import CurvedSearch, Length
-from woodbury.quadratic.damped import Damped
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective
+from woodbury.quadratic.quadratic import Damped
 
 ENOUGH = 0.95  # of the decrease that the quadratic model promised: no corrections
 
@@ -65,7 +65,7 @@ class Path:
 
     def corrected(self, length: float, vector: Vector) -> Vector:
         """d - (B + lambda_b D)^{-1} J^T H (y(theta + d) - y - alpha J p): closer to outputs y + alpha J p."""
-        missed = self.quadratic.outputs.change(vector) - length * self.image
+        missed = self.quadratic.change_of_outputs(vector) - length * self.image
         return vector - self.damped.pull_back(missed)
 
     def beyond(self, length: Length, judge: Judge, search: CurvedSearch, promised: float) -> tuple[Vector, Length]:
@@ -87,5 +87,5 @@ class Path:
 
 def bent_path(quadratic: AnyQuadratic, damped: Damped, p: Vector) -> Path:
     """The path of p; straight if its bend is not finite."""
-    bend = damped.pull_back(quadratic.outputs.second_derivative(p)) * -0.5
+    bend = damped.pull_back(quadratic.second_derivative(p)) * -0.5
     return Path(quadratic, damped, p, bend if math.isfinite(float(bend.dot(bend))) else None)

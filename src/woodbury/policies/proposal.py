@@ -10,27 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
-from woodbury.device.scalars import Scalar, Truth, is_known, magnitude, ratio_where
+from woodbury.device.scalars import Scalar, Truth, is_known, ratio_where
 from woodbury.policies.guard import Course, guard_warning
-from woodbury.quadratic.damped import Damped, Minimizer
-from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
-from woodbury.quadratic.quadratic import Quadratic
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 
 AnyQuadratic = Quadratic | InMetric
 
 
-@dataclass
-class Proposal:
+@dataclass(kw_only=True)
+class Proposal(Minimizer):
     """p, what was promised for it, and what came of it."""
 
-    displacement: Displacement
     loss: Scalar  # f(theta), float64
     damping: Scalar  # the lambda it was computed with
-    predicted: Scalar  # m(0) - m(p)
-    squared_norm: Scalar  # |p|^2
-    usable: Truth  # whether the system could be solved
     decrease: Scalar | None = None  # f(theta) - f(theta + p), where it is known
     length: float = 1.0  # alpha, sum of c, and whether the path is bent: of a step with a search
     share: float = 1.0
@@ -38,7 +32,6 @@ class Proposal:
     raised: bool = False  # whether lambda was raised within the step
     ratio: Scalar = math.nan  # rho, once judged
     accepted: Truth = False  # whether theta may move, once judged
-    gains: dict[str, Any] = field(default_factory=dict)  # of the optimizer's state
     warnings: dict[str, str] = field(default_factory=dict)  # by kind: each is given once per optimizer
 
 
@@ -57,7 +50,7 @@ class Limits:
         # Below the rounding of f both decreases are noise, and the model is as right as it can be: adding the
         # noise level to both makes 0/0 a good step (Conn, Gould & Toint, Trust-Region Methods, 17.4.2). Where f
         # is 0, p^T B p is still known up to a small multiple of eps^2 only.
-        noise = self.precision * magnitude(proposal.loss) + 16 * self.precision**2
+        noise = abs(self.precision * proposal.loss) + 16 * self.precision**2
         actual, predicted = proposal.decrease + noise, proposal.predicted + noise
         finite = (abs(actual + predicted) < math.inf) & proposal.usable
         # Momentum can ask for a p that the model itself expects to raise f: there rho has no meaning.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
@@ -13,28 +12,23 @@ from woodbury.linalg import solve_conjugate_gradient
 from woodbury.model.plan import Plan
 from woodbury.products import FactorProducts
 from woodbury.quadratic.blocks import Blocks
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic, Solver
-from woodbury.quadratic.sample_space import doubt_of_iterated, tolerance_in
+from woodbury.quadratic.doubts import doubt_of_iteration
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
+from woodbury.quadratic.sample_space import tolerance_in
 
 
 class ByProducts(Damped):
     """Conjugate gradients through U and U^T by autograd: neither rows nor a Gram matrix in memory."""
 
-    def __init__(self, quadratic: Quadratic, damping: Scalar, tolerance: float | None) -> None:
-        assert isinstance(quadratic.rows, FactorProducts)
-        self.quadratic, self.damping, self._rows = quadratic, damping, quadratic.rows
-        self._tolerance = tolerance_in(quadratic.plan.dtype, tolerance)
+    @property
+    def _rows(self) -> FactorProducts:
+        assert isinstance(self.quadratic.rows, FactorProducts)
+        return self.quadratic.rows
 
     @property
-    def center(self) -> Vector | None:
-        return self.quadratic.center
-
-    @cached_property
-    def base(self) -> Vector | None:
-        """p0."""
-        return self.quadratic.base(self.damping)
+    def _tolerance(self) -> float:
+        return tolerance_in(self.quadratic.plan.dtype, self.quadratic.solver.tolerance)
 
     def minimizer(self) -> Minimizer:
         """CG with products Z (D Z^T x); the system is that of `woodbury.linalg.solve_in_sample_space`."""
@@ -56,7 +50,7 @@ class ByProducts(Damped):
         return Minimizer(displacement, predicted, scalar(p.dot(p)), solution.ok)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
-        return doubt_of_iterated(self.quadratic, self.base, found, self._tolerance)
+        return doubt_of_iteration(self, found, self._tolerance)
 
     def _transposed(self, x: Tensor) -> Vector:
         """D Z^T x with D = lambda / (lambda + W)."""
@@ -76,7 +70,7 @@ class Products(Solver):
     tolerance: float | None = None  # relative residual at which it stops
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
-        return ByProducts(quadratic, damping, self.tolerance)
+        return ByProducts(quadratic, damping)
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
         return 0

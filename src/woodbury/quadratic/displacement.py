@@ -43,18 +43,11 @@ class Displacement:
     factored as well if v V^T is known: that is cheaper in the trial pass.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        rows: Rows,
-        coefficients: Tensor,
-        form: bool = False,
-    ) -> None:
+    def __init__(self, plan: Plan, rows: Rows, coefficients: Tensor, form: bool = False) -> None:
         self.plan = plan
         self._factored: list[_Factored] = []
         self._vector: Vector | None = None  # p, where all of it is formed
         self._formed: Parts = {}  # parameters whose p is formed
-        formed: Parts = {}
         by_layer, coefficients = coefficients.dim() == 2, -coefficients
         for index, (name, own_rows) in enumerate(rows.forms.items()):
             own = coefficients[index] if by_layer else coefficients
@@ -63,10 +56,9 @@ class Displacement:
                 self._factored.append(_Factored(rows.plan.layer_named[name], total))
             if form or total is None:
                 names, parts = rows.plan.owned[name], own_rows.rmatvec(own) if total is None else total.dense()
-                formed |= {names[local]: value for local, value in parts.items()}
-        self._formed = formed
-        if formed and not self._only_factored():
-            self._vector = plan.space.pack(formed)
+                self._formed |= {names[local]: value for local, value in parts.items()}
+        if self._formed and not self._only_factored():
+            self._vector = plan.space.pack(self._formed)
 
     @classmethod
     def of(cls, plan: Plan, vector: Vector) -> Displacement:

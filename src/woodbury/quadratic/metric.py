@@ -31,9 +31,8 @@ from woodbury.device.constants import constant_tensor
 from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 from woodbury.row_matrix import Rows
 
 FORGETTING = 0.9  # of the moments, per step
@@ -75,7 +74,6 @@ class Units:
             center=None if quadratic.center is None else quadratic.center / self.vector,
             _complete=None if quadratic._complete is None else quadratic._complete * self.vector,
             _gram=None,
-            _matrices=None,
         )
 
 
@@ -108,17 +106,13 @@ class _DampedInMetric(Damped):
     """(B + lambda D) p = lambda D q - g, by the plain system of p' = p / s."""
 
     def __init__(self, inside: Damped, units: Units, plain: Quadratic) -> None:
-        self._inside, self._units, self._plain = inside, units, plain
-        self.damping = inside.damping
-
-    @property
-    def center(self) -> Vector | None:
-        return self._plain.center
+        super().__init__(plain, inside.damping)
+        self._inside, self._units = inside, units
 
     def minimizer(self) -> Minimizer:
         self._found = self._inside.minimizer()
         p = self._found.displacement.dense() * self._units.vector
-        displacement = Displacement.of(self._plain.plan, p)
+        displacement = Displacement.of(self.quadratic.plan, p)
         return replace(
             self._found, displacement=displacement, squared_norm=scalar(p.dot(p))
         )  # (Z s) (p / s) = Z p
@@ -208,7 +202,10 @@ def _lengths(moments: Space, device: torch.device) -> Tensor:
 def _places(moments: Space, parameters: Space, device: torch.device) -> Tensor:
     """For each part of the moments the place of the rows, or vector, of its parameter: columns follow rows."""
     names = enumerate(moments.shapes)
-    return torch.tensor([place - _are_columns(name, parameters) for place, name in names], device="cpu").to(device)
+    return torch.tensor(
+        [place - (name.endswith(".columns") and name not in parameters.shapes) for place, name in names],
+        device="cpu",
+    ).to(device)
 
 
 @constant_tensor
@@ -217,10 +214,6 @@ def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch
     sizes = {name: shape.numel() / parameters.size for name, shape in parameters.shapes.items()}
     sizes |= {f"{name}.rows": share for name, share in sizes.items() if name not in moments.shapes}
     return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype, device="cpu").to(device)
-
-
-def _are_columns(name: str, parameters: Space) -> bool:
-    return name.endswith(".columns") and name not in parameters.shapes
 
 
 class DiagonalMetric(Metric):

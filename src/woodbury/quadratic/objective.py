@@ -109,16 +109,12 @@ def over_loader(
             raise TypeError(f"full= must hold batches (inputs, targets), got {type(entry).__name__}")
         inputs, targets = entry
         samples = _batch.check_batch(inputs, targets)
-        captured = passes.capture(inputs, samples)
-        outputs = captured.outputs.detach()
-        prepared = prepare(passes.rule, passes.loss, captured.raw, targets)
-        part = space.pack(captured.gradient(passes.residual(outputs, prepared)))
+        piece, outputs = passes.evaluate(inputs, targets, samples)
+        part = space.pack(piece.capture.gradient(passes.residual(outputs, piece.targets)))
         gradient = part if gradient is None else gradient + part
-        losses = passes.losses(outputs, prepared).sum()
-        total = losses if total is None else total + losses
+        total = piece.losses.sum() if total is None else total + piece.losses.sum()
         sample_count += samples
-        if not passes.is_sum:
-            term_count = term_count + passes.rule.count(passes.loss, prepared)
+        term_count = term_count + piece.term_count
     if total is None or gradient is None:
         raise ValueError("full= holds no batch")
     term_count = 1.0 if passes.is_sum else check_term_count(passes.sum(term_count), "full=")

@@ -15,9 +15,9 @@ from woodbury.device.scalars import Scalar, Scale, Truth, compute, scalar
 from woodbury.linalg import factor_cholesky, plus_diagonal, reciprocal_condition, solve_factored, sum_of_squares
 from woodbury.model.plan import Plan
 from woodbury.quadratic.blocks import Blocks
-from woodbury.quadratic.damped import Damped, Minimizer, doubt_of_condition
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic, Solver
+from woodbury.quadratic.doubts import doubt_of_condition
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 from woodbury.quadratic.sample_space import InSampleSpace, minimizer_of
 
 
@@ -30,22 +30,18 @@ class InParameterSpace(Damped):
     """By Cholesky factorisations of the blocks of B + lambda + W: exact."""
 
     def __init__(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> None:
-        self.quadratic, self.damping, self._refine = quadratic, damping, refine
+        super().__init__(quadratic, damping, refine)
         self._names = quadratic.blocks.parameter_names(quadratic.plan)
         self._lowers: list[Tensor] = []  # L of each block
         self._ok: Truth = True
 
-    @property
-    def center(self) -> Vector | None:
-        return self.quadratic.center
-
     def minimizer(self) -> Minimizer:
         quadratic = self.quadratic
-        p, image = self._solve(quadratic.force(self.damping), self._refine)
+        p, image = self._solve(quadratic.force(self.damping), self.refine)
         p = p.of(quadratic.group.same(p.flat))
         if image is None:
             curvature: Scalar = 0.0
-            for matrix, own in zip(quadratic.matrices(), self._by_block(p), strict=True):
+            for matrix, own in zip(quadratic.matrices, self._by_block(p), strict=True):
                 own = own.to(matrix.dtype)
                 curvature = curvature + scalar(torch.dot(own, matrix.mv(own)))
         else:
@@ -68,7 +64,7 @@ class InParameterSpace(Damped):
 
     def _solve(self, force: Vector, refine: bool) -> tuple[Vector, Tensor | None]:
         """p with (B + lambda + W) p = force, and Z p where p is refined."""
-        matrices = self.quadratic.matrices()
+        matrices = self.quadratic.matrices
         if not self._lowers:
             for names, matrix in zip(self._names, matrices, strict=True):
                 lower, ok = factor_cholesky(plus_diagonal(matrix, self._shift(names, matrix)))
@@ -133,7 +129,7 @@ class Cholesky(Solver):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         if is_smaller(quadratic.plan, quadratic.blocks, quadratic.curvature_rows):
-            diagonals = [matrix.diagonal().sum() for matrix in quadratic.matrices()]
+            diagonals = [matrix.diagonal().sum() for matrix in quadratic.matrices]
             return scalar(torch.stack(diagonals).sum())
         return super().trace(quadratic)
 

@@ -96,21 +96,16 @@ class Passes:
         return own / self.group.sums(own)[0]
 
     def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
-        """D of N2 curvature samples with M = term_count, where f is that of N1 = `of` samples."""
-        if self.group.size > 1:
-            share = 1.0 if self.samples_count else 0.0
-            terms, *counts = self.group.sums(float(term_count), share * samples, share * of)
-            term_count, (samples, of) = terms, map(round, counts)
-        return self._divisor(curvature, term_count, samples, of)
-
-    def _divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
+        """D of N2 curvature samples of all processes with M = term_count, where f is that of N1 = `of` samples."""
         if self.is_sum:
             return curvature.divisor_of_sum(samples, of)
         return curvature.divisor(check_term_count(term_count, "the curvature samples"), samples)
 
     def totals(self, pieces: Sequence[Piece], curvature: Curvature, batch: Batch) -> tuple[Scalar, Scalar, Scalar]:
-        """M, f(theta) and D of a batch whose first piece is S2; of all processes together, in one collective."""
+        """M, f(theta) and D of a batch whose first piece has S2 in front; of all processes, in one collective."""
         first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
+        if len(pieces[0].targets) > batch.curvature and not self.is_sum:
+            first = self.rule.count_of_first(self.loss, pieces[0].targets, batch.curvature)
         if self.group.size == 1:
             term_count = self.term_count(pieces)
             loss = check_loss(mean_of(losses, term_count))
@@ -119,7 +114,7 @@ class Passes:
         own = (sum(float(piece.term_count) for piece in pieces), float(mean_of(losses, 1.0)), float(first))
         terms, total, first, *counts = self.group.sums(*own, share * batch.curvature, share * batch.samples)
         term_count = 1.0 if self.is_sum else check_term_count(terms)
-        return term_count, check_loss(total / term_count), self._divisor(curvature, first, *map(round, counts))
+        return term_count, check_loss(total / term_count), self.divisor(curvature, first, *map(round, counts))
 
     def capture(self, inputs: Any, samples: int) -> Capture:
         """A pass over a batch, or part of it, at theta."""
@@ -136,7 +131,7 @@ class Passes:
 
     def _capture(self, number: int, inputs: Any, samples: int) -> GraphCapture:
         """A pass over a batch or one of its terms, in the pass of this number through the model."""
-        captured = capture(self.plan, self.plan.model, self.forward, inputs, samples, self.autocast)
+        captured = capture(self.plan, self.forward, inputs, samples, self.autocast)
         if samples > 1 and self._is_due(number, 2):
             check_samples_apart(captured, number, alone=self._is_due(number, 4))
         return captured

@@ -13,7 +13,7 @@ quadratics again (`woodbury.quadratic.metric`, `woodbury.quadratic.memory`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,20 +21,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from woodbury._batch import Batch
 from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
-from woodbury.device.scalars import Scalar, compute, scalar
+from woodbury.device.scalars import Scalar, Truth, compute, scalar
 from woodbury.linalg import sum_of_squares
 from woodbury.losses.factors import Factor
 from woodbury.model.plan import Plan
-from woodbury.parallel.group import ALONE, Group
+from woodbury.parallel.group import Group
 from woodbury.products import FactorProducts
 from woodbury.quadratic.blocks import BLOCKS, Blocks
-from woodbury.quadratic.damped import Damped
 from woodbury.quadratic.decay import Decay
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.passes import Passes, Piece
+from woodbury.quadratic.passes import Batches, Passes, Piece
 from woodbury.row_matrix import Rows
 
 
@@ -55,69 +55,102 @@ class Solver(ABC):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
-        return quadratic.trace_of_gram()
+        m, gram = quadratic.curvature_rows, quadratic.gram()
+        diagonal = gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1)
+        return scalar(diagonal.sum()) / quadratic.divisor
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
         """Rows of each matrix to be factored, or 0 for none, for so many factor rows and rows of other samples."""
         return row_count + others
 
 
-@dataclass(eq=False)
-class Outputs:
-    """The outputs y of the curvature samples around theta, in the units of the rows: S^T y, (m,)."""
+@dataclass
+class Minimizer:
+    """p of one damping, with what the quadratic model says about it."""
 
-    passes: Passes
-    curvature: Curvature
-    piece: Piece  # whose first samples are those of the curvature
-    samples: int
-    random: Snapshot | None  # before the pass at theta
+    displacement: Displacement
+    predicted: Scalar  # m(0) - m(p)
+    squared_norm: Scalar  # |p|^2
+    usable: Truth  # whether the system could be solved
+    image: Tensor | None = field(default=None, kw_only=True)  # Z p, where it is known
+    gains: dict[str, Any] = field(default_factory=dict, kw_only=True)  # of the optimizer's state
+
+
+class Damped(ABC):
+    """m(p) + lambda |p - q|^2 / 2: factored once, where it is factored at all, and solved many times."""
+
+    def __init__(self, quadratic: Quadratic, damping: Scalar, refine: bool = False) -> None:
+        """refine: its minimizer by one step, where the factorisation allows it."""
+        self.quadratic, self.damping, self.refine = quadratic, damping, refine
+
+    @property
+    def center(self) -> Vector | None:
+        """q, None for zero."""
+        return self.quadratic.center
 
     @cached_property
-    def _factor(self) -> Factor:
-        outputs = self.piece.capture.outputs.detach()[: self.samples]
-        return self.curvature.factor(
-            self.passes.rule, self.passes.loss, outputs, self.piece.targets[: self.samples]
-        )
+    def base(self) -> Vector | None:
+        """p0."""
+        return self.quadratic.base(self.damping)
 
-    def second_derivative(self, p: Vector) -> Tensor:
-        """S^T y'' along p."""
-        with replayed(self.random):
-            curve = self.piece.capture.second_derivative(p.parts)[: self.samples]
-        return self._factor.rmatvec(curve).flatten()
+    @abstractmethod
+    def minimizer(self) -> Minimizer:
+        """p = argmin m(p) + lambda |p - q|^2 / 2."""
 
-    def change(self, p: Vector) -> Tensor:
-        """S^T (y(theta + p) - y)."""
-        with replayed(self.random):
-            moved = Displacement.of(self.passes.plan, p).outputs_on(self.piece.capture)
-        before = self.piece.capture.outputs.detach()
-        change = (moved.reshape(before.shape) - before)[: self.samples]
-        return self._factor.rmatvec(change).flatten()
+    def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
+        """(B + W + lambda I)^{-1} U^T w for w = weights / sqrt(D), with one weight per factor row, (m,).
+
+        refine: by one step, where the factorisation allows it. Without it the matrix is symmetric to rounding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no factorisation to pull back with")
+
+    def doubt(self, found: Minimizer, look: bool) -> str | None:
+        """Why p cannot be trusted, if so; the condition of the system is asked for with `look` alone."""
+        return None
 
 
 @dataclass(eq=False)
-class Quadratic:
-    """The quadratic model of one batch; see the module docstring."""
+class Problem:
+    """The question of one step: a batch, how it goes through the model, and what the model of it is made of."""
 
-    plan: Plan
-    blocks: Blocks
+    passes: Passes
+    batch: Batch
+    curvature: Curvature
     solver: Solver
+    blocks: Blocks
     gram_dtype: torch.dtype | None
+    decay: Decay | None  # W
+    center: Vector | None  # q = mu p_prev, None for zero
+    is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
+    apart: bool  # whether the rows of S2 must be had without the others
+    full: Batches | None  # a loader that f and g are taken over, instead of the batch
+    held_out: tuple[Any, Tensor | None] | None  # other samples, on which a search judges the step
+    random: Snapshot | None  # before the first pass through the model, if it may draw random numbers
+    state: Mapping[str, Any]  # of the optimizer
+    check_memory: Callable[[Problem, Tensor], None]  # hears of the outputs before rows are formed
+
+    @property
+    def plan(self) -> Plan:
+        return self.passes.plan
+
+    @property
+    def group(self) -> Group:
+        return self.passes.group
+
+
+@dataclass(eq=False)
+class Quadratic(Problem):
+    """A problem with its quadratic model; see the module docstring."""
+
+    pieces: list[Piece]  # the batch as it went through the model, S2 first
     rows: Rows | FactorProducts  # Z, unscaled
     curvature_rows: int
     divisor: Scalar  # D
     term_count: Scalar  # M, what the mean loss of the batch divides by
     e: Tensor | None  # (curvature rows,), S e = r up to a rest, None for ones; zero where g is that of a loader
     gradient: Vector | None  # the part of g that is not in Z
-    decay: Decay | None  # W
-    center: Vector | None  # q = mu p_prev, None for zero
     loss: Scalar  # f(theta) of the samples that were run
-    pieces: list[Piece]  # the batch as it went through the model, S2 first
-    outputs: Outputs
-    is_chain: bool  # whether the model is a plain chain of Linear layers, by its structure or as it was seen
-    group: Group = ALONE
-    state: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     _gram: Tensor | None = None  # Z Z^T, or its first rows, once formed: for other dampings
-    _matrices: list[Tensor] | None = None  # B by block, once formed
     _complete: Vector | None = None  # all of g, once formed
 
     @property
@@ -136,7 +169,7 @@ class Quadratic:
 
     def by_layer(self) -> Quadratic:
         """The same without the entries of B between parameters of two layers."""
-        return replace(self, blocks=BLOCKS["layer"], _gram=None, _matrices=None)
+        return replace(self, blocks=BLOCKS["layer"], _gram=None)
 
     # -- what is asked of it --------------------------------------------------------------------------------
 
@@ -229,19 +262,13 @@ class Quadratic:
                 self._gram = self.blocks.gram(rows, None, self.gram_dtype)
         return self._gram if scales is None else self._gram * next(iter(scales.values()))
 
+    @cached_property
     def matrices(self) -> list[Tensor]:
-        """B by block; another damping comes back with the same B."""
-        if self._matrices is None:
-            (divisor,) = compute(self.divisor)
-            names = self.blocks.parameter_names(self.plan)
-            formed = self.all_rows.curvature(self.curvature_rows, names, self.gram_dtype)
-            self._matrices = [matrix.div_(divisor) for matrix in formed]
-        return self._matrices
-
-    def trace_of_gram(self) -> Scalar:
-        """Of U U^T, from the Gram matrix."""
-        m, gram = self.curvature_rows, self.gram()
-        return scalar(gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1).sum()) / self.divisor
+        """B by block, for all dampings."""
+        (divisor,) = compute(self.divisor)
+        names = self.blocks.parameter_names(self.plan)
+        formed = self.all_rows.curvature(self.curvature_rows, names, self.gram_dtype)
+        return [matrix.div_(divisor) for matrix in formed]
 
     # -- rows -----------------------------------------------------------------------------------------------
 
@@ -254,3 +281,26 @@ class Quadratic:
             if size <= most:
                 forms[name] = form.written_out()
         return replace(self, rows=Rows(plan, forms, rows.row_count))
+
+    # -- the outputs y of the curvature samples around theta, in the units of the rows: S^T y, (m,) -----------
+
+    def second_derivative(self, p: Vector) -> Tensor:
+        """S^T y'' along p."""
+        with replayed(self.random):
+            return self._in_rows(self.pieces[0].capture.second_derivative(p.parts))
+
+    def change_of_outputs(self, p: Vector) -> Tensor:
+        """S^T (y(theta + p) - y)."""
+        capture = self.pieces[0].capture
+        with replayed(self.random):
+            moved = Displacement.of(self.plan, p).outputs_on(capture)
+        return self._in_rows(moved.reshape(capture.outputs.shape) - capture.outputs.detach())
+
+    def _in_rows(self, outputs: Tensor) -> Tensor:
+        return self._factor.rmatvec(outputs[: self.batch.curvature]).flatten()
+
+    @cached_property
+    def _factor(self) -> Factor:
+        piece, samples = self.pieces[0], self.batch.curvature
+        outputs, targets = piece.capture.outputs.detach()[:samples], piece.targets[:samples]
+        return self.curvature.factor(self.passes.rule, self.passes.loss, outputs, targets)

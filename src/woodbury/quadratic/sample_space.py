@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -36,31 +35,13 @@ from woodbury.linalg import (
     solve_in_sample_space,
     sum_of_squares,
 )
-from woodbury.quadratic.damped import (
-    Damped,
-    Minimizer,
-    doubt_of_cancellation,
-    doubt_of_condition,
-    doubt_of_iteration,
-)
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic, Solver
+from woodbury.quadratic.doubts import doubt_of_cancellation, doubt_of_condition, doubt_of_iteration
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
 
 class _InSampleSpace(Damped):
     """What the two ways to solve the small system share."""
-
-    def __init__(self, quadratic: Quadratic, damping: Scalar) -> None:
-        self.quadratic, self.damping = quadratic, damping
-
-    @property
-    def center(self) -> Vector | None:
-        return self.quadratic.center
-
-    @cached_property
-    def base(self) -> Vector | None:
-        """p0."""
-        return self.quadratic.base(self.damping)
 
     def coefficients(self, gram: Tensor, solve: Callable[[Tensor, Tensor], Solution]) -> SampleSpaceStep:
         """c of p = p0 - Z^T c."""
@@ -93,10 +74,7 @@ class _InSampleSpace(Damped):
 class InSampleSpace(_InSampleSpace):
     """By a Cholesky factorisation of K + lambda I: exact."""
 
-    def __init__(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> None:
-        super().__init__(quadratic, damping)
-        self._refine = refine
-        self._lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
+    _lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
 
     @property
     def _is_plain(self) -> bool:
@@ -113,7 +91,7 @@ class InSampleSpace(_InSampleSpace):
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
         gram = quadratic.gram(self.damping, form)
         step = self.coefficients(gram, self._factor_and_solve)
-        if self._refine and self.base is None and self._is_plain:
+        if self.refine and self.base is None and self._is_plain:
             return self._refined_minimizer(step)
         displacement = self.displacement(step, form)
         if self.base is not None:
@@ -127,9 +105,7 @@ class InSampleSpace(_InSampleSpace):
         return Minimizer(displacement, self.damping * squared + 0.5 * step.curvature, squared, step.ok)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
-        cancels = None
-        if self.base is not None and self.quadratic.gradient is not None:
-            cancels = doubt_of_cancellation(self.base, found)
+        cancels = doubt_of_cancellation(self, found)
         if cancels is not None or not look or self._lower is None:
             return cancels
         return doubt_of_condition(reciprocal_condition(self._lower), self._lower.dtype)
@@ -181,10 +157,6 @@ class InSampleSpace(_InSampleSpace):
 class ByIteration(_InSampleSpace):
     """By conjugate gradients with the explicit matrix."""
 
-    def __init__(self, quadratic: Quadratic, damping: Scalar, tolerance: float | None) -> None:
-        super().__init__(quadratic, damping)
-        self._tolerance = tolerance
-
     def minimizer(self) -> Minimizer:
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         step = self.coefficients(quadratic.gram(self.damping, rows.joint), self._solve)
@@ -194,32 +166,20 @@ class ByIteration(_InSampleSpace):
         return Minimizer(displacement, quadratic.predicted(p, images), scalar(p.dot(p)), step.ok)
 
     def doubt(self, found: Minimizer, look: bool) -> str | None:
-        tolerance = tolerance_in(self.quadratic.gram_dtype or self.quadratic.plan.dtype, self._tolerance)
-        return doubt_of_iterated(self.quadratic, self.base, found, tolerance)
+        dtype = self.quadratic.gram_dtype or self.quadratic.plan.dtype
+        return doubt_of_iteration(self, found, tolerance_in(dtype, self.quadratic.solver.tolerance))
 
     def _solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        product = partial(_matrix_product, matrix)
-        tolerance = tolerance_in(rhs.dtype, self._tolerance)
+        def product(x: Tensor) -> Tensor:
+            return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)  # block by block
+
+        tolerance = tolerance_in(rhs.dtype, self.quadratic.solver.tolerance)
         return solve_conjugate_gradient(product, rhs, tolerance, 10 * rhs.shape[-1])
-
-
-def _matrix_product(matrix: Tensor, x: Tensor) -> Tensor:
-    """A x, block by block."""
-    return torch.matmul(matrix, x.unsqueeze(-1)).squeeze(-1)
 
 
 def tolerance_in(dtype: torch.dtype, tolerance: float | None) -> float:
     """The relative residual at which conjugate gradients stop, eps^(3/4) unless it is given."""
     return torch.finfo(dtype).eps ** 0.75 if tolerance is None else tolerance
-
-
-def doubt_of_iterated(quadratic: Quadratic, base: Vector | None, found: Minimizer, tolerance: float) -> str | None:
-    """Why p by conjugate gradients cannot be trusted, if so."""
-    if found.usable is False:
-        return doubt_of_iteration(tolerance)
-    if base is None or quadratic.gradient is None:
-        return None
-    return doubt_of_cancellation(base, found, tolerance)
 
 
 def minimizer_of(
@@ -247,4 +207,4 @@ class ConjugateGradient(Solver):
     tolerance: float | None = None  # relative residual at which it stops
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
-        return ByIteration(quadratic, damping, self.tolerance)
+        return ByIteration(quadratic, damping)

@@ -19,9 +19,8 @@ from woodbury.linalg import minimize_quadratic
 from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import Common, check_number, check_whole_number, refuse_fixed
 from woodbury.products import FactorProducts
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic, Solver
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,13 @@ class EarlyStopped(Solver):
 
 class _EarlyStopped(Damped):
     def __init__(self, quadratic: Quadratic, damping: Scalar, solver: EarlyStopped) -> None:
-        self.quadratic, self.damping, self._solver = quadratic, damping, solver
+        super().__init__(quadratic, damping)
+        self._solver = solver
+
+    @property
+    def center(self) -> None:
+        """Zero: the last p is a place to start from."""
+        return
 
     def minimizer(self) -> Minimizer:
         quadratic, damping = self.quadratic, float(self.damping)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +28,15 @@ from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.optim.optimizer import SecondOrder
 from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
-from woodbury.quadratic.damped import Damped, Minimizer
 from woodbury.quadratic.displacement import Displacement
-from woodbury.quadratic.quadratic import Quadratic, Solver
+from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
 _FIRST_STEPS = 3  # the averages change fast at first: inverses are taken at each of these steps
 
 
-Inverses = dict[str, Tensor]  # of the damped factors, under "inputs" and "grads", and what was added to each
-
-
-class Factors(NamedTuple):
-    """The two sides of a layer's Kronecker product."""
-
-    inputs: Tensor  # A (i + 1, i + 1)
-    grads: Tensor  # G (o, o)
+# the two sides of a layer's Kronecker product: "inputs", A (i + 1, i + 1), and "grads", G (o, o)
+Factors = dict[str, Tensor]
+Inverses = dict[str, Tensor]  # of the damped factors, under the same names, and what was added to each
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,8 @@ class Kronecker(Solver):
 
 class _Kronecker(Damped):
     def __init__(self, quadratic: Quadratic, damping: Scalar, solver: Kronecker) -> None:
-        self.quadratic, self.damping, self._solver = quadratic, damping, solver
+        super().__init__(quadratic, damping)
+        self._solver = solver
 
     def minimizer(self) -> Minimizer:
         quadratic, group = self.quadratic, self.quadratic.group
@@ -71,8 +66,11 @@ class _Kronecker(Damped):
         with full_precision():
             fresh = {name: kronecker_factors(*own, quadratic.divisor) for name, own in sides.items()}
             if group.size > 1:
-                share = quadratic.outputs.passes.share_of(quadratic.outputs.samples)
-                fresh = {name: Factors(group.sum(share * a), group.sum(g)) for name, (a, g) in fresh.items()}
+                share = quadratic.passes.share_of(quadratic.batch.curvature)
+                fresh = {
+                    name: {"inputs": group.sum(share * own["inputs"]), "grads": group.sum(own["grads"])}
+                    for name, own in fresh.items()
+                }
             good = torch.isfinite(as_double(quadratic.loss))
             gains, inverses, usable = self._updated(fresh, good)
             p, predicted = self._solve(forms, inverses)
@@ -90,7 +88,7 @@ class _Kronecker(Damped):
         """
         for factors in fresh.values():
             # |A_ij| <= sqrt(A_ii A_jj): a finite diagonal is enough
-            good = good & torch.isfinite(factors.inputs.trace() + factors.grads.trace())
+            good = good & torch.isfinite(factors["inputs"].trace() + factors["grads"].trace())
         known, state = truth(good), self.quadratic.state  # a tensor where asking would wait
         step = state.get("factor_steps", 0) + (1 if known is not False else 0)
         weight = min(1 - 1 / max(step, 1), self._solver.decay)
@@ -101,15 +99,14 @@ class _Kronecker(Damped):
         usable = good
         for name, new in fresh.items():
             old = averages.get(name, {})
-            if old and not _same_shapes(old, new):  # a parameter was frozen or thawed since
+            if old and any(old[side].shape != own.shape for side, own in new.items()):  # one was frozen or thawed
                 old = {}
                 stored.pop(name, None)
-            factors = Factors(*(_mixed(old.get(side), x, weight, good) for side, x in new._asdict().items()))
-            averages[name] = factors._asdict()
+            averages[name] = {side: _mixed(old.get(side), own, weight, good) for side, own in new.items()}
             if name in stored and not due:
-                used[name] = stored[name] = {key: value.to(new.inputs) for key, value in stored[name].items()}
+                used[name] = stored[name] = {key: value.to(new["inputs"]) for key, value in stored[name].items()}
                 continue
-            used[name], ok = damped_inverses(factors, self.damping + self._decay_of(name))
+            used[name], ok = damped_inverses(averages[name], self.damping + self._decay_of(name))
             usable = usable & ok
             if truth(ok) is False:
                 stored.pop(name, None)
@@ -196,7 +193,7 @@ def kronecker_factors(inputs: Tensor, grads: Tensor, divisor: Scalar) -> Factors
 
     D is what the mean loss divides by: n, or fewer where targets are ignored, whose h are zero.
     """
-    return Factors(inputs.t() @ inputs / len(inputs), grads.t() @ grads / divisor)
+    return {"inputs": inputs.t() @ inputs / len(inputs), "grads": grads.t() @ grads / divisor}
 
 
 def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor]:
@@ -205,12 +202,12 @@ def damped_inverses(factors: Factors, damping: Scalar) -> tuple[Inverses, Tensor
     pi = sqrt(mean eigenvalue of A / mean eigenvalue of G), 1 where either is zero. Also whether both could be
     computed: an inverse that could not is zero.
     """
-    means = [matrix.diagonal().mean() for matrix in factors]
+    means = [matrix.diagonal().mean() for matrix in factors.values()]
     ratio = means[0] / means[1]
     pi = torch.where((ratio > 0) & torch.isfinite(ratio), ratio, 1.0).sqrt()
     result: Inverses = {}
     ok = torch.ones((), dtype=torch.bool, device=pi.device)
-    for (side, matrix), factor in zip(factors._asdict().items(), (pi, 1 / pi), strict=True):
+    for (side, matrix), factor in zip(factors.items(), (pi, 1 / pi), strict=True):
         shift = factor * root(damping)
         damped = matrix.clone()
         damped.diagonal().add_(shift)
@@ -250,7 +247,3 @@ def _mixed(old: Tensor | None, new: Tensor, weight: float, good: Tensor) -> Tens
 def _where(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """value where the condition holds; on the CPU no pass over it is made to see that."""
     return value if truth(condition) is True else torch.where(condition, value, otherwise())
-
-
-def _same_shapes(old: Mapping[str, Tensor], new: Factors) -> bool:
-    return all(old[side].shape == matrix.shape for side, matrix in new._asdict().items())
