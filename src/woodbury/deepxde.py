@@ -372,8 +372,8 @@ class _Run:
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with; the next has to gain as much, or enough."""
-        state, dtype, started, before = self.model.train_state, self.dtype, time.perf_counter(), self.best_loss
+        """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
+        state, dtype, started = self.model.train_state, self.dtype, time.perf_counter()
         self.cast(None, self.best)
         while time.perf_counter() < min(started + seconds, self.deadline):
             self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
@@ -381,8 +381,7 @@ class _Run:
         self.model.opt.zero_grad()
         self.look()
         self.cast(dtype, self.best)
-        share = max((self.best_loss / (before or 1.0)) ** (self.length / seconds), ENOUGH)
-        self.turn = time.perf_counter() + self.length, share * self.best_loss
+        self.turn_end = time.perf_counter() + self.length
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
@@ -426,7 +425,7 @@ class _Run:
 
     def note(self, fit: Any) -> bool:
         """After a step: whether to stop, because time is over or another turn promises more."""
-        state, now, (end, goal) = self.model.train_state, time.perf_counter(), self.turn
+        state, now, end = self.model.train_state, time.perf_counter(), self.turn_end
         state.iteration, state.step = state.iteration + 1, state.step + 1
         if now >= min(self.next_look, end):
             self.look()
@@ -435,9 +434,10 @@ class _Run:
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
-        if now >= end:
-            self.turn = math.inf, 0.0  # a turn that gains enough is the last one
-        return self.is_over or (now >= end and self.best_loss > goal)
+        if now < end:
+            return self.is_over
+        self.turn_end = math.inf  # a turn that gains enough, by the loss that it lowers, is the last one
+        return self.is_over or fit.history[-1]["loss"] > ENOUGH * fit.history[0]["loss"]
 
     def end(self) -> None:
         """Leave the best parameters in their own type, and what DeepXDE says of them."""
