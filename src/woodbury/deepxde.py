@@ -348,11 +348,7 @@ class _Run:
         self.first = [own.data for own in self.tensors]
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
-        self.length, self.turn, self.is_over = (
-            0.0,
-            (math.inf, 0.0),
-            False,
-        )  # turn: its end, the loss to reach by then
+        self.length, self.turn_end, self.is_over = 0.0, math.inf, False
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
