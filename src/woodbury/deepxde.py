@@ -35,7 +35,7 @@ from woodbury.optim import GaussNewton
 from woodbury.policies.search import CurvedSearch
 
 POINTS = ("by residual", "as drawn", "given")
-WEIGHTS = ("given", "balanced")
+WEIGHTS = ("auto", "given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
 TURNS = 12  # parts of the time, of which the first turn has one
@@ -51,7 +51,7 @@ def fit(
     *,
     steps: int | None = None,
     points: str = "by residual",
-    weights: str = "given",
+    weights: str = "auto",
     double: bool = True,
     callbacks: Sequence[Any] | None = None,
     verbose: int = 1,
@@ -64,7 +64,8 @@ def fit(
             optimizer that it was compiled with, until a turn of Gauss-Newton steps gains enough.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
-        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows.
+        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
+            balances where none were given.
         double: compute in float64, if the functions of the model allow it; the model keeps its own type.
         callbacks, verbose: as in `model.train`.
 
@@ -104,7 +105,8 @@ def fit(
 
 def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
-    terms = Equations(**problem.terms(run.solution, points, balanced=weights == "balanced")).terms
+    balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
+    terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
     settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
     if all(own.dtype == torch.float32 for own in run.solution.parameters()):
