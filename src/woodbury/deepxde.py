@@ -120,7 +120,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
         callback=run.note,
         samples=max(FIRST // max(1, problem.equations), FEWEST),
     )
-    solving.begin_plain()
+    solving.begin_plain(most=4 * FIRST)
     return solving
 
 
