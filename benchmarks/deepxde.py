@@ -296,7 +296,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--polish", action="store_true", help=f"go on after {ADAM_FIRST} steps of Adam")
     parser.add_argument("--method", choices=("both", "fit", "recipe"), default="both", help="which of the two")
     parser.add_argument("--points", default="by residual", help="of fit (default: %(default)s)")
-    parser.add_argument("--weights", default="given", help="of fit (default: %(default)s)")
+    parser.add_argument("--weights", default="auto", help="of fit (default: %(default)s)")
     parser.add_argument("--float", choices=("float32", "float64"), default="float32", help="DeepXDE's own type")
 
 

@@ -323,8 +323,11 @@ def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
     assert all(
         torch.equal(own, best.double()) for own, best in zip(run.solution.parameters(), run.best, strict=True)
     )
-    _, goal = run.turn
-    assert 0.9 * run.best_loss <= goal <= run.best_loss
+    run.turn_end = 0.0
+    fits = [woodbury.Fit(history=[{"loss": 1.0}, {"loss": last}]) for last in (0.95, 0.5)]
+    assert run.note(fits[0]) and run.turn_end == float("inf")  # that is no gain: another turn of Adam
+    run.turn_end = 0.0
+    assert not run.note(fits[1])
 
 
 def test_functions_with_matrices_of_their_own_type_are_taken_in_it():

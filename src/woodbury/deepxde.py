@@ -35,7 +35,7 @@ from woodbury.optim import GaussNewton
 from woodbury.policies.search import CurvedSearch
 
 POINTS = ("by residual", "as drawn", "given")
-WEIGHTS = ("given", "balanced")
+WEIGHTS = ("auto", "given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
 TURNS = 12  # parts of the time, of which the first turn has one
@@ -51,7 +51,7 @@ def fit(
     *,
     steps: int | None = None,
     points: str = "by residual",
-    weights: str = "given",
+    weights: str = "auto",
     double: bool = True,
     callbacks: Sequence[Any] | None = None,
     verbose: int = 1,
@@ -64,7 +64,8 @@ def fit(
             optimizer that it was compiled with, until a turn of Gauss-Newton steps gains enough.
         points: "by residual" and "as drawn" draw points from the geometry in every step, as in `woodbury.fit`;
             "given" takes the training points, as do conditions whose points the geometry cannot draw.
-        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows.
+        weights: "given", those of `model.compile(loss_weights=...)`, or "balanced", by the length of rows; "auto"
+            balances where none were given.
         double: compute in float64, if the functions of the model allow it; the model keeps its own type.
         callbacks, verbose: as in `model.train`.
 
@@ -104,7 +105,8 @@ def fit(
 
 def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
     """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
-    terms = Equations(**problem.terms(run.solution, points, balanced=weights == "balanced")).terms
+    balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
+    terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
     settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
     if all(own.dtype == torch.float32 for own in run.solution.parameters()):
@@ -118,7 +120,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
         callback=run.note,
         samples=max(FEW // max(1, problem.equations), FEWEST),
     )
-    solving.begin_plain()
+    solving.begin_plain(most=4 * FIRST)
     return solving
 
 
@@ -348,11 +350,7 @@ class _Run:
         self.first = [own.data for own in self.tensors]
         self.best_loss, self.best = math.inf, self.first
         self.deadline, self.pause, self.next_look = math.inf, 0.0, 0.0
-        self.length, self.turn, self.is_over = (
-            0.0,
-            (math.inf, 0.0),
-            False,
-        )  # turn: its end, the loss to reach by then
+        self.length, self.turn_end, self.is_over = 0.0, math.inf, False
         self.cast(None, self.first)
 
     def load(self, values: Sequence[Tensor]) -> None:
@@ -372,8 +370,8 @@ class _Run:
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with; the next has to gain as much, or enough."""
-        state, dtype, started, before = self.model.train_state, self.dtype, time.perf_counter(), self.best_loss
+        """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
+        state, dtype, started = self.model.train_state, self.dtype, time.perf_counter()
         self.cast(None, self.best)
         while time.perf_counter() < min(started + seconds, self.deadline):
             self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
@@ -381,8 +379,7 @@ class _Run:
         self.model.opt.zero_grad()
         self.look()
         self.cast(dtype, self.best)
-        share = max((self.best_loss / (before or 1.0)) ** (self.length / seconds), ENOUGH)
-        self.turn = time.perf_counter() + self.length, share * self.best_loss
+        self.turn_end = time.perf_counter() + self.length
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
@@ -426,7 +423,7 @@ class _Run:
 
     def note(self, fit: Any) -> bool:
         """After a step: whether to stop, because time is over or another turn promises more."""
-        state, now, (end, goal) = self.model.train_state, time.perf_counter(), self.turn
+        state, now, end = self.model.train_state, time.perf_counter(), self.turn_end
         state.iteration, state.step = state.iteration + 1, state.step + 1
         if now >= min(self.next_look, end):
             self.look()
@@ -435,9 +432,10 @@ class _Run:
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
-        if now >= end:
-            self.turn = math.inf, 0.0  # a turn that gains enough is the last one
-        return self.is_over or (now >= end and self.best_loss > goal)
+        if now < end:
+            return self.is_over
+        self.turn_end = math.inf  # a turn that gains enough, by the loss that it lowers, is the last one
+        return self.is_over or fit.history[-1]["loss"] > ENOUGH * fit.history[0]["loss"]
 
     def end(self) -> None:
         """Leave the best parameters in their own type, and what DeepXDE says of them."""

@@ -74,6 +74,7 @@ class SolvingRun(Run):
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
+        self.most_plain = 0  # samples of plain steps, where more than the first ones
         self.random: _random.Snapshot | None = None  # of the samples, if they have a seed
         if seed is not None:
             now = _random.snapshot(self.device)
@@ -118,12 +119,16 @@ class SolvingRun(Run):
             elif fit.steps == min(LOOKS):
                 self.count = max(self.count, self.searched)
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
-            self.phase, self.count = "search", min(self.searched, self.most)
-            use_search(self.optimizer, True)
+            if GROWTH * self.count <= self.most_plain and self._fits(GROWTH * self.count):
+                self.count, self.since = GROWTH * self.count, fit.steps - WINDOW
+            else:
+                self.phase, self.count = "search", max(self.count, min(self.searched, self.most))
+                use_search(self.optimizer, True)
 
-    def begin_plain(self) -> None:
-        """Plain steps from here on, as long as they gain enough."""
-        self.phase, self.since, self.count = "plain", self.fit.steps, self.first
+    def begin_plain(self, most: int = 0) -> None:
+        """Plain steps as long as they gain enough, and where they do not, on twice the samples up to `most`."""
+        self.phase, self.since = "plain", self.fit.steps
+        self.count, self.most_plain = self.first, most
         use_search(self.optimizer, False)
 
     def _gained(self, steps: int) -> float:
