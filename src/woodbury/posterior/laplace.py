@@ -87,6 +87,20 @@ class Posterior:
         outputs = self._data.outputs(inputs)
         return outputs + torch.cat(moves, dim=1).reshape(count, *outputs.shape).to(outputs.dtype)
 
+    def probabilities(self, inputs: Any) -> Tensor:
+        """The mean of the softmax over the posterior, (n, C), for logits y of N(m, Sigma) at each sample:
+
+            p_k ~ 1 / sum_j exp((m_j - m_k) / sqrt(1 + pi / 8 v_jk)),   v_jk = Var(y_j - y_k)
+
+        and then divided by their sum. For two classes that is MacKay's approximation of the mean of a sigmoid
+        (1992), for more the one of Lu, Ie and Sha (2020) by pairs of classes.
+        """
+        mean, covariance = self._data.outputs(inputs).double(), self.covariance(inputs)
+        variance = covariance.diagonal(dim1=1, dim2=2)
+        pairs = (variance.unsqueeze(1) + variance.unsqueeze(2) - 2 * covariance).clamp_min(0)
+        gaps = (mean.unsqueeze(1) - mean.unsqueeze(2)) / (1 + math.pi / 8 * pairs).sqrt()
+        return (-gaps.logsumexp(2)).softmax(1)
+
     def influence(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """How the loss at each of m samples depends on the weight of each of the n training samples, (m, n).
 
