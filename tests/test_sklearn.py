@@ -19,13 +19,17 @@ import bounds
 import lm_regressor
 import reference
 import sklearn_diabetes
-from woodbury.sklearn import LMRegressor
+from woodbury.sklearn import LMClassifier, LMRegressor
 
-CHECKS = list(estimator_checks_generator(LMRegressor(restarts=1)))
+CHECKS = [
+    *estimator_checks_generator(LMRegressor(restarts=1)),
+    *estimator_checks_generator(LMClassifier(restarts=1)),
+]
+NAMES = [f"{type(own).__name__}-{check.func.__name__}" for own, check in CHECKS]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.func.__name__ for _, check in CHECKS])
+@pytest.mark.parametrize("index", range(len(CHECKS)), ids=NAMES)
 def test_checks_of_scikit_learn(index):
     estimator, check = CHECKS[index]
     check(estimator)
@@ -33,8 +37,9 @@ def test_checks_of_scikit_learn(index):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_check_estimator_with_several_starts():
-    check_estimator(LMRegressor(restarts=2))
+@pytest.mark.parametrize("kind", [LMRegressor, LMClassifier])
+def test_check_estimator_with_several_starts(kind):
+    check_estimator(kind(restarts=2))
 
 
 @pytest.fixture(scope="module")

@@ -77,19 +77,17 @@ class _LMEstimator(BaseEstimator):
         settings |= {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
         self.model_ = _network(widths, 0)
         run = EvidenceRun(self.model_, loss, data, Limits(), **settings)
-        reason = run.go(None).reason
-        if reason != "evidence":
-            text = f"{type(self).__name__}: the evidence still rises after max_iter={self.max_iter} steps"
-            warnings.warn(text, ConvergenceWarning, stacklevel=4)
+        if run.go(None).reason != "evidence":
+            text = f"{type(self).__name__}: the evidence still rises after {run.steps} steps; raise max_iter"
+            warnings.warn(text, ConvergenceWarning, stacklevel=4)  # where fit was called
         self.posterior_, self.n_iter_ = run.posterior(), run.steps
         self.log_evidence_ = self.posterior_.log_evidence
 
     def _check_parameters(self) -> None:
         name = type(self).__name__
         sizes = self.hidden_layer_sizes
-        sizes = [sizes] if isinstance(sizes, int | np.integer) else sizes
         is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
-        if not is_sequence or not all(_is_whole(size) for size in sizes):
+        if not all(_is_whole(size) for size in (sizes if is_sequence else [sizes])):
             raise ValueError(f"{name}: hidden_layer_sizes must be whole numbers from 1 on, got {sizes!r}")
         for own in ("restarts", "max_iter"):
             if not _is_whole(getattr(self, own)):
@@ -211,11 +209,13 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of each class at X, (n, classes): the mean of the softmax over the posterior."""
-        return self.posterior_.probabilities(self._checked_inputs(X)).numpy()
+        inputs = self._checked_inputs(X)
+        return self.posterior_.probabilities(inputs).numpy()
 
     def predict(self, X: Any) -> Any:
         """The most probable labels at X, (n,)."""
-        return self.classes_[self.predict_proba(X).argmax(1)]
+        most_probable = self.predict_proba(X).argmax(1)
+        return self.classes_[most_probable]
 
 
 def _weighted_outputs(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
