@@ -199,7 +199,8 @@ class LMClassifier(ClassifierMixin, _LMEstimator):
         X, y, weights = X[used], y[used], weights[used]
         self.classes_, labels = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"LMClassifier needs two classes at least, and all labels are {self.classes_[0]!r}")
+            (only,) = self.classes_.tolist()
+            raise ValueError(f"LMClassifier needs two classes at least, and all labels are {only!r}")
         # the cross entropy of targets that sum to w is w times that of one label
         targets = torch.from_numpy(np.eye(len(self.classes_))[labels] * weights[:, None])
         data = self._standardise(X, weights), targets
