@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_posterior import PRIOR, Dense, bound_of, jacobians, make, make_posterior, new_inputs
 
 import bounds
+from test_posterior import PRIOR, Dense, bound_of, jacobians, make, make_posterior, new_inputs
 from woodbury.posterior.classes import SHARES, left_out, mean_softmax, share_by_left_out
 
 NAMES = ["softmax", "softmax-two-classes", "softmax-weighted", "few-parameters-softmax"]
@@ -88,7 +88,7 @@ def test_probabilities_are_the_formula_by_pairs_at_the_dense_covariance(name):
 
 
 def test_two_classes_are_close_to_the_mean_of_a_sigmoid():
-    # |sigmoid(x) - Phi(sqrt(pi / 8) x)| <= d for all x, and the mean of Phi is Phi: the formula errs by 2 d at most
+    # |sigmoid(x) - Phi(sqrt(pi / 8) x)| <= d for all x, and the mean of a Phi is a Phi: it errs by 2 d at most
     x = torch.linspace(-20, 20, 4001, dtype=torch.float64)
     d = float((x.sigmoid() - torch.special.ndtr(math.sqrt(math.pi / 8) * x)).abs().max())
     nodes, weights = (torch.from_numpy(own) for own in np.polynomial.hermite_e.hermegauss(80))
@@ -136,3 +136,19 @@ def test_losses_without_classes_are_refused(name):
     problem = make(name)
     with pytest.raises(ValueError, match="probabilities are for CrossEntropyLoss and outputs"):
         make_posterior(problem).probabilities(new_inputs(problem))
+
+
+def test_the_gaussian_is_too_wide_where_classes_are_separable():
+    """Ten samples of one class, one logit w, a prior of variance 100: by quadrature, and by the Gaussian."""
+    w = np.linspace(-60, 200, 200_001)
+    logarithm = -10 * np.logaddexp(0, -w) - 0.01 * w**2 / 2
+    density = np.exp(logarithm - logarithm.max())
+    exact = float((density / (1 + np.exp(w))).sum() / density.sum())
+    m = float(w[logarithm.argmax()])
+    p = 1 / (1 + math.exp(-m))
+    V = torch.tensor([[[0.0, 0.0], [0.0, 1 / (10 * p * (1 - p) + 0.01)]]], dtype=torch.float64)
+    by_gaussian = float(mean_softmax(torch.tensor([[0.0, m]], dtype=torch.float64), V)[0, 0])
+    assert round(exact, 3) == 0.010 and round(by_gaussian, 3) == 0.126
+    mean, targets = torch.tensor([[0.0, m]] * 10).double(), torch.tensor([[0.0, 1.0]] * 10).double()
+    share = share_by_left_out(mean, V.expand(10, 2, 2), targets)
+    assert float(mean_softmax(mean[:1], share * V)[0, 0]) < 2 * exact

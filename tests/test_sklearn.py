@@ -22,10 +22,10 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
 
 import bounds
-import lm_regressor
 import reference
 import sklearn_diabetes
 import woodbury
+from benchmarks import estimators
 from woodbury.sklearn import LMClassifier, LMRegressor
 
 CHECKS = [
@@ -178,7 +178,7 @@ def test_generators_of_torch_are_left_alone(random_state):
 
 
 def test_a_smooth_function_without_noise_is_found():
-    X, y = lm_regressor.smooth_function(5)
+    X, y = estimators.smooth_function(5, 500)
     regressor = LMRegressor(random_state=0).fit(X[:300], y[:300])
     assert 1 - regressor.score(X[300:], y[300:]) < 1e-3  # 3 % of the deviation; boosted trees have 20 %
 
@@ -228,11 +228,29 @@ def test_weights_of_zero_throughout_are_refused():
         LMRegressor().fit(np.ones((3, 2)), np.arange(3), np.zeros(3))
 
 
-def test_the_example_scores_a_regressor():
-    X, y = lm_regressor.PROBLEMS["diabetes"](0)
-    regressor = lm_regressor.regressors(0)["LMRegressor"].set_params(restarts=1, max_iter=15)
-    result = lm_regressor.score(regressor, (X[:150], y[:150]), 0, folds=2)
-    assert 0.1 < result["r2"] < 0.8 and 0.85 < result["inside"] <= 1 and result["seconds"] > 0
+@pytest.mark.parametrize("name, problem", [("regressors", "diabetes"), ("classifiers", "iris")])
+def test_estimators_are_compared(name, problem):
+    kind = estimators.KINDS[name]
+    X, y = kind.problems[problem](0)
+    own = next(iter(kind.estimators(0, X.shape[1]).values())).set_params(restarts=1, max_iter=15)
+    chosen = np.random.RandomState(0).permutation(len(X))[:120]
+    result = estimators.score(kind, own, (X[chosen], y[chosen]), 0, folds=2)
+    assert result.pop("seconds") > 0
+    if name == "regressors":
+        assert 0.1 < result["R^2"] < 0.8 and 0.85 < result["inside 95 %"] <= 1 and 40 < result["error"] < 80
+    else:
+        assert 0 < result["log loss"] < 0.4 and result["accuracy"] > 0.9 and result["calibration error"] < 0.2
+
+
+def test_scores_are_those_of_plain_formulas():
+    scores = estimators.score_regression(np.array([0.0, 2.0]), np.array([[1.0, 0.6], [2.5, 0.2]]))
+    assert scores == pytest.approx({"R^2": 1 - 0.625, "error": 0.625**0.5, "inside 95 %": 0.5})
+    assert "inside 95 %" not in estimators.score_regression(np.array([0.0, 2.0]), np.array([[1.0], [2.5]]))
+    labels, p = np.array(["a", "b", "b"]), np.array([[0.75, 0.25], [0.72, 0.28], [0.0, 1.0]])
+    scores = estimators.score_classification(labels, p)
+    # the first two share a bin: their mean probability is 0.735, and one of them is right
+    expected = {"log loss": -np.log([0.75, 0.28, 1.0]).mean(), "accuracy": 2 / 3, "calibration error": 0.47 / 3}
+    assert scores == pytest.approx(expected)
 
 
 def test_the_example_runs(capsys):

@@ -1,4 +1,4 @@
-"""`woodbury.LMRegressor` and `woodbury.LMClassifier`: small networks by Levenberg-Marquardt, regularised by evidence.
+"""`woodbury.LMRegressor` and `woodbury.LMClassifier`: small networks with error bars.
 
 What MATLAB users know as `trainlm` and `trainbr`, as scikit-learn estimators: exact damped Gauss-Newton steps on
 all of the data in float64, and between them MacKay's iteration for the weight decay of each parameter tensor and,
@@ -85,7 +85,7 @@ class _LMEstimator(BaseEstimator):
 
     def _check_parameters(self) -> None:
         name = type(self).__name__
-        sizes = self.hidden_layer_sizes
+        sizes: Any = self.hidden_layer_sizes
         is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
         if not all(_is_whole(size) for size in (sizes if is_sequence else [sizes])):
             raise ValueError(f"{name}: hidden_layer_sizes must be whole numbers from 1 on, got {sizes!r}")

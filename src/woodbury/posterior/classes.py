@@ -1,9 +1,10 @@
 """Probabilities of classes: the mean of a softmax over Gaussian logits, and how wide these should be.
 
 Where classes are nearly separable the Gaussian is far too wide: the likelihood is flat towards larger logits only,
-and P^-1 is as wide on the other side. So a share of its covariance is taken, between 0 and 1: the one that would
-have predicted best each training sample from all the others. They need not be fitted again. With r_i and H_i the
-derivatives of the loss of sample i, N(m, V) of its logits becomes without it, to second order,
+and P^-1 is as wide on the other side. With ten samples of one class, one logit and a prior of variance 100 the
+probability of the other class is 0.010, and 0.126 by the Gaussian. So a share of its covariance is taken, between
+0 and 1: the one that would have predicted each training sample best from all the others. No fit is repeated: with
+r_i and H_i the derivatives of the loss of sample i, N(m, V) of its logits becomes without it, to second order,
 
     V' = (V^-1 - H_i)^-1,    m' = m + V' r_i
 """

@@ -101,9 +101,11 @@ class Posterior:
 
     @cached_property
     def share(self) -> float:
-        """Of the covariance of logits, for `probabilities`: what predicts training samples best that are left out."""
+        """Of the covariance, for `probabilities`: what would have predicted samples best that are left out."""
         data = self._data
-        return share_by_left_out(data.outputs(data.inputs).double(), self.covariance(data.inputs), data.class_masses)
+        return share_by_left_out(
+            data.outputs(data.inputs).double(), self.covariance(data.inputs), data.class_masses
+        )
 
     def influence(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """How the loss at each of m samples depends on the weight of each of the n training samples, (m, n).
