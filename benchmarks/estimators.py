@@ -12,16 +12,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn import datasets
+from sklearn import datasets, ensemble, linear_model, neural_network
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
-from sklearn.linear_model import LogisticRegressionCV, RidgeCV
+from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 from sklearn.metrics import log_loss
 from sklearn.model_selection import KFold, StratifiedKFold
-from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -70,24 +66,26 @@ CLASSIFICATIONS: dict[str, Callable[[int], Data]] = {
 
 
 def regressors(seed: int, columns: int) -> dict[str, Any]:
-    kernel = ConstantKernel() * RBF(np.ones(columns), (1e-2, 1e4)) + WhiteKernel(0.1, (1e-8, 10.0))
-    network = make_pipeline(StandardScaler(), MLPRegressor(max_iter=1000, early_stopping=True, random_state=seed))
+    signal = kernels.ConstantKernel() * kernels.RBF(np.ones(columns), (1e-2, 1e4))
+    process = GaussianProcessRegressor(signal + kernels.WhiteKernel(0.1, (1e-8, 10.0)), normalize_y=True)
+    network = neural_network.MLPRegressor(max_iter=1000, early_stopping=True, random_state=seed)
+    network = make_pipeline(StandardScaler(), network)
     return {
         "LMRegressor": LMRegressor(random_state=seed),
-        "GaussianProcess": make_pipeline(StandardScaler(), GaussianProcessRegressor(kernel, normalize_y=True)),
-        "RidgeCV": make_pipeline(StandardScaler(), RidgeCV(np.logspace(-3, 3, 13))),
-        "HistGradientBoosting": HistGradientBoostingRegressor(random_state=seed),
+        "GaussianProcess": make_pipeline(StandardScaler(), process),
+        "RidgeCV": make_pipeline(StandardScaler(), linear_model.RidgeCV(np.logspace(-3, 3, 13))),
+        "HistGradientBoosting": ensemble.HistGradientBoostingRegressor(random_state=seed),
         "MLPRegressor": TransformedTargetRegressor(network, transformer=StandardScaler()),
     }
 
 
 def classifiers(seed: int, columns: int) -> dict[str, Any]:
-    logistic = LogisticRegressionCV(scoring="neg_log_loss", max_iter=3000)
-    network = MLPClassifier(max_iter=1000, random_state=seed)  # stopped early it is far worse on these data
+    logistic = linear_model.LogisticRegressionCV(scoring="neg_log_loss", max_iter=3000)
+    network = neural_network.MLPClassifier(max_iter=1000, random_state=seed)  # far worse if stopped early
     return {
         "LMClassifier": LMClassifier(random_state=seed),
         "LogisticRegressionCV": make_pipeline(StandardScaler(), logistic),
-        "HistGradientBoosting": HistGradientBoostingClassifier(random_state=seed),
+        "HistGradientBoosting": ensemble.HistGradientBoostingClassifier(random_state=seed),
         "MLPClassifier": make_pipeline(StandardScaler(), network),
     }
 

@@ -257,7 +257,7 @@ def test_the_number_of_curvature_samples_follows_what_steps_cost():
 
 
 def fit_by_clock(monkeypatch, ticks, **budget):
-    """The parameters after a fit whose clocks go on by these numbers in turn at each look at them, and its steps."""
+    """Parameters and steps of a fit whose clocks go on by these numbers in turn, at each look at them."""
     ticks = itertools.accumulate(itertools.cycle(ticks))
     for name in ("process_time", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: next(ticks))
