@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks import (
     beside,
@@ -23,14 +24,30 @@ from benchmarks import (
     standings,
     step,
 )
-from benchmarks.common import Command
+from benchmarks.common import Command, table
 from woodbury.runs.storage import round_numbers
 
 _DESCRIPTION = (
-    "Measure the cost of a step, or of training. This needs torch alone; most of `problems` needs scikit-learn, "
-    "and its figure matplotlib. Times on a CPU are CPU times of one thread: unless OMP_NUM_THREADS is 1, the "
-    "program starts itself again with that setting."
+    "Measure the cost of a step, or of training. This needs torch alone; regressors, classifiers and most of "
+    "`problems` need scikit-learn, and its figure matplotlib. Times on a CPU are CPU times of one thread: unless "
+    "OMP_NUM_THREADS is 1, the program starts itself again with that setting."
 )
+
+
+def _estimators(kind: str, ours: str) -> Command:
+    def run(options: argparse.Namespace) -> dict[str, Any]:
+        from benchmarks.estimators import compare  # which needs scikit-learn
+
+        return compare(kind, options.seed, options.only)
+
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seed", type=int, default=1, help="of data, folds and starts (default: 1)")
+        parser.add_argument("--only", help="data sets, separated by commas (default: all)")
+
+    title = f"{ours} beside {kind} of scikit-learn, five folds"
+    return Command(f"{title} (10 minutes)", run, lambda result: table(title, result["rows"], left=2), add_options)
+
+
 COMMANDS = {
     "step": step.COMMAND,
     "gpu": gpu.COMMAND,
@@ -38,6 +55,8 @@ COMMANDS = {
     "peers": peers.COMMAND,
     "problems": standings.COMMAND,
     "noise": noise.COMMAND,
+    "regressors": _estimators("regressors", "LMRegressor"),
+    "classifiers": _estimators("classifiers", "LMClassifier"),
     "processes": processes.COMMAND,
     "laplacian": laplacian.COMMAND,
     "models": models.COMMAND,

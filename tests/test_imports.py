@@ -38,7 +38,7 @@ FLOORS = {
     "least_squares": [["arguments", "trust_region"], ["residuals"], ["minimize"], ["interface"]],
     "losses": [["factors"], ["rules"], ["elementwise", "robust", "scaled", "softmax"]],
     "loop": [["tape"], ["seen"], ["calls"], ["compare", "watch"]],
-    "posterior": [["systems", "evidence"], ["data"], ["laplace"]],
+    "posterior": [["systems", "evidence", "classes"], ["data"], ["laplace"]],
     "layers": [
         ["forms"],
         ["registry", "positions"],

@@ -1,6 +1,9 @@
-"""`LMRegressor`: scikit-learn's own checks, and its numbers against plain autograd."""
+"""`LMRegressor` and `LMClassifier`: scikit-learn's own checks, and their numbers against plain autograd."""
 
 import pickle
+import subprocess
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -9,23 +12,31 @@ import torch
 pytest.importorskip("sklearn")
 
 from sklearn.base import clone
-from sklearn.datasets import make_friedman1
+from sklearn.datasets import load_iris, make_friedman1, make_moons
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import check_estimator, estimator_checks_generator
 
 import bounds
-import lm_regressor
 import reference
 import sklearn_diabetes
-from woodbury.sklearn import LMRegressor
+import woodbury
+from benchmarks import estimators
+from woodbury.sklearn import LMClassifier, LMRegressor
 
-CHECKS = list(estimator_checks_generator(LMRegressor(restarts=1)))
+CHECKS = [
+    *estimator_checks_generator(LMRegressor(restarts=1)),
+    *estimator_checks_generator(LMClassifier(restarts=1)),
+]
+NAMES = [f"{type(own).__name__}-{check.func.__name__}" for own, check in CHECKS]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.func.__name__ for _, check in CHECKS])
+@pytest.mark.parametrize("index", range(len(CHECKS)), ids=NAMES)
 def test_checks_of_scikit_learn(index):
     estimator, check = CHECKS[index]
     check(estimator)
@@ -33,8 +44,9 @@ def test_checks_of_scikit_learn(index):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_check_estimator_with_several_starts():
-    check_estimator(LMRegressor(restarts=2))
+@pytest.mark.parametrize("kind", [LMRegressor, LMClassifier])
+def test_check_estimator_with_several_starts(kind):
+    check_estimator(kind(restarts=2))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +127,7 @@ SMALL = {"hidden_layer_sizes": (4,), "restarts": 1, "max_iter": 30, "random_stat
 UNITS = [2.0**-565, 2.0**565, 2.0**-1000, 2.0**1000]  # 1e-170, 1e170, 1e-301, 1e301: they round nothing
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("of_x, of_y", [(x, 1.0) for x in UNITS] + [(1.0, y) for y in UNITS] + [tuple(UNITS[:2])])
 def test_units_far_from_1_change_nothing(of_x, of_y, weighted):
@@ -166,7 +178,7 @@ def test_generators_of_torch_are_left_alone(random_state):
 
 
 def test_a_smooth_function_without_noise_is_found():
-    X, y = lm_regressor.smooth_function(5)
+    X, y = estimators.smooth_function(5, 500)
     regressor = LMRegressor(random_state=0).fit(X[:300], y[:300])
     assert 1 - regressor.score(X[300:], y[300:]) < 1e-3  # 3 % of the deviation; boosted trees have 20 %
 
@@ -197,15 +209,18 @@ def test_it_works_in_pipelines_searches_and_pickles(noisy):
     "parameters, message",
     [
         ({"hidden_layer_sizes": (0,)}, "hidden_layer_sizes must be whole numbers from 1 on"),
-        ({"hidden_layer_sizes": 20}, "hidden_layer_sizes must be whole numbers from 1 on"),
+        ({"hidden_layer_sizes": True}, "hidden_layer_sizes must be whole numbers from 1 on"),
+        ({"hidden_layer_sizes": "20"}, "hidden_layer_sizes must be whole numbers from 1 on"),
+        ({"hidden_layer_sizes": 0}, "hidden_layer_sizes must be whole numbers from 1 on"),
         ({"restarts": 0}, "restarts must be a whole number"),
         ({"max_iter": 2.5}, "max_iter must be a whole number"),
         ({"tol": -1.0}, "tol must be a number from 0 on"),
     ],
 )
-def test_wrong_parameters_are_named(parameters, message):
-    with pytest.raises(ValueError, match=message):
-        LMRegressor(**parameters).fit(np.ones((3, 2)), np.arange(3))
+@pytest.mark.parametrize("kind", [LMRegressor, LMClassifier])
+def test_wrong_parameters_are_named(kind, parameters, message):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
+        kind(**parameters).fit(np.ones((3, 2)), np.arange(3))
 
 
 def test_weights_of_zero_throughout_are_refused():
@@ -213,13 +228,137 @@ def test_weights_of_zero_throughout_are_refused():
         LMRegressor().fit(np.ones((3, 2)), np.arange(3), np.zeros(3))
 
 
-def test_the_example_scores_a_regressor():
-    X, y = lm_regressor.PROBLEMS["diabetes"](0)
-    regressor = lm_regressor.regressors(0)["LMRegressor"].set_params(restarts=1, max_iter=15)
-    result = lm_regressor.score(regressor, (X[:150], y[:150]), 0, folds=2)
-    assert 0.1 < result["r2"] < 0.8 and 0.85 < result["inside"] <= 1 and result["seconds"] > 0
+@pytest.mark.parametrize("name, problem", [("regressors", "diabetes"), ("classifiers", "iris")])
+def test_estimators_are_compared(name, problem):
+    kind = estimators.KINDS[name]
+    X, y = kind.problems[problem](0)
+    own = next(iter(kind.estimators(0, X.shape[1]).values())).set_params(restarts=1, max_iter=15)
+    chosen = np.random.RandomState(0).permutation(len(X))[:120]
+    result = estimators.score(kind, own, (X[chosen], y[chosen]), 0, folds=2)
+    assert result.pop("seconds") > 0
+    if name == "regressors":
+        assert 0.1 < result["R^2"] < 0.8 and 0.85 < result["inside 95 %"] <= 1 and 40 < result["error"] < 80
+    else:
+        assert 0 < result["log loss"] < 0.4 and result["accuracy"] > 0.9 and result["calibration error"] < 0.2
+
+
+def test_scores_are_those_of_plain_formulas():
+    scores = estimators.score_regression(np.array([0.0, 2.0]), np.array([[1.0, 0.6], [2.5, 0.2]]))
+    assert scores == pytest.approx({"R^2": 1 - 0.625, "error": 0.625**0.5, "inside 95 %": 0.5})
+    assert "inside 95 %" not in estimators.score_regression(np.array([0.0, 2.0]), np.array([[1.0], [2.5]]))
+    labels, p = np.array(["a", "b", "b"]), np.array([[0.75, 0.25], [0.72, 0.28], [0.0, 1.0]])
+    scores = estimators.score_classification(labels, p)
+    # the first two share a bin: their mean probability is 0.735, and one of them is right
+    expected = {"log loss": -np.log([0.75, 0.28, 1.0]).mean(), "accuracy": 2 / 3, "calibration error": 0.47 / 3}
+    assert scores == pytest.approx(expected)
 
 
 def test_the_example_runs(capsys):
     assert sklearn_diabetes.main(folds=2) > 0.4
     assert "within two standard deviations" in capsys.readouterr().out
+
+
+def test_one_number_is_one_hidden_layer():
+    X, y = small_data()
+    tuples = LMRegressor(**SMALL).fit(X, y).predict(X)
+    np.testing.assert_array_equal(LMRegressor(**SMALL | {"hidden_layer_sizes": 4}).fit(X, y).predict(X), tuples)
+
+
+def test_a_fit_that_did_not_converge_says_so_where_it_was_called():
+    X, y = small_data()
+    with pytest.warns(ConvergenceWarning, match="the evidence still rises after 10 steps; raise max_iter") as seen:
+        LMRegressor(**SMALL | {"max_iter": 10}).fit(X, y)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 10 < LMRegressor(**SMALL | {"max_iter": 150}).fit(X, y).n_iter_ < 150
+
+
+def test_estimators_are_names_of_the_package_that_import_scikit_learn_when_asked_for():
+    program = (
+        "import sys, woodbury\n"
+        "assert 'sklearn' not in sys.modules\n"
+        "assert woodbury.LMClassifier.__module__ == woodbury.LMRegressor.__module__ == 'woodbury.sklearn'\n"
+        "assert 'sklearn' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(AttributeError, match="module 'woodbury' has no attribute 'LMCluster'"):
+        woodbury.LMCluster  # noqa: B018
+
+
+# -- classes ------------------------------------------------------------------------------------------------------
+
+
+def flipped_moons(count, seed):
+    """Two classes, a tenth of their labels wrong."""
+    X, y = make_moons(count, noise=0.2, random_state=seed)
+    return X, np.where(np.random.RandomState(seed).rand(count) < 0.1, 1 - y, y)
+
+
+@pytest.fixture(scope="module")
+def moons():
+    return LMClassifier(random_state=0).fit(*flipped_moons(300, 0)), flipped_moons(2000, 1)
+
+
+def test_probabilities_are_calibrated_where_labels_are_wrong(moons):
+    classifier, (X, y) = moons
+    probabilities = classifier.predict_proba(X)
+    sure, right = probabilities.max(1), classifier.predict(X) == y
+    assert abs(sure.mean() - right.mean()) < 0.05  # 300 samples tell the share of wrong labels to 0.02
+    line = LogisticRegression().fit(*flipped_moons(300, 0))
+    assert log_loss(y, probabilities) < 0.95 * log_loss(y, line.predict_proba(X))
+    assert classifier.score(X, y) == right.mean() > 0.84  # of 0.9 that can be had
+
+
+def test_predictions_far_away_are_less_sure_than_those_of_the_network(moons):
+    classifier, _ = moons
+    classifier = pickle.loads(pickle.dumps(classifier))
+    classifier.posterior_.share = 1.0
+    far = np.array([[30.0, 30.0], [-30.0, 20.0], [0.0, -40.0]])
+    inputs = torch.from_numpy((far - classifier._x_mean) / classifier._x_scale)
+    network = classifier.model_(inputs).softmax(1).max(1).values.detach().numpy()
+    assert (classifier.predict_proba(far).max(1) < network).all()
+
+
+def test_labels_of_three_classes_may_be_words():
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"], dtype=object)
+    numbers = LMClassifier(4, restarts=1, random_state=0).fit(X[::2], y[::2])
+    words = LMClassifier(4, restarts=1, random_state=0).fit(X[::2], names[y[::2]])
+    np.testing.assert_array_equal(words.classes_, names)
+    np.testing.assert_array_equal(words.predict(X), names[numbers.predict(X)])
+    np.testing.assert_array_equal(words.predict_proba(X), numbers.predict_proba(X))
+    assert words.score(X[1::2], names[y[1::2]]) > 0.9
+    again = pickle.loads(pickle.dumps(words))
+    np.testing.assert_array_equal(again.predict_proba(X), words.predict_proba(X))
+
+
+def test_weights_of_samples_are_those_of_the_dense_posterior():
+    X, y = flipped_moons(40, 2)
+    weights = np.random.RandomState(0).randint(0, 4, 40)
+    classifier = LMClassifier((3,), restarts=1, random_state=0).fit(X, y, weights)
+    repeated = np.repeat(np.arange(40), weights)
+    model, prior = classifier.model_, classifier.posterior_.prior
+    params = dict(model.named_parameters())
+    delta = torch.cat([torch.full_like(own, prior[name]).flatten() for name, own in params.items()]).detach()
+    params, P = list(params.values()), torch.diag(delta)
+    for row in model(torch.from_numpy((X[repeated] - classifier._x_mean) / classifier._x_scale)):
+        J = torch.stack([reference.flat(torch.autograd.grad(own, params, retain_graph=True)) for own in row])
+        p = row.softmax(0).detach()
+        P = P + J.T @ (torch.diag(p) - torch.outer(p, p)) @ J
+    expected = J @ torch.linalg.solve(P, J.T)  # at the last sample
+    last = torch.from_numpy((X[repeated[-1:]] - classifier._x_mean) / classifier._x_scale)
+    found = classifier.posterior_.covariance(last)[0]
+    bound = bounds.of_solve(P, delta.min()) * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+
+
+def test_one_class_is_refused():
+    X, y = small_data()
+    with pytest.raises(ValueError, match="needs two classes at least, and all labels are 'a'"):
+        LMClassifier(**SMALL).fit(X, ["a"] * 40)
+    with pytest.raises(ValueError, match="needs two classes at least, and all labels are 1"):
+        LMClassifier(**SMALL).fit(X, [0] * 20 + [1] * 20, [0] * 20 + [1] * 20)
+    with pytest.raises(ValueError, match="Unknown label type: continuous"):
+        LMClassifier(**SMALL).fit(X, y)

@@ -1,7 +1,9 @@
 """woodbury.fit with a loader: training in mini-batches, its budget, validation data, and going on."""
 
 import io
+import itertools
 import math
+import time
 import types
 from itertools import pairwise
 
@@ -252,6 +254,25 @@ def test_the_number_of_curvature_samples_follows_what_steps_cost():
     assert after(price, 16, 6.0) == 8
     assert after(price, 8, 5.9) == 16  # in vain: back, for good
     assert after(price, 16, 60.0) == 16
+
+
+def fit_by_clock(monkeypatch, ticks, **budget):
+    """Parameters and steps of a fit whose clocks go on by these numbers in turn, at each look at them."""
+    ticks = itertools.accumulate(itertools.cycle(ticks))
+    for name in ("process_time", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: next(ticks))
+    model, generator = network(), torch.Generator().manual_seed(1)
+    fit = fitted(model, DataLoader(TensorDataset(*classes()), 24, shuffle=True, generator=generator), **budget)
+    monkeypatch.undo()
+    return values(model), fit.steps
+
+
+@pytest.mark.parametrize("budget", [{"steps": 60}, {"epochs": 12}, {}])
+def test_nothing_follows_from_the_clock_unless_seconds_are_the_budget(budget, monkeypatch):
+    (first, steps), (second, others) = (
+        fit_by_clock(monkeypatch, ticks, **budget) for ticks in ([1e-3], [1e-6, 30.0, 1e-3, 2.0, 7.0])
+    )
+    assert steps == others and steps >= 60 and torch.equal(first, second)
 
 
 def test_the_cost_of_an_sgd_step_is_measured_without_a_trace():

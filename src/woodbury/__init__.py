@@ -1,5 +1,7 @@
 """woodbury: exact damped Gauss-Newton and natural-gradient optimizers for PyTorch."""
 
+from typing import TYPE_CHECKING
+
 from woodbury._version import __version__
 from woodbury.fit import Equations, Fit, fit
 from woodbury.laplacian import Laplacian, laplacian
@@ -14,6 +16,9 @@ from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
 from woodbury.runs.recorder import Recorder
 from woodbury.scale import Scale
+
+if TYPE_CHECKING:
+    from woodbury.sklearn import LMClassifier, LMRegressor  # noqa: F401
 
 __all__ = [
     "KFAC",
@@ -43,3 +48,12 @@ __all__ = [
     "register_loss",
     "rows",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """The estimators, for which scikit-learn is imported when one of them is asked for."""
+    if name not in ("LMClassifier", "LMRegressor"):
+        raise AttributeError(f"module 'woodbury' has no attribute {name!r}")
+    from woodbury import sklearn
+
+    return getattr(sklearn, name)

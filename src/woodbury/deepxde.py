@@ -120,7 +120,7 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
         callback=run.note,
         samples=max(FEW // max(1, problem.equations), FEWEST),
     )
-    solving.begin_plain(most=4 * FIRST)
+    solving.begin_plain(most=4 * FEW)
     return solving
 
 

@@ -1,22 +1,25 @@
-"""`woodbury.sklearn.LMRegressor`: a small network fitted by Levenberg-Marquardt with Bayesian regularisation.
+"""`woodbury.LMRegressor` and `woodbury.LMClassifier`: small networks with error bars.
 
-What MATLAB users know as `trainlm` and `trainbr`, as a scikit-learn estimator: exact damped Gauss-Newton steps on
-all of the data in float64, and between them MacKay's iteration for the noise and for the weight decay of each
-parameter tensor (`woodbury.posterior`): nothing has to be tuned on held-out data. It needs scikit-learn, and is
-imported only when asked for: `import woodbury.sklearn`.
+What MATLAB users know as `trainlm` and `trainbr`, as scikit-learn estimators: exact damped Gauss-Newton steps on
+all of the data in float64, and between them MacKay's iteration for the weight decay of each parameter tensor and,
+with numbers to predict, for the noise (`woodbury.posterior`): nothing has to be tuned on held-out data. They need
+scikit-learn, and are imported only when asked for.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, MultiOutputMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
@@ -28,32 +31,12 @@ from woodbury.fit.limits import Limits
 PRIORS = ((10.0, 1.0), (3.0, 1.0), (0.1, 0.1), (0.01, 0.01))
 
 
-class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
-    """A regressor with error bars for small and medium data: n samples, p parameters, n p^2 operations per step.
-
-    A network of tanh units is fitted to standardised inputs and targets by Levenberg-Marquardt steps, with weight
-    decay and noise by the evidence. It starts a few times, from stiff to flexible; the start with the largest
-    evidence after some steps goes on until the evidence rises no more. No data are held out. Several targets share
-    the hidden units and, in units of their standard deviations, the noise.
-
-    Args:
-        hidden_layer_sizes: the numbers of tanh units in the hidden layers.
-        restarts: how many starts are tried.
-        max_iter: the most Levenberg-Marquardt steps of the start that is chosen.
-        tol: it stops where the log evidence per sample has risen by less than this over nine steps.
-        random_state: of the starts; a number, a RandomState or None. The same number gives the same fit.
-
-    Attributes:
-        model_: the network (torch.nn.Sequential), for standardised inputs and targets.
-        posterior_: its `woodbury.Posterior`, in the same units.
-        noise_std_: the standard deviation of the noise in the units of y, a number or one for each output.
-        log_evidence_: of the standardised data; larger is better, for hidden layers of different sizes as well.
-        n_iter_: steps of the start that was chosen.
-    """
+class _LMEstimator(BaseEstimator):
+    """What regressor and classifier share: their parameters, standardised inputs, and the fit by evidence."""
 
     def __init__(
         self,
-        hidden_layer_sizes: Sequence[int] = (20,),
+        hidden_layer_sizes: int | Sequence[int] = (20,),
         *,
         restarts: int = 4,
         max_iter: int = 150,
@@ -66,6 +49,77 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         self.tol = tol
         self.random_state = random_state
 
+    def _weights(self, X: np.ndarray, sample_weight: Any) -> np.ndarray | None:
+        """None if all samples count the same; at least two of them must count."""
+        if sample_weight is None:
+            return None
+        weights: np.ndarray = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        if (used := np.count_nonzero(weights)) < 2:
+            raise ValueError(f"{type(self).__name__}: sample_weight is zero for all but {used} samples; give 2")
+        return weights
+
+    def _standardise(self, X: np.ndarray, weights: np.ndarray | None) -> Tensor:
+        self._x_mean, self._x_scale = _location_and_scale(X, weights)
+        return self._inputs(X)
+
+    def _inputs(self, X: np.ndarray) -> Tensor:
+        return torch.from_numpy((X - self._x_mean) / self._x_scale)
+
+    def _checked_inputs(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        return self._inputs(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _fit_network(self, outputs: int, loss: nn.Module, data: Any, **settings: Any) -> None:
+        random, sizes = check_random_state(self.random_state), np.atleast_1d(self.hidden_layer_sizes)
+        widths = (len(self._x_mean), *map(int, sizes), outputs)
+        networks = [_network(widths, int(random.randint(2**31))) for _ in range(self.restarts)]
+        starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
+        settings |= {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
+        self.model_ = _network(widths, 0)
+        run = EvidenceRun(self.model_, loss, data, Limits(), **settings)
+        if run.go(None).reason != "evidence":
+            text = f"{type(self).__name__}: the evidence still rises after {run.steps} steps; raise max_iter"
+            warnings.warn(text, ConvergenceWarning, stacklevel=4)  # where fit was called
+        self.posterior_, self.n_iter_ = run.posterior(), run.steps
+        self.log_evidence_ = self.posterior_.log_evidence
+
+    def _check_parameters(self) -> None:
+        name = type(self).__name__
+        sizes: Any = self.hidden_layer_sizes
+        is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
+        if not all(_is_whole(size) for size in (sizes if is_sequence else [sizes])):
+            raise ValueError(f"{name}: hidden_layer_sizes must be whole numbers from 1 on, got {sizes!r}")
+        for own in ("restarts", "max_iter"):
+            if not _is_whole(getattr(self, own)):
+                raise ValueError(f"{name}: {own} must be a whole number from 1 on, got {getattr(self, own)!r}")
+        if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 <= self.tol < math.inf:
+            raise ValueError(f"{name}: tol must be a number from 0 on, got {self.tol!r}")
+
+
+class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
+    """A regressor with error bars for small and medium data: n samples, p parameters, n p^2 operations per step.
+
+    A network of tanh units is fitted to standardised inputs and targets by Levenberg-Marquardt steps, with weight
+    decay and noise by the evidence. It starts a few times, from stiff to flexible; the start with the largest
+    evidence after some steps goes on until the evidence rises no more. No data are held out. Several targets share
+    the hidden units and, in units of their standard deviations, the noise.
+
+    Args:
+        hidden_layer_sizes: the numbers of tanh units in the hidden layers; one number for one layer.
+        restarts: how many starts are tried.
+        max_iter: the most Levenberg-Marquardt steps of the start that is chosen; a ConvergenceWarning says that
+            they were not enough.
+        tol: it stops where the log evidence per sample has risen by less than this over nine steps.
+        random_state: of the starts; a number, a RandomState or None. The same number gives the same fit.
+
+    Attributes:
+        model_: the network (torch.nn.Sequential), for standardised inputs and targets.
+        posterior_: its `woodbury.Posterior`, in the same units.
+        noise_std_: the standard deviation of the noise in the units of y, a number or one for each output.
+        log_evidence_: of the standardised data; larger is better, for hidden layers of different sizes as well.
+        n_iter_: steps of the start that was chosen.
+    """
+
     @torch.random.fork_rng(devices=[])  # layers and optimizers draw from torch's generator when they are made
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LMRegressor:
         """Fit to X (n, features) and y (n,) or (n, outputs), n at least 2.
@@ -77,34 +131,21 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         y = np.asarray(y, dtype=np.float64)
         self._is_flat = y.ndim == 1
         targets = y.reshape(len(y), -1)
-        weights = None
-        if sample_weight is not None:
-            weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        weights = self._weights(X, sample_weight)
+        if weights is not None:
             used = weights > 0
-            if used.sum() < 2:
-                raise ValueError(f"LMRegressor: sample_weight is zero for all but {used.sum()} samples; give 2")
             X, targets, weights = X[used], targets[used], weights[used]
-        self._x_mean, self._x_scale = _location_and_scale(X, weights)
+        inputs = self._standardise(X, weights)
         self._y_mean, self._y_scale = _location_and_scale(targets, weights)
-        inputs = torch.from_numpy((X - self._x_mean) / self._x_scale)
         targets = torch.from_numpy((targets - self._y_mean) / self._y_scale)
         self._is_weighted = weights is not None
-        random = check_random_state(self.random_state)
-        widths = (inputs.shape[1], *self.hidden_layer_sizes, targets.shape[1])
-        networks = [_network(widths, int(random.randint(2**31))) for _ in range(self.restarts)]
-        starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
-        settings: dict[str, Any] = {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
-        model = _network(widths, 0)
         if weights is None:
-            run = EvidenceRun(model, nn.MSELoss(), (inputs, targets), Limits(), **settings)
+            self._fit_network(targets.shape[1], nn.MSELoss(), (inputs, targets))
         else:  # of which the squared error is sum_i w_i |y_i - t_i|^2
             root = torch.from_numpy(weights).sqrt().unsqueeze(1)
-            settings |= {"forward": _weighted_outputs, "number_count": weights.sum() * targets.shape[1]}
+            settings = {"forward": _weighted_outputs, "number_count": weights.sum() * targets.shape[1]}
             data = (inputs, root), root * targets
-            run = EvidenceRun(model, nn.MSELoss(reduction="sum"), data, Limits(), **settings)
-        run.go(None)
-        self.model_, self.posterior_, self.n_iter_ = model, run.posterior(), run.steps
-        self.log_evidence_ = self.posterior_.log_evidence
+            self._fit_network(targets.shape[1], nn.MSELoss(reduction="sum"), data, **settings)
         assert self.posterior_.noise is not None
         noise_std = math.sqrt(self.posterior_.noise) * self._y_scale
         self.noise_std_ = float(noise_std[0]) if self._is_flat else noise_std
@@ -115,9 +156,7 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
 
         Both (n,) or (n, outputs), as y was. The standard deviation is that of the linearized Laplace posterior.
         """
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=np.float64, reset=False)
-        inputs = torch.from_numpy((X - self._x_mean) / self._x_scale)
+        inputs = self._checked_inputs(X)
         with torch.no_grad():
             mean = self.model_(inputs).numpy() * self._y_scale + self._y_mean
         mean = mean[:, 0] if self._is_flat else mean
@@ -128,18 +167,56 @@ class LMRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator):
         std = (variance + (self.posterior_.noise or 0.0)).sqrt().numpy() * self._y_scale
         return mean, std[:, 0] if self._is_flat else std
 
-    def _check_parameters(self) -> None:
-        sizes = self.hidden_layer_sizes
-        is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
-        if not is_sequence or not all(_is_whole(size) for size in sizes):
-            raise ValueError(f"LMRegressor: hidden_layer_sizes must be whole numbers from 1 on, got {sizes!r}")
-        for name in ("restarts", "max_iter"):
-            if not _is_whole(getattr(self, name)):
-                raise ValueError(
-                    f"LMRegressor: {name} must be a whole number from 1 on, got {getattr(self, name)!r}"
-                )
-        if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 <= self.tol < math.inf:
-            raise ValueError(f"LMRegressor: tol must be a number from 0 on, got {self.tol!r}")
+
+class LMClassifier(ClassifierMixin, _LMEstimator):
+    """A classifier with calibrated probabilities for small data: the same network and evidence, with a softmax.
+
+    With C classes a step costs n (C - 1) p^2 operations. Probabilities are means over the Laplace posterior
+    (`Posterior.probabilities`): far from the data they are less sure than those of the network alone.
+
+    Args:
+        hidden_layer_sizes, restarts, max_iter, tol, random_state: those of `LMRegressor`.
+
+    Attributes:
+        classes_: the labels, sorted; the columns of `predict_proba`.
+        model_: the network (torch.nn.Sequential) from standardised inputs to logits.
+        posterior_: its `woodbury.Posterior`.
+        log_evidence_, n_iter_: those of `LMRegressor`.
+    """
+
+    @torch.random.fork_rng(devices=[])
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LMClassifier:
+        """Fit to X (n, features) and labels y (n,), of two classes at least.
+
+        A sample of weight w counts as w samples; one of weight 0 is left out.
+        """
+        self._check_parameters()
+        X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
+        check_classification_targets(y)
+        weights = self._weights(X, sample_weight)
+        weights = np.ones(len(X)) if weights is None else weights
+        used = weights > 0
+        X, y, weights = X[used], y[used], weights[used]
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            (only,) = self.classes_.tolist()
+            raise ValueError(f"LMClassifier needs two classes at least, and all labels are {only!r}")
+        # the cross entropy of targets that sum to w is w times that of one label
+        targets = torch.from_numpy(np.eye(len(self.classes_))[labels] * weights[:, None])
+        data = self._standardise(X, weights), targets
+        loss = nn.CrossEntropyLoss(reduction="sum")
+        self._fit_network(len(self.classes_), loss, data, number_count=float(weights.sum()))
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        """The probability of each class at X, (n, classes): the mean of the softmax over the posterior."""
+        inputs = self._checked_inputs(X)
+        return self.posterior_.probabilities(inputs).numpy()
+
+    def predict(self, X: Any) -> Any:
+        """The most probable labels at X, (n,)."""
+        most_probable = self.predict_proba(X).argmax(1)
+        return self.classes_[most_probable]
 
 
 def _weighted_outputs(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:

@@ -123,8 +123,8 @@ def fit(
             pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
-            number), by the shapes of the model and, on the CPU in one process, by what steps are seen to cost:
-            then two runs may differ. A number makes them repeatable.
+            number), by the shapes of the model and, with `seconds` alone on the CPU in one process, by what steps
+            are seen to cost. With epochs or steps nothing follows from the clock: two runs are the same.
         batches_per_step: with a loader: how many of its batches make up a step (fewer at the end of an epoch, and
             where those that follow are of another shape). "auto" is one where epochs or steps are the budget;
             where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a

@@ -128,12 +128,14 @@ class EvidenceRun(Run):
 
     @property
     def has_settled(self) -> bool:
+        """Whether the evidence rises no more."""
         rises = self.evidence[-1 - WINDOW :]
-        is_flat = len(rises) > WINDOW and rises[-1] - rises[0] < self.tolerance * self.number_count
-        return is_flat or self.steps >= self.most_steps
+        return len(rises) > WINDOW and rises[-1] - rises[0] < self.tolerance * self.number_count
 
     def reached(self) -> str | None:
-        return "evidence" if self.has_settled else super().reached()
+        if self.has_settled:
+            return "evidence"
+        return "steps" if self.steps >= self.most_steps else super().reached()
 
     def advance(self) -> Callable[[], str | None]:
         info = self.optimizer.step(*self.data)
@@ -148,7 +150,7 @@ class EvidenceRun(Run):
         """Where the trial of a start is over: the next one, or the best of all."""
         if not (self.waiting or self.trials) or not self.evidence:
             return
-        if self.has_settled or self.steps >= TRIAL_STEPS:
+        if self.has_settled or self.steps >= min(TRIAL_STEPS, self.most_steps):
             self.trials.append(self._start_state())
             if self.waiting:
                 self._begin(self.waiting.pop(0))

@@ -1,4 +1,4 @@
-"""Curvature at a price: how many samples it comes from, by what steps are seen to cost."""
+"""Curvature at a price: how many samples it comes from, by what steps are seen to cost, where seconds are all."""
 
 from __future__ import annotations
 

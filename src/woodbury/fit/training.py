@@ -72,12 +72,11 @@ class TrainingRun(Run):
         self.batches, self.record, self.convert = batches, record, batches.convert
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
-        is_joint = find_group(None, self.model).size > 1  # then nothing may follow from times of one's own
-        self.price = Price(optimizer) if optimizer.curvature_samples == "auto" and not is_joint else None
-        self.by_time = is_by_time(limits, self.model)
+        self.by_time = is_by_time(limits, self.model)  # only then anything may follow from what steps cost
+        self.price = Price(optimizer) if optimizer.curvature_samples == "auto" and self.by_time else None
         self.growth: Growth | None = None
         if isinstance(batches_per_step, str):
-            if batches_per_step == "grow" and is_joint:
+            if batches_per_step == "grow" and find_group(None, self.model).size > 1:
                 raise ValueError("fit: batches_per_step='grow' is for one process: pass a number")
             if batches_per_step == "grow" or (self.by_time and not is_sum(optimizer.loss)):  # a sum grows with N
                 self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))

@@ -50,6 +50,7 @@ class TrainingData:
         check: bool = True,
     ) -> None:
         self._model, self._loss, self._rule = model, copy.deepcopy(loss), loss_rule(loss)
+        self.inputs, self.targets = inputs, targets
         self._options = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
         summed = _as_sum(loss, self._rule)
         self._is_squared = isinstance(loss, nn.MSELoss)
@@ -91,6 +92,19 @@ class TrainingData:
         with torch.no_grad():
             outputs: Tensor = self._model(inputs) if forward is None else forward(self._model, inputs)  # type: ignore
         return outputs
+
+    @property
+    def class_masses(self) -> Tensor:
+        """The targets of a cross entropy as weights of the classes, (n, C); zeros where the target is ignored."""
+        outputs, loss = self.outputs(self.inputs).double(), self._loss
+        if not isinstance(loss, nn.CrossEntropyLoss) or outputs.dim() != 2:
+            raise ValueError("posterior: probabilities are for CrossEntropyLoss and outputs (n, C)")
+        assert self.targets is not None
+        if self.targets.is_floating_point():
+            return self._rule.prepare(loss, outputs, self.targets)
+        is_used = self.targets != loss.ignore_index
+        one_hot = nn.functional.one_hot(self.targets.long() * is_used, outputs.shape[1])
+        return self._rule.prepare(loss, outputs, one_hot.double()) * is_used.unsqueeze(1)
 
     def factor_of(self, noise: float | None) -> float:
         """What the sum of the loss is multiplied by in the likelihood."""

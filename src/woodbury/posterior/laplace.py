@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from woodbury import _batch
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
+from woodbury.posterior.classes import mean_softmax, share_by_left_out
 from woodbury.posterior.data import TrainingData
 from woodbury.posterior.evidence import both_by_evidence, noise_by_evidence, prior_by_evidence
 from woodbury.posterior.systems import System
@@ -82,6 +84,24 @@ class Posterior:
             moves.append(torch.stack([own.matvec(draw) for draw in draws]).reshape(count, -1, width))
         outputs = self._data.outputs(inputs)
         return outputs + torch.cat(moves, dim=1).reshape(count, *outputs.shape).to(outputs.dtype)
+
+    def probabilities(self, inputs: Any) -> Tensor:
+        """The mean of the softmax over the posterior, (n, C), for logits y of N(m, V) at each sample:
+
+            p_k ~ 1 / sum_j exp((m_j - m_k) / sqrt(1 + pi / 8 v_jk)),   v_jk = share Var(y_j - y_k)
+
+        and then divided by their sum. For two classes that is MacKay's mean of a sigmoid (1992), for more the one
+        of Lu, Ie and Sha (2020) by pairs of classes. For `CrossEntropyLoss` on outputs (n, C).
+        """
+        return mean_softmax(self._data.outputs(inputs).double(), self.share * self.covariance(inputs))
+
+    @cached_property
+    def share(self) -> float:
+        """Of the covariance, for `probabilities`: what would have predicted samples best that are left out."""
+        data = self._data
+        return share_by_left_out(
+            data.outputs(data.inputs).double(), self.covariance(data.inputs), data.class_masses
+        )
 
     def influence(self, inputs: Any, targets: Tensor | None = None) -> Tensor:
         """How the loss at each of m samples depends on the weight of each of the n training samples, (m, n).
