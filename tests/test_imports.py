@@ -21,6 +21,7 @@ ROOMS = [
         "_random",
         "_process",
         "_memory",
+        "_files",
         "_forward_mode",
         "_batch",
         "_choice",
