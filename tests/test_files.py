@@ -23,8 +23,8 @@ from typer.testing import CliRunner, Result
 import processes
 from fuzz.files import DATA, stop_after, tiny_config
 from run_folders import assert_same_end, contents
-from woodbury._files import as_bytes
 from woodbury import cli
+from woodbury._files import as_bytes
 from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
 from woodbury.experiments.train import InterruptedRunError, train

@@ -60,7 +60,7 @@ FLOORS = {
         ["independence", "structure", "terms"],
     ],
     "fit": [
-        ["result"],
+        ["result", "checkpoint"],
         ["limits", "sources"],
         ["equations"],
         ["run", "measured"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random as python
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -102,6 +102,25 @@ def restore(state: Snapshot) -> None:
     python.setstate(state.python)
     if state.numpy is not None and state.numpy is not _numpy_state():
         sys.modules["numpy.random"].set_state(state.numpy)
+
+
+def as_plain(state: Snapshot) -> dict[str, Any]:
+    """Plain values and tensors, for a file; `from_plain` gives the state again."""
+    words = None if state.numpy is None else torch.tensor(state.numpy[1].tolist(), device="cpu")  # 32 bits each
+    numpy = None if state.numpy is None else (state.numpy[0], words, *state.numpy[2:])
+    return {"cpu": state.cpu, "cuda": state.cuda, "python": state.python, "numpy": numpy}
+
+
+def from_plain(values: Mapping[str, Any], device: torch.device) -> Snapshot:
+    """The state for a device; what was drawn from another one is left alone."""
+    numpy = values["numpy"]
+    if numpy is not None and "numpy.random" in sys.modules:
+        words = sys.modules["numpy"].array(numpy[1].tolist(), dtype="uint32")
+        numpy = (numpy[0], words, *numpy[2:])
+    else:
+        numpy = None
+    cuda = None if values["cuda"] is None else values["cuda"].cpu()
+    return Snapshot(values["cpu"].cpu(), cuda if device.type == "cuda" else None, device, values["python"], numpy)
 
 
 def drawn_since(state: Snapshot) -> bool:

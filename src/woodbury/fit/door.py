@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from woodbury.fit.checkpoint import Where
 from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.evidence import EvidenceRun
@@ -41,9 +42,11 @@ from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
+from woodbury.parallel.group import all_processes, raised_by_all
 from woodbury.policies.search import CurvedSearch
 
 
+@raised_by_all
 def fit(
     model: nn.Module,
     loss: nn.Module | Callable[..., Any] | Equations,
@@ -68,7 +71,8 @@ def fit(
     progress: bool = True,
     seed: int | None = None,
     callback: Callable[[Fit], Any] | None = None,
-    resume: Mapping[str, Any] | None = None,
+    checkpoint: Where | None = None,
+    resume: Mapping[str, Any] | Where | None = None,
 ) -> Fit:
     """Fit a model to data, to the samples that a function draws, or to the batches of a loader.
 
@@ -135,7 +139,10 @@ def fit(
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
         callback: called with the `Fit` so far after every step; a true result stops. Its time does not count.
-        resume: the `state_dict()` of an earlier `Fit` of the same model, to go on from there.
+        checkpoint: a file that holds the state of the fit, written every 30 seconds and at the end.
+        resume: such a file, or the `state_dict()` of an earlier `Fit` of the same model: the fit goes on from
+            there, with its random numbers and in the epoch where it stood. Where `checkpoint` is the same path
+            and there is no such file yet, it begins.
 
     Returns:
         a `Fit`: loss, validation, best_step, steps, seconds, samples, reason, history.
@@ -176,6 +183,7 @@ def fit(
         )
     else:
         _check_no_batches(epochs, record, memory, batches_per_step, curvature_samples)
+        _check_one_process()
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
         settings |= {"metric": None if metric == "auto" else metric, "search": CurvedSearch(), "damping": PLAIN}
@@ -190,9 +198,7 @@ def fit(
             _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
             judges: dict[str, Any] = {"validation": validation, "patience": patience, "callback": callback}
             run = _whole(model, criterion, given, limits, **judges, **settings)
-    if resume is not None:
-        run.load(resume)
-    return run.go(Progress(run.limits) if progress else None)
+    return run.go(Progress(run.limits) if progress else None, checkpoint, resume)
 
 
 def _solving(
@@ -343,6 +349,15 @@ def _check_no_batches(
     for name, value in given.items():
         way = "a pair or a function has none: use steps= or seconds=" if name == "epochs" else "leave it out"
         _check_absent(name, value, f"for the batches of a loader: {way}")
+
+
+def _check_one_process() -> None:
+    size = all_processes().size
+    if size > 1:
+        raise ValueError(
+            f"fit: a pair, a function that draws samples and Equations are for one process, here are {size}: pass "
+            "each a loader of its own samples ([(inputs, targets)] if they are one batch), or start one process"
+        )
 
 
 def _check_batches(count: int | str) -> None:

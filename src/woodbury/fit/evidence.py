@@ -54,7 +54,7 @@ LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 class EvidenceRun(Run):
     """Levenberg-Marquardt steps, and updates of prior and noise between them."""
 
-    needed: ClassVar[set[str]] = Run.needed | {"start", "trials", "waiting"}
+    kind: ClassVar[str] = "a pair, by the evidence"
 
     def __init__(
         self,
@@ -230,8 +230,10 @@ class EvidenceRun(Run):
 
     def state(self) -> dict[str, Any]:
         waiting = [tuple(own) for own in self.waiting]
-        return {**super().state(), "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
+        own = {"first": self.first, "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
+        return {**super().state(), **own}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         self._load_start(state["start"])
+        self.first = state["first"]
         self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from woodbury import _random
 from woodbury._process import stop_on_signal
+from woodbury.fit.checkpoint import Checkpoint, Where, read_checkpoint
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
 from woodbury.fit.sources import as_pair, to_device
@@ -21,9 +23,22 @@ from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
 from woodbury.optim.shards import find_group
+from woodbury.parallel.group import of_all
 from woodbury.products import loss_of
 
 Callback = Callable[[Fit], Any]
+_NEEDED = {
+    "kind",
+    "end",
+    "random",
+    "parameters",
+    "optimizer",
+    "steps",
+    "seconds",
+    "samples",
+    "history",
+}  # to go on
+_FOUND = ("tolerance", "validation", "stalled")  # ends of a fit that are no budget
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,7 @@ class Validation:
 class Run(ABC):
     """A fit under way."""
 
-    needed: ClassVar[set[str]] = {"parameters", "optimizer", "steps", "seconds", "samples", "history"}  # to go on
+    kind: ClassVar[str]  # of its data
 
     def __init__(
         self,
@@ -62,6 +77,9 @@ class Run(ABC):
         self.fit = Fit()
         self.best: Best | None = None
         self.waited = 0  # steps, or epochs, since the best
+        self.begun = _random.snapshot(self.device)
+        self.random: Mapping[str, Any] | None = None  # the numbers of the fit that is taken up
+        self.over: str | None = None  # why that fit had ended, if the same holds for this one
 
     @abstractmethod
     def reached(self) -> str | None:
@@ -79,28 +97,59 @@ class Run(ABC):
     def shown(self) -> tuple[str, float]:
         """What the progress line says beside the loss, and the epochs so far."""
 
-    def go(self, progress: Progress | None) -> Fit:
+    def go(
+        self,
+        progress: Progress | None,
+        checkpoint: Where | None = None,
+        resume: Mapping[str, Any] | Where | None = None,
+    ) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
-        patience = None if self.validation is None else self.validation.patience
-        asked = {**vars(self.limits), "patience": patience, "steps so far": self.fit.steps}
-        self.group.check_same({name: repr(value) for name, value in asked.items()})
-        late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
-        with stop_on_signal(*late) as told:
-            return self._go(progress if self.group.rank == 0 else None, told)
+        group = self.group
+        file = self._open(checkpoint, resume)
+        late = [signal.SIGINT] if group.size > 1 else []  # one alone stops inside a step too
+        try:
+            with stop_on_signal(*late) as told:
+                return self._go(progress if group.rank == 0 else None, file, told)
+        except Exception as error:
+            raise of_all(error) from error.__cause__
 
-    def _go(self, progress: Progress | None, told: Callable[[], bool]) -> Fit:
+    def _open(self, checkpoint: Where | None, resume: Mapping[str, Any] | Where | None) -> Checkpoint | None:
+        """Take up what there is, read by the first process; errors of one process are those of all."""
+        group, has_path = self.group, not (resume is None or isinstance(resume, Mapping))
+        patience = None if self.validation is None else self.validation.patience
+        asked = {**vars(self.limits), "patience": patience, "checkpoint": checkpoint is not None}
+        group.check_same({name: repr(value) for name, value in {**asked, "resume": has_path}.items()})
+        with group.before_meeting():
+            file = None if checkpoint is None else Checkpoint(checkpoint, writes=group.rank == 0)
+            begins = file is not None and not file.path.exists() and str(resume) == str(checkpoint)
+            if has_path and group.rank == 0:
+                resume = None if begins else read_checkpoint(resume)  # type: ignore[arg-type]
+        group.check_same({})
+        if has_path:
+            resume = group.object_of_first(resume)
+        with group.before_meeting():
+            if resume is not None:
+                self.load(resume)  # type: ignore[arg-type]
+        group.check_same({"steps so far": repr(self.fit.steps)})
+        return file
+
+    def _go(self, progress: Progress | None, file: Checkpoint | None, told: Callable[[], bool]) -> Fit:
         fit, group = self.fit, self.group
-        self.check_validation()
-        started = time.perf_counter() - fit.seconds
+        now = time.perf_counter()
         fit.reason = "running"
         try:
+            try:
+                self.check_validation()
+            finally:
+                self.restore_random()
+            started = time.perf_counter() - fit.seconds
             while fit.reason == "running":
-                reason = self.reached()
+                reason = self.over or self.reached()
                 if reason is not None:
                     fit.reason = reason
                     break
                 note = self.advance()
-                (fit.seconds,) = group.of_first([time.perf_counter() - started])
+                fit.seconds, now = group.of_first([time.perf_counter() - started, time.perf_counter()])
                 fit.reason = note() or "running"
                 with group.together():
                     if progress is not None:
@@ -109,11 +158,15 @@ class Run(ABC):
                 stops = group.sums(told(), asked)  # asked of one, all of them stop
                 if fit.reason == "running" and any(stops):
                     fit.reason = "interrupted" if stops[0] else "callback"
+                if file is not None and fit.reason == "running" and file.is_due(now):
+                    self.write(file, now)
                 started = time.perf_counter() - fit.seconds
         except KeyboardInterrupt:
             fit.reason = "interrupted"
-        fit.state = self.state()
         try:
+            fit.state = self.state()
+            if file is not None:
+                self.write(file, now)
             self.finish()
         except KeyboardInterrupt:  # while losses were measured anew: then those that are known count
             fit.reason = "interrupted"
@@ -202,20 +255,46 @@ class Run(ABC):
 
     # -- going on ---------------------------------------------------------------------------------------
 
+    def write(self, file: Checkpoint, now: float) -> None:
+        self.fit.state = self.state()
+        file.write(self.fit.state_dict(), now)
+
+    def restore_random(self) -> None:
+        """Go on with the random numbers of the fit that is taken up, if it has drawn any."""
+        if self.random is not None:
+            _random.restore(_random.from_plain(self.random, self.device))
+
+    def of_rank(self, everyone: Sequence[Any]) -> Any:
+        """What this process had; None where there were fewer of them."""
+        return everyone[self.group.rank] if self.group.rank < len(everyone) else None
+
     def state(self) -> dict[str, Any]:
         """What `load` needs beside what the `Fit` holds."""
         best = {} if self.best is None else dict(vars(self.best))
+        random = _random.as_plain(_random.snapshot(self.device)) if _random.drawn_since(self.begun) else None
         return {
+            "kind": self.kind,
+            "end": self._end(),
+            "random": self.group.gather_objects(random),
             "parameters": self.parameters(),
             "optimizer": self.optimizer.state_dict(),
             "best": best,
             "waited": self.waited,
         }
 
+    def _end(self) -> dict[str, Any]:
+        """Why it has ended, if it has, and the limits that led to it."""
+        patience = None if self.validation is None else self.validation.patience
+        return {"reason": self.fit.reason, "tolerance": self.limits.tolerance, "patience": patience}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a `Fit.state_dict`; the model changes last, when nothing can fail any more."""
-        if not isinstance(state, Mapping) or not set(state) >= self.needed:
-            raise ValueError("fit: resume must be the state_dict() of an earlier Fit to the same kind of data")
+        if not isinstance(state, Mapping) or not set(state) >= _NEEDED:
+            raise ValueError(
+                "fit: resume must be the state_dict() of an earlier Fit, or a file that checkpoint= wrote"
+            )
+        if state["kind"] != self.kind:
+            raise ValueError(f"fit: resume is of a fit to {state['kind']}, and this is one to {self.kind}")
         best = state.get("best") or {}
         for values in (state["parameters"], *([best["parameters"]] if best else [])):
             _check_same_model(_tensors(self.model), values)
@@ -224,6 +303,9 @@ class Run(ABC):
         fit.steps, fit.seconds, fit.samples = state["steps"], state["seconds"], state["samples"]
         fit.history = [dict(record) for record in state["history"]]
         self.best, self.waited = Best(**best) if best else None, state.get("waited", 0)
+        self.random = self.of_rank(state["random"])
+        fit.reason = state["end"]["reason"]
+        self.over = fit.reason if fit.reason in _FOUND and self._end() == state["end"] else None
         self.load_rest(state)
         self.load_parameters(state["parameters"])
 
