@@ -128,7 +128,7 @@ class MiniBatches:
 
     def take_up(self, epoch: int, taken: int, length: int | None, state: Mapping[str, Any] | None) -> None:
         """Go on behind so many batches."""
-        self.epoch, self.taken, self.length = epoch, taken, self.length or length
+        self.epoch, self.taken, self.length = epoch, taken, length or self.length
         if state is not None:
             self._begun = dict(state) if state["all"] is not None else None
             for generator, own in zip(_generators(self.loader), state["own"], strict=False):
@@ -228,7 +228,7 @@ def as_tensors(pair: Any, model: nn.Module) -> Any:
     (dtype,) = dtypes
     if not all(isinstance(own, list) for own in pair):  # floats of Python have no size
         names = ", ".join(map(str, others))
-        warnings.warn(f"fit: data of {names} is converted to {dtype}, as the model has it", stacklevel=3)
+        warnings.warn(f"fit: data of {names} is converted to {dtype}, as the model has it", stacklevel=4)
     return tuple(own.to(dtype) if isinstance(own, Tensor) and own.dtype in others else own for own in tensors)
 
 
