@@ -72,7 +72,7 @@ def fit(
     seed: int | None = None,
     callback: Callable[[Fit], Any] | None = None,
     checkpoint: Where | None = None,
-    resume: Mapping[str, Any] | Where | None = None,
+    resume: Fit | Mapping[str, Any] | Where | None = None,
 ) -> Fit:
     """Fit a model to data, to the samples that a function draws, or to the batches of a loader.
 
@@ -140,8 +140,8 @@ def fit(
         seed: of the samples drawn; by default they follow torch.manual_seed.
         callback: called with the `Fit` so far after every step; a true result stops. Its time does not count.
         checkpoint: a file that holds the state of the fit, written every 30 seconds and at the end.
-        resume: such a file, or the `state_dict()` of an earlier `Fit` of the same model: the fit goes on from
-            there, with its random numbers and in the epoch where it stood. Where `checkpoint` is the same path
+        resume: such a file, an earlier `Fit` of the same model or its `state_dict()`: the fit goes on from there,
+            with its random numbers and in the epoch where it stood. Where `checkpoint` is the same path
             and there is no such file yet, it begins.
 
     Returns:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from woodbury import _batch
 from woodbury.fit.limits import Limits
@@ -208,11 +209,13 @@ class EvidenceRun(Run):
             fit.noise, fit.effective_parameters, fit.log_evidence = self.noise, self.effective, self.evidence[-1]
         if self.validation is not None:
             fit.validation = self.validation_loss()
-        fit.make_posterior = self.posterior
+        kept = copy.deepcopy(self.model).eval()  # the caller may change model and data before a posterior is made
+        self.data = pytree.tree_map_only(Tensor, Tensor.clone, self.data)
+        fit.make_posterior = lambda: self.posterior(kept)
 
-    def posterior(self) -> Posterior:
-        """That of the model as it is."""
-        rows = self._rows(copy.deepcopy(self.model).eval())
+    def posterior(self, model: nn.Module | None = None) -> Posterior:
+        """That of the model as it is, or of a copy of it."""
+        rows = self._rows(copy.deepcopy(self.model).eval() if model is None else model)
         rows.number_count = self.number_count
         return Posterior(rows, rows.system(self.precisions, self.noise), dict(self.precisions), self.noise)
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from woodbury import _random
 from woodbury._process import stop_on_signal
@@ -101,7 +102,7 @@ class Run(ABC):
         self,
         progress: Progress | None,
         checkpoint: Where | None = None,
-        resume: Mapping[str, Any] | Where | None = None,
+        resume: Fit | Mapping[str, Any] | Where | None = None,
     ) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
         group = self.group
@@ -113,8 +114,9 @@ class Run(ABC):
         except Exception as error:
             raise of_all(error) from error.__cause__
 
-    def _open(self, checkpoint: Where | None, resume: Mapping[str, Any] | Where | None) -> Checkpoint | None:
+    def _open(self, checkpoint: Where | None, resume: Fit | Mapping[str, Any] | Where | None) -> Checkpoint | None:
         """Take up what there is, read by the first process; errors of one process are those of all."""
+        resume = resume.state_dict() if isinstance(resume, Fit) else resume
         group, has_path = self.group, not (resume is None or isinstance(resume, Mapping))
         patience = None if self.validation is None else self.validation.patience
         asked = {**vars(self.limits), "patience": patience, "checkpoint": checkpoint is not None}
@@ -212,9 +214,15 @@ class Run(ABC):
 
     @contextmanager
     def in_mode(self, training: bool) -> Iterator[None]:
-        """The model in training or in evaluation mode; the flags of all its parts come back as they were."""
+        """The model in training or in evaluation mode; the flags of all its parts come back as they were.
+
+        Norms over the batch, which no step can take in training mode, stay as they are there.
+        """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train(training)
+        for module, was_training in modes:
+            if training and isinstance(module, _NormBase):
+                module.training = was_training
         try:
             yield
         finally:

@@ -76,7 +76,9 @@ class MiniBatches:
     @property
     def epochs(self) -> float:
         """Epochs so far; of a first epoch whose length is not known only whole ones."""
-        return self.epoch + (min(1.0, self.taken / self.length) if self.length else 0.0)
+        if not self.length:
+            return float(self.epoch)
+        return self.epoch + self.taken / max(self.length, self.taken + (not self.is_over))  # one is there still
 
     def next(self, most: int = 1) -> tuple[Data, int]:
         """The next batches as one, at most so many, and how many they are.
