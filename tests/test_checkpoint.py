@@ -168,6 +168,14 @@ def test_a_resume_leaves_random_numbers_alone_where_the_fit_draws_none(tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_fit_itself_can_be_taken_up():
+    model, other = network(), network()
+    whole = fitted(model, {"data": batches(), **TRAINING, "seed": 0})
+    part = fitted(other, {"data": batches(), **TRAINING, "seed": 0}, callback=lambda fit: fit.steps == 8)
+    again = fitted(other, {"data": batches(), **TRAINING, "seed": 0}, resume=part)
+    assert told(again, other) == told(whole, model)
+
+
 # -- files that hold no checkpoint of this fit --------------------------------------------------------------------
 
 

@@ -97,6 +97,33 @@ def scaled_gradients(factor):
     return after_backward(change)
 
 
+def uneven(loop):
+    for part in (slice(0, 3), slice(3, N)):
+        loss = F.mse_loss(loop.model(loop.inputs[part]), loop.targets[part])
+        (loss * len(loop.inputs[part]) / N).backward()
+
+
+def looked_at(loop):
+    """Calls that no gradient goes through, before and after the backward pass."""
+    loss = F.mse_loss(loop.outputs(), loop.targets)
+    with torch.no_grad():
+        loop.model(2 * loop.inputs)
+    loss.backward()
+    with torch.inference_mode():
+        loop.model(loop.inputs)
+
+
+def by_autograd(loop):
+    torch.autograd.backward([F.mse_loss(loop.outputs(), loop.targets)])
+
+
+def into_a_buffer(y, t):
+    buffer = torch.zeros_like(t)
+    buffer[:, 0] = y[:, 0]
+    buffer[:, 1:] = 2 * y[:, 1:]
+    return F.mse_loss(buffer, t)
+
+
 def in_place(y, t):
     y.mul_(2)
     y += 1
@@ -210,6 +237,31 @@ RIGHT = {
         of_loss(lambda y, t: (F.cross_entropy(y, t.softmax(1)), y.detach().zero_())[0]),
         lambda y, t: F.cross_entropy(y, t.softmax(1)),
     ),
+    "in-place clamp": (
+        of_loss(lambda y, t: F.mse_loss(y.clamp_(-0.2, 0.2), t)),
+        lambda y, t: squares(y.clamp(-0.2, 0.2), t),
+    ),
+    "in-place mask": (
+        of_loss(lambda y, t: F.mse_loss(y.masked_fill_(MASK == 0, 0.3), t)),
+        lambda y, t: squares(y.masked_fill(MASK == 0, 0.3), t),
+    ),
+    "in-place residuals": (of_loss(lambda y, t: y.sub_(t).pow_(2).mean()), squares),
+    "norm": (of_loss(lambda y, t: torch.norm(y - t) ** 2), lambda y, t: (y - t).square().sum()),
+    "sum by einsum": (
+        of_loss(lambda y, t: torch.einsum("nc,nc->", y - t, y - t)),
+        lambda y, t: (y - t).square().sum(),
+    ),
+    "picked classes": (
+        of_loss(lambda y, t: -F.log_softmax(y, 1)[torch.arange(N), t.argmax(1)].sum()),
+        lambda y, t: F.cross_entropy(y, t.argmax(1), reduction="sum"),
+    ),
+    "samples one by one": (
+        of_loss(lambda y, t: sum(F.mse_loss(a, b) for a, b in zip(y, t, strict=True)) / 3),
+        lambda y, t: (y - t).square().mean(1).sum() / 3,
+    ),
+    "uneven micro-batches": (uneven, squares),
+    "calls without gradient": (looked_at, squares),
+    "scaler of 3": (scaler(3.0), squares),
     "mask": (
         of_loss(lambda y, t: (MASK * (y - t) ** 2).sum() / MASK.sum()),
         lambda y, t: (MASK * (y - t) ** 2).sum() / 16,
@@ -329,6 +381,8 @@ def twice(loop):
 REFUSED = {
     "through a view": of_loss(through_a_view),
     "without gradient": of_loss(without_gradient),
+    "by torch.autograd": by_autograd,
+    "into a buffer": of_loss(into_a_buffer),
     "of detached outputs": of_loss(of_detached),
     "of data": of_loss(of_data),
     "one gradient changed": after_backward(change_one),
