@@ -312,8 +312,8 @@ def run_closure(
         if not watcher._calls and watcher._failure is None:
             raise ValueError(
                 "the closure called no loss.backward() on a loss of this model's outputs: it must call the model, "
-                "compute the loss from its outputs and call backward. torch.autograd.backward is not seen, nor are "
-                "outputs copied into another tensor. Ways out: put parts together by torch.cat, or write "
+                "compute the loss from its outputs and call backward. torch.autograd.backward is not seen, nor "
+                "are outputs copied into another tensor. Ways out: put parts together by torch.cat, or write "
                 "optimizer.step(inputs, targets)"
             )
         return watcher.take(known)
