@@ -106,21 +106,17 @@ def restore(state: Snapshot) -> None:
 
 def as_plain(state: Snapshot) -> dict[str, Any]:
     """Plain values and tensors, for a file; `from_plain` gives the state again."""
-    words = None if state.numpy is None else torch.tensor(state.numpy[1].tolist(), device="cpu")  # 32 bits each
-    numpy = None if state.numpy is None else (state.numpy[0], words, *state.numpy[2:])
+    numpy = (
+        None if state.numpy is None else (state.numpy[0], [int(word) for word in state.numpy[1]], *state.numpy[2:])
+    )
     return {"cpu": state.cpu, "cuda": state.cuda, "python": state.python, "numpy": numpy}
 
 
 def from_plain(values: Mapping[str, Any], device: torch.device) -> Snapshot:
     """The state for a device; what was drawn from another one is left alone."""
-    numpy = values["numpy"]
-    if numpy is not None and "numpy.random" in sys.modules:
-        words = sys.modules["numpy"].array(numpy[1].tolist(), dtype="uint32")
-        numpy = (numpy[0], words, *numpy[2:])
-    else:
-        numpy = None
-    cuda = None if values["cuda"] is None else values["cuda"].cpu()
-    return Snapshot(values["cpu"].cpu(), cuda if device.type == "cuda" else None, device, values["python"], numpy)
+    cuda = values["cuda"].cpu() if values["cuda"] is not None and device.type == "cuda" else None
+    numpy = values["numpy"] if "numpy.random" in sys.modules else None
+    return Snapshot(values["cpu"].cpu(), cuda, device, values["python"], numpy)
 
 
 def drawn_since(state: Snapshot) -> bool:

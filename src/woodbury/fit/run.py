@@ -105,12 +105,11 @@ class Run(ABC):
         resume: Fit | Mapping[str, Any] | Where | None = None,
     ) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
-        group = self.group
         file = self._open(checkpoint, resume)
-        late = [signal.SIGINT] if group.size > 1 else []  # one alone stops inside a step too
+        late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
         try:
             with stop_on_signal(*late) as told:
-                return self._go(progress if group.rank == 0 else None, file, told)
+                return self._go(progress if self.group.rank == 0 else None, file, told)
         except Exception as error:
             raise of_all(error) from error.__cause__
 
@@ -118,9 +117,8 @@ class Run(ABC):
         """Take up what there is, read by the first process; errors of one process are those of all."""
         resume = resume.state_dict() if isinstance(resume, Fit) else resume
         group, has_path = self.group, not (resume is None or isinstance(resume, Mapping))
-        patience = None if self.validation is None else self.validation.patience
-        asked = {**vars(self.limits), "patience": patience, "checkpoint": checkpoint is not None}
-        group.check_same({name: repr(value) for name, value in {**asked, "resume": has_path}.items()})
+        asked = {**vars(self.limits), **self._end(), "checkpoint": checkpoint is not None, "resume": has_path}
+        group.check_same({name: repr(value) for name, value in asked.items()})
         with group.before_meeting():
             file = None if checkpoint is None else Checkpoint(checkpoint, writes=group.rank == 0)
             begins = file is not None and not file.path.exists() and str(resume) == str(checkpoint)
@@ -161,14 +159,12 @@ class Run(ABC):
                 if fit.reason == "running" and any(stops):
                     fit.reason = "interrupted" if stops[0] else "callback"
                 if file is not None and fit.reason == "running" and file.is_due(now):
-                    self.write(file, now)
+                    self.keep(file, now)
                 started = time.perf_counter() - fit.seconds
         except KeyboardInterrupt:
             fit.reason = "interrupted"
         try:
-            fit.state = self.state()
-            if file is not None:
-                self.write(file, now)
+            self.keep(file, now)
             self.finish()
         except KeyboardInterrupt:  # while losses were measured anew: then those that are known count
             fit.reason = "interrupted"
@@ -263,9 +259,11 @@ class Run(ABC):
 
     # -- going on ---------------------------------------------------------------------------------------
 
-    def write(self, file: Checkpoint, now: float) -> None:
+    def keep(self, file: Checkpoint | None, now: float) -> None:
+        """The state, in the `Fit` and in a file."""
         self.fit.state = self.state()
-        file.write(self.fit.state_dict(), now)
+        if file is not None:
+            file.write(self.fit.state_dict(), now)
 
     def restore_random(self) -> None:
         """Go on with the random numbers of the fit that is taken up, if it has drawn any."""
