@@ -24,6 +24,7 @@ import processes
 from fuzz.files import DATA, stop_after, tiny_config
 from run_folders import assert_same_end, contents
 from woodbury import cli
+from woodbury._files import as_bytes
 from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
 from woodbury.experiments.train import InterruptedRunError, train
@@ -229,7 +230,7 @@ def test_a_file_that_is_no_file_of_a_run_is_refused(content, tmp_path):
 def write_newer(folder: Path, name: str) -> None:
     """Write a file as a later version would, with a checksum that agrees."""
     if name == "checkpoint.pt":
-        content = checkpoint.as_bytes({"what": "nobody knows"})
+        content = as_bytes({"what": "nobody knows"})
         header = f"woodbury checkpoint {NEWER} {hashlib.sha256(content).hexdigest()}\n"
         (folder / name).write_bytes(header.encode() + content)
     else:

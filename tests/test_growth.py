@@ -158,6 +158,22 @@ def test_streams_are_used_whole_however_long_their_epochs_are():
     assert seen == [(0, 2), (0, 1), (1, 2), (1, 2), (1, 1), (2, 1)]
 
 
+@pytest.mark.parametrize("said", [None, 2, 9])
+def test_an_epoch_lasts_as_long_as_there_are_batches(said):
+    """For streams without a length, and loaders that say a wrong one."""
+
+    class Stream:
+        lengths = iter([3, 5, 2, 4, 4])  # the last one for the loss at the end
+
+        def __iter__(self):
+            return iter(batches(classes(10 * next(self.lengths)), 10))
+
+    if said is not None:
+        Stream.__len__ = lambda self: said
+    fit = fitted(network(), Stream(), epochs=4)
+    assert fit.steps == 14 and [entry["step"] for entry in fit.history] == [3, 8, 10, 14]
+
+
 def test_batches_that_do_not_fit_together_are_steps_of_their_own():
     lengths = [3, 3, 5, 5, 5, 3]
     sequences = [({"x": torch.zeros(2, length), "scale": 2.0}, torch.zeros(2)) for length in lengths]

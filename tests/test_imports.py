@@ -21,6 +21,7 @@ ROOMS = [
         "_random",
         "_process",
         "_memory",
+        "_files",
         "_forward_mode",
         "_batch",
         "_choice",
@@ -60,7 +61,7 @@ FLOORS = {
     ],
     "fit": [
         ["plot", "columns"],
-        ["result"],
+        ["result", "checkpoint"],
         ["limits", "sources"],
         ["equations"],
         ["run", "measured"],

@@ -100,6 +100,33 @@ def scaled_gradients(factor):
     return after_backward(change)
 
 
+def uneven(loop):
+    for part in (slice(0, 3), slice(3, N)):
+        loss = F.mse_loss(loop.model(loop.inputs[part]), loop.targets[part])
+        (loss * len(loop.inputs[part]) / N).backward()
+
+
+def looked_at(loop):
+    """Calls that no gradient goes through, before and after the backward pass."""
+    loss = F.mse_loss(loop.outputs(), loop.targets)
+    with torch.no_grad():
+        loop.model(2 * loop.inputs)
+    loss.backward()
+    with torch.inference_mode():
+        loop.model(loop.inputs)
+
+
+def by_autograd(loop):
+    torch.autograd.backward([F.mse_loss(loop.outputs(), loop.targets)])
+
+
+def into_a_buffer(y, t):
+    buffer = torch.zeros_like(t)
+    buffer[:, 0] = y[:, 0]
+    buffer[:, 1:] = 2 * y[:, 1:]
+    return F.mse_loss(buffer, t)
+
+
 def of_data(y, t):
     y.data.mul_(2)
     return F.binary_cross_entropy_with_logits(y * 1, t)
@@ -148,6 +175,31 @@ RIGHT = {
         of_loss(lambda y, t: (F.cross_entropy(y, t.softmax(1)), y.detach().zero_())[0]),
         lambda y, t: F.cross_entropy(y, t.softmax(1)),
     ),
+    "in-place clamp": (
+        of_loss(lambda y, t: F.mse_loss(y.clamp_(-0.2, 0.2), t)),
+        lambda y, t: squares(y.clamp(-0.2, 0.2), t),
+    ),
+    "in-place mask": (
+        of_loss(lambda y, t: F.mse_loss(y.masked_fill_(MASK == 0, 0.3), t)),
+        lambda y, t: squares(y.masked_fill(MASK == 0, 0.3), t),
+    ),
+    "in-place residuals": (of_loss(lambda y, t: y.sub_(t).pow_(2).mean()), squares),
+    "norm": (of_loss(lambda y, t: torch.norm(y - t) ** 2), lambda y, t: (y - t).square().sum()),
+    "sum by einsum": (
+        of_loss(lambda y, t: torch.einsum("nc,nc->", y - t, y - t)),
+        lambda y, t: (y - t).square().sum(),
+    ),
+    "picked classes": (
+        of_loss(lambda y, t: -F.log_softmax(y, 1)[torch.arange(N), t.argmax(1)].sum()),
+        lambda y, t: F.cross_entropy(y, t.argmax(1), reduction="sum"),
+    ),
+    "samples one by one": (
+        of_loss(lambda y, t: sum(F.mse_loss(a, b) for a, b in zip(y, t, strict=True)) / 3),
+        lambda y, t: (y - t).square().mean(1).sum() / 3,
+    ),
+    "uneven micro-batches": (uneven, squares),
+    "calls without gradient": (looked_at, squares),
+    "scaler of 3": (scaler(3.0), squares),
     "weights of backward": (by_weights, lambda y, t: ((y - t).square().mean(1) * torch.arange(N) / N).sum()),
     "scaled hook": (hooked(lambda g: 2.5 * g), lambda y, t: 2.5 * squares(y, t)),
     "forward hook": (forward_hook, lambda y, t: squares(2 * y, t)),
@@ -231,6 +283,8 @@ def twice(loop):
 
 
 REFUSED = {
+    "by torch.autograd": by_autograd,
+    "into a buffer": of_loss(into_a_buffer),
     "of data": of_loss(of_data),
     "one gradient changed": after_backward(change_one),
     "one gradient zero": after_backward(zero_one),

@@ -161,6 +161,16 @@ def test_a_linear_fit_has_the_decay_and_the_noise_of_the_largest_evidence():
     assert s * (40 - gamma) == pytest.approx((x @ weight - y).square().sum().item(), rel=1e-8)
 
 
+def test_a_posterior_made_later_is_that_of_the_fit():
+    model, data = network(), noisy()
+    fits = [fitted(own, data, weight_decay="evidence", steps=40) for own in (model, network())]
+    expected = woodbury.posterior(fits[1]).covariance(noisy(1, 5)[0])
+    with torch.no_grad():
+        for own in (*data, *model.parameters()):
+            own.mul_(3)
+    assert torch.equal(woodbury.posterior(fits[0]).covariance(noisy(1, 5)[0]), expected)
+
+
 def test_a_classifier_is_at_the_minimum_with_the_decay_found():
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(60, 2, generator=draws, dtype=torch.float64)
@@ -315,6 +325,19 @@ def test_flags_of_parts_come_back(kind):
     model[2].train()
     fitted(model, KINDS[kind](), steps=3, validation=noisy(1, 9))
     assert [own.training for own in model.modules()] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whole", [True, False], ids=["model in evaluation mode", "norm in evaluation mode"])
+def test_a_frozen_norm_stays_frozen(kind, whole):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+    model.train(not whole)
+    model[1].eval()
+    other, mean = noisy(3, 25), model[1].running_mean.clone()
+    fit = fitted(model, KINDS[kind](), steps=4, validation=other)
+    assert torch.equal(mean, model[1].running_mean) and fit.validation < loss_of(network(), other)
+    assert same(fit.validation, loss_of(model.eval(), other))
 
 
 class Interrupted(nn.Module):

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -390,6 +391,11 @@ def interrupted_forward(rank):
     return forward
 
 
+def on_second(**arguments):
+    """The same fit on both processes, but for the arguments of the second."""
+    return lambda rank: (parts(rank, 2), {"steps": 3, **(arguments if rank else {})})
+
+
 # name: (loader, arguments) of a process; those of "alone" are the fit of one process too
 def mean_square(outputs, targets):
     return (outputs - targets).square().mean()
@@ -464,8 +470,32 @@ REFUSED = {
         lambda rank: (parts(rank, 2), {"steps": 3, "validation": (judged(0, 2)[0][:, rank:], judged(0, 2)[1])}),
         "does not go with",
     ),
-    "a pair and a loader": (lambda rank: (regression(8) if rank else parts(0, 2), {"steps": 3}), "search"),
-    "pairs": (lambda rank: (regression(8), {"steps": 3}), "one process"),
+    "a pair and a loader": (
+        lambda rank: (regression(8) if rank else parts(0, 2), {"steps": 3}),
+        "pass each a loader",
+    ),
+    "pairs": (lambda rank: (regression(8), {"steps": 3}), "pass each a loader of its own samples"),
+    "samplers": (lambda rank: (regression, {"steps": 3}), "pass each a loader of its own samples"),
+    "negative seconds": (on_second(seconds=-1.0), "seconds must not be negative, got -1.0"),
+    "a word for steps": (on_second(steps="3"), "steps must be a number"),
+    "a bad iterator": (lambda rank: (iter(parts(rank, 2)) if rank else parts(0, 2), {}), "once only"),
+    "patience alone": (on_second(patience=3), "patience= is for validation data"),
+    "validation of a number": (on_second(validation=0.2), "splits a pair"),
+    "other tolerance": (on_second(tolerance=0.1), "tolerance: None (process 0), 0.1 (process 1)"),
+    "other loss": (on_second(loss=nn.HuberLoss()), "HuberLoss"),
+    "no loss": (on_second(loss=nn.ReLU()), "ReLU"),
+    "other decay": (on_second(weight_decay=0.1), "weight_decay"),
+    "evidence of one": (on_second(weight_decay="evidence"), "weight_decay='evidence' is for a pair"),
+    "bad curvature samples": (on_second(curvature_samples="few"), "'auto'"),
+    "batches per step": (on_second(batches_per_step="grow"), "one process"),
+    "bad fallback": (on_second(fallback="guess"), "fallback"),
+    "other model": (on_second(model=lambda: small()[:1]), "parameter"),
+    "no parameters": (on_second(model=lambda: small().requires_grad_(False)), "requires_grad"),
+    "resume of one": (on_second(resume={"steps": 1}), "must be the state_dict"),
+    "a path of one": (on_second(resume="nowhere"), "resume: False (process 0), True (process 1)"),
+    "no such file": (lambda rank: (parts(rank, 2), {"resume": "nowhere"}), "there is no such file"),
+    "no such folder": (lambda rank: (parts(rank, 2), {"checkpoint": "nowhere/fit"}), "there is no folder"),
+    "checkpoint of one": (on_second(checkpoint="fit"), "checkpoint: False (process 0), True (process 1)"),
     "evidence": (lambda rank: (regression(8), {"steps": 3, "weight_decay": "evidence"}), "one process"),
 }
 
@@ -488,11 +518,11 @@ def told(result, model):
 
 
 def fitted(data, arguments):
-    whole = data if isinstance(data, tuple) else None
-    model = small()
-    settings = {"progress": False} if whole is not None else PLAIN
+    settings = {"progress": False} if isinstance(data, tuple) or callable(data) else PLAIN
+    settings = {**settings, **arguments}
+    model, loss = settings.pop("model", small)(), settings.pop("loss", nn.MSELoss())
     try:
-        return told(woodbury.fit(model, nn.MSELoss(), data, **{**settings, **arguments}), model)
+        return told(woodbury.fit(model, loss, data, **settings), model)
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -549,8 +579,64 @@ def test_what_one_process_cannot_fit_is_an_error_of_all():
     for name, (_, cause) in REFUSED.items():
         for kind, text in (first[name], second[name]):
             assert isinstance(kind, str) and kind.endswith("Error") and cause in text, (name, kind, text)
-    for name in ("other steps", "seconds of one", "validation of one", "a pair and a loader", "pairs", "evidence"):
+    within = {"a loader that fails", "an empty loader", "a callback that fails", "a full disk", "bad validation"}
+    for name in set(REFUSED) - within:  # those arise later, and say which process has failed
         assert first[name] == second[name], name
+
+
+class KilledError(BaseException):
+    pass
+
+
+def shuffled(rank):
+    """Batches in an order of this process's own, and dropout with random numbers of its own."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(*regression(12 + 8 * rank, seed=rank)), 4, shuffle=True, generator=generator
+    )
+
+
+def with_dropout(seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+
+
+def killed_and_taken_up(rank, world, folder):
+    from woodbury.fit import checkpoint
+
+    checkpoint.INTERVAL = 0.0
+    # only the first process can reach its file
+    own = Path(folder) / ("fit" if rank == 0 else "no/such/folder/fit")
+    results = []
+    for kills in ((), (4, 9)):
+        for seed, step in enumerate((*kills, None)):
+            model = with_dropout(3 + seed)  # whose parameters do not matter
+            torch.manual_seed(10 * seed + rank)
+
+            def kill(fit, step=step):
+                if fit.steps == step:
+                    raise KilledError
+
+            settings = {**PLAIN, "epochs": 3, "validation": judged(rank, world), "callback": kill}
+            paths = {"checkpoint": own, "resume": own} if kills else {}
+            try:
+                fit = woodbury.fit(model, nn.MSELoss(), shuffled(rank), **settings, **paths)
+            except KilledError:
+                continue
+            results.append(told(fit, model))
+    return results, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_fit_of_two_processes_goes_on_after_a_kill_bit_by_bit(tmp_path):
+    first, second = processes.run(killed_and_taken_up, 2, str(tmp_path))
+    assert first[1] == second[1] == ["fit"]
+    for own in (first[0], second[0]):
+        (whole, parameters), (again, others) = own
+        for said in (whole, again):
+            said.pop("seconds")
+            said["history"] = [{**entry, "seconds": 0} for entry in said["history"]]
+        assert whole == again and whole["steps"] == 15 and torch.equal(parameters, others)
+    assert first[0][1][0] == second[0][1][0] and torch.equal(first[0][1][1], second[0][1][1])
 
 
 # -- processes that differ ----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from woodbury.runs.storage import RunFolderError, printable, round_numbers, write_whole
+from woodbury._files import write_whole
+from woodbury.runs.storage import RunFolderError, printable, round_numbers
 
 
 def test_a_file_is_written_and_replaced(tmp_path):

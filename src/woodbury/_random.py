@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random as python
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -102,6 +102,21 @@ def restore(state: Snapshot) -> None:
     python.setstate(state.python)
     if state.numpy is not None and state.numpy is not _numpy_state():
         sys.modules["numpy.random"].set_state(state.numpy)
+
+
+def as_plain(state: Snapshot) -> dict[str, Any]:
+    """Plain values and tensors, for a file; `from_plain` gives the state again."""
+    numpy = (
+        None if state.numpy is None else (state.numpy[0], [int(word) for word in state.numpy[1]], *state.numpy[2:])
+    )
+    return {"cpu": state.cpu, "cuda": state.cuda, "python": state.python, "numpy": numpy}
+
+
+def from_plain(values: Mapping[str, Any], device: torch.device) -> Snapshot:
+    """The state for a device; what was drawn from another one is left alone."""
+    cuda = values["cuda"].cpu() if values["cuda"] is not None and device.type == "cuda" else None
+    numpy = values["numpy"] if "numpy.random" in sys.modules else None
+    return Snapshot(values["cpu"].cpu(), cuda, device, values["python"], numpy)
 
 
 def drawn_since(state: Snapshot) -> bool:

@@ -1,12 +1,12 @@
 """Kill training by SIGKILL again and again; it must end as if nothing had happened, bit for bit.
 
-    python -m tests.soak.kill --kills 100 --seed 0
+    python -m tests.soak.kill --kills 100 --fit-kills 40 --seed 0
 
-Each job is the command `woodbury train` on the digits, with a checkpoint after every step. It is killed at random
-moments, half of them while a checkpoint is being written, and started again with --resume until it ends. After
-each kill the checkpoint is whole and equal to that of the same step of a run that was left alone: weights, state
-of the optimizer (damping, momentum, random generator). At the end weights and records are
-equal. Times in the records are left out.
+Each job is the command `woodbury train` on the digits, or a call of `woodbury.fit` with validation data, with a
+checkpoint after every step. It is killed at random moments, half of them while a checkpoint is being written, and
+started again with --resume, or resume=, until it ends. After each kill the checkpoint is whole and equal to that
+of the same step of a run that was left alone: weights, state of the optimizer (damping, momentum, random
+generator). At the end weights and records, or what the fit says, are equal. Times are left out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and where the processes are forked
 
+import numpy
 import torch
 
+import woodbury
 from tests import processes
+from woodbury.fit import checkpoint as fit_checkpoint
 from woodbury.runs import checkpoint
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
@@ -53,7 +57,10 @@ def state_in(checkpoint: bytes) -> tuple[int, Any]:
     if header.split(b" ")[-1] != hashlib.sha256(content).hexdigest().encode():
         raise ValueError(f"no whole checkpoint: {header!r}")
     values = torch.load(io.BytesIO(content), weights_only=True)
-    return values["step"], _bits({key: value for key, value in values.items() if key not in _TIMED})
+    if "history" in values:  # of a fit
+        values["history"] = [{**entry, "seconds": 0} for entry in values["history"]]
+    step = values["steps" if "steps" in values else "step"]
+    return step, _bits({key: value for key, value in values.items() if key not in _TIMED})
 
 
 def _bits(value: Any) -> Any:
@@ -71,36 +78,16 @@ def timeless(records: Path) -> list[dict[str, Any]]:
     return [{**json.loads(line), "seconds": 0} for line in lines]
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A run that was left alone."""
+def with_copies(copies: Path, function: Callable[..., None], *arguments: object) -> None:
+    """The function, which keeps a copy of each checkpoint as it is written, under the number of its file."""
+    for module in (checkpoint, fit_checkpoint):
 
-    weights: bytes
-    records: list[dict[str, Any]]
-    states: dict[int, Any]  # by step
+        def write_and_copy(path: Path, content: bytes, *rest: Any, write: Any = module.write_whole) -> None:
+            (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
+            write(path, content, *rest)
 
-
-def command_with_copies(copies: Path, *arguments: object) -> None:
-    """The command, which keeps a copy of each checkpoint as it is written, under the number of its file."""
-    write = checkpoint.write_whole
-
-    def write_and_copy(path: Path, content: bytes) -> None:
-        (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
-        write(path, content)
-
-    checkpoint.write_whole = write_and_copy
-    processes.command(*arguments)
-
-
-def run_alone(optimizer: str, folder: Path) -> Whole:
-    """The same command without a kill."""
-    copies = folder / "copies"
-    copies.mkdir(parents=True)
-    done = processes.run_alone(command_with_copies, copies, *arguments_of(optimizer, folder / "out"))
-    assert done.returncode == 0, done.stderr
-    run = folder / "out" / "digits-1" / f"{optimizer}-seed3"
-    states = dict(state_in(copy.read_bytes()) for copy in copies.iterdir())
-    return Whole((run / "model.pt").read_bytes(), timeless(run / "records.jsonl"), states)
+        module.write_whole = write_and_copy
+    function(*arguments)
 
 
 @dataclass
@@ -115,10 +102,143 @@ class Counts:
     faults: list[str] = field(default_factory=list)
 
 
-def wait_and_kill(process: processes.Started, moment: str, out: Path, draw: random.Random) -> bool:
+class Job:
+    """Something that is killed and started again until it ends."""
+
+    name: str
+    temporary: str  # the pattern of a file that is being written
+    checkpoint: str
+
+    def __init__(self, root: Path) -> None:
+        """Run it once without a kill."""
+        copies, out = root / self.name / "copies", root / self.name / "out"
+        copies.mkdir(parents=True)
+        out.mkdir()
+        function, *arguments = self.call(out)
+        done = processes.run_alone(with_copies, copies, function, *arguments)
+        assert done.returncode == 0, done.stderr
+        self.states = dict(state_in(copy.read_bytes()) for copy in copies.iterdir())  # by step
+        self.end = self.result(out)
+
+    def call(self, out: Path) -> list[Any]:
+        """A function and its arguments."""
+        raise NotImplementedError
+
+    def result(self, out: Path) -> Any:
+        """What it leaves at its end, without times."""
+        raise NotImplementedError
+
+    def size(self, out: Path) -> int:
+        """A number that grows as it goes on."""
+        raise NotImplementedError
+
+    def is_writing(self, out: Path) -> bool:
+        return next(out.glob(self.temporary), None) is not None
+
+    def check_after_kill(self, out: Path, counts: Counts) -> None:
+        """Compare what a kill has left with the run that was left alone."""
+        counts.leftovers += self.is_writing(out)
+        for path in out.glob(self.checkpoint):
+            step, state = state_in(path.read_bytes())
+            counts.checkpoints += 1
+            if state != self.states[step]:
+                counts.faults.append(f"{path}: another state at step {step}")
+
+    def check_at_end(self, out: Path, counts: Counts) -> None:
+        """Compare the run that was killed with the one that was left alone."""
+        counts.runs[self.name] += 1
+        if self.result(out) != self.end:
+            counts.faults.append(f"{out}: {self.name} ends otherwise")
+
+
+class Command(Job):
+    """`woodbury train`."""
+
+    temporary = "digits-*/*-seed3/.unfinished.pt"
+    checkpoint = "digits-*/*-seed3/checkpoint.pt"
+
+    def __init__(self, optimizer: str, root: Path) -> None:
+        self.name = optimizer
+        super().__init__(root)
+
+    def call(self, out: Path) -> list[Any]:
+        return [processes.command, *arguments_of(self.name, out)]
+
+    def size(self, out: Path) -> int:
+        return sum(path.stat().st_size for path in self._records(out))
+
+    def _records(self, out: Path) -> Iterator[Path]:
+        return out.glob("digits-*/*-seed3/records.jsonl")
+
+    def check_after_kill(self, out: Path, counts: Counts) -> None:
+        super().check_after_kill(out, counts)
+        for path in self._records(out):
+            records = timeless(path)
+            if records != self.end[1][: len(records)]:
+                counts.faults.append(f"{path}: other records")
+
+    def result(self, out: Path) -> Any:
+        (run,) = (path.parent for path in out.glob("digits-*/*-seed3/complete"))
+        names = {path.name for path in run.iterdir()}
+        return (run / "model.pt").read_bytes(), timeless(run / "records.jsonl"), names
+
+
+def fit_and_save(kind: str, out: Path) -> None:
+    """A call of `woodbury.fit`, taken up where there is something to take up; the result goes to a file."""
+    fit_checkpoint.INTERVAL = 0.0
+    draws = torch.Generator().manual_seed(0)
+    inputs = 2 * torch.rand(400, 2, generator=draws, dtype=torch.float64) - 1
+    targets = torch.sin(2 * inputs[:, :1]) + 0.1 * torch.randn(400, 1, generator=draws, dtype=torch.float64)
+    others, settings = (inputs[300:], targets[300:]), {"steps": 90, "patience": 90}
+    data: Any = inputs[:300], targets[:300]
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):  # all of them are in a checkpoint
+        seed(1)
+    layers = [torch.nn.Linear(2, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1)]
+    if kind == "fit of a loader":
+        layers.insert(2, torch.nn.Dropout(0.2))
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), 20, shuffle=True)
+        settings = {"epochs": 8, "curvature_samples": 10, "patience": 8}
+    elif kind == "fit of a sampler":
+        data, settings = draw_points, {"steps": 60, "samples": 60, "patience": 60}
+    model = torch.nn.Sequential(*layers).double()
+    path = out / "fit.ckpt"
+    keep: dict[str, Any] = {"checkpoint": path, "resume": path, "progress": False}
+    fit = woodbury.fit(model, torch.nn.MSELoss(), data, validation=others, **settings, **keep)
+    said = {name: getattr(fit, name) for name in ("loss", "validation", "best_step", "steps", "reason")}
+    torch.save({"said": said, "history": fit.history, "model": model.state_dict()}, out / "result.pt")
+
+
+def draw_points(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = 2 * torch.rand(count, 2, dtype=torch.float64) - 1
+    return inputs, torch.sin(2 * inputs[:, :1])
+
+
+class Fit(Job):
+    """`woodbury.fit` with validation data."""
+
+    temporary, checkpoint = ".fit.ckpt.unfinished", "fit.ckpt"
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.name = name
+        super().__init__(root)
+
+    def call(self, out: Path) -> list[Any]:
+        return [fit_and_save, self.name, out]
+
+    def size(self, out: Path) -> int:
+        """Some 100 bytes for each step in the history."""
+        return sum(path.stat().st_size for path in out.glob(self.checkpoint))
+
+    def result(self, out: Path) -> Any:
+        values = torch.load(out / "result.pt", weights_only=True)
+        values["history"] = [{**entry, "seconds": 0} for entry in values["history"]]
+        return _bits(values), {path.name for path in out.iterdir()}
+
+
+def wait_and_kill(job: Job, process: processes.Started, moment: str, out: Path, draw: random.Random) -> bool:
     """Kill the process at a moment of this kind; False if it ended before.
 
-    start: within its first seconds; step: after a random number of records; write: while a checkpoint is written.
+    start: within its first seconds; step: after it has gone on for a while; write: while a checkpoint is written.
     """
 
     def wait(condition: Callable[[], bool], seconds: float = _LIMIT) -> None:
@@ -128,11 +248,11 @@ def wait_and_kill(process: processes.Started, moment: str, out: Path, draw: rand
 
     pause = draw.uniform(0, 2.0)
     if moment != "start":
-        grown = _size(out) + draw.randrange(1, 3000)  # bytes of records
-        wait(lambda: _size(out) >= grown)
+        grown = job.size(out) + draw.randrange(1, 3000)
+        wait(lambda: job.size(out) >= grown)
         pause = 0.02 * draw.random()
     if moment == "write":
-        wait(lambda: _is_writing(out))
+        wait(lambda: job.is_writing(out))
         pause = draw.choice((0.0, 0.0, 0.001 * draw.random(), 0.005 * draw.random()))
     wait(lambda: False, pause)
     running = process.is_running()
@@ -140,94 +260,64 @@ def wait_and_kill(process: processes.Started, moment: str, out: Path, draw: rand
     return running
 
 
-def _files(out: Path, pattern: str) -> Iterator[Path]:
-    return out.glob(f"digits-*/*-seed3/{pattern}")
-
-
-def _size(out: Path) -> int:
-    return sum(path.stat().st_size for path in _files(out, "records.jsonl"))
-
-
-def _is_writing(out: Path) -> bool:
-    return next(_files(out, ".unfinished.pt"), None) is not None
-
-
-def check_after_kill(out: Path, whole: Whole, counts: Counts) -> None:
-    """Compare what a kill has left with the run that was left alone."""
-    counts.leftovers += _is_writing(out)
-    for path in _files(out, "checkpoint.pt"):
-        step, state = state_in(path.read_bytes())
-        counts.checkpoints += 1
-        if state != whole.states[step]:
-            counts.faults.append(f"{path}: another state at step {step}")
-    for path in _files(out, "records.jsonl"):
-        records = timeless(path)
-        if records != whole.records[: len(records)]:
-            counts.faults.append(f"{path}: other records")
-
-
-def check_at_end(out: Path, optimizer: str, whole: Whole, counts: Counts) -> None:
-    """Compare the run that was killed with the one that was left alone."""
-    (run,) = (path.parent for path in _files(out, "complete"))
-    counts.runs[optimizer] += 1
-    if (run / "model.pt").read_bytes() != whole.weights:
-        counts.faults.append(f"{run}: other weights")
-    if timeless(run / "records.jsonl") != whole.records:
-        counts.faults.append(f"{run}: other records")
-    names = {path.name for path in run.iterdir()}
-    if names != {"config.json", "records.jsonl", "model.pt", "complete"}:
-        counts.faults.append(f"{run}: it holds {sorted(names)}")
-
-
-def soak(kills: int, seed: int, root: Path) -> Counts:
-    """Kill so many times, over jobs of all optimizers in turn, and let the last job end."""
-    draw, counts = random.Random(seed), Counts()
-    wholes: dict[str, Whole] = {}
-    for job, optimizer in enumerate(cycle(OPTIMIZERS)):
+def soak(kills: int, makes: Sequence[Callable[[Path], Job]], draw: random.Random, root: Path) -> Counts:
+    """Kill so many times, over all jobs in turn, and let the last one end."""
+    counts, jobs = Counts(), dict[int, Job]()
+    for number in count():
         if counts.kills.total() >= kills:
             return counts
-        if optimizer not in wholes:
-            wholes[optimizer] = run_alone(optimizer, root / optimizer)
-        out, whole, ended = root / f"job{job}", wholes[optimizer], False
+        kind = number % len(makes)
+        job = jobs[kind] = jobs.get(kind) or makes[kind](root)
+        out, ended = root / f"job{number}", False
+        out.mkdir()
         while not ended:
             moment = draw.choices(("start", "step", "write"), (1, 4, 5))[0]
-            process = processes.Started(processes.command, *arguments_of(optimizer, out))
+            process = processes.Started(*job.call(out))
             counts.starts += 1
-            killed = counts.kills.total() < kills and wait_and_kill(process, moment, out, draw)
+            killed = counts.kills.total() < kills and wait_and_kill(job, process, moment, out, draw)
             done = process.wait(_LIMIT)
             if killed:
                 counts.kills[moment] += 1
-                check_after_kill(out, whole, counts)
+                job.check_after_kill(out, counts)
             elif done.returncode == 0:
                 ended = True
-                check_at_end(out, optimizer, whole, counts)
+                job.check_at_end(out, counts)
             else:
-                counts.faults.append(f"{optimizer}: status {done.returncode}: {done.stderr[-500:]}")
-            print(f"\r{counts.kills.total()} of {kills} kills, {optimizer}  ", end="", file=sys.stderr)
+                counts.faults.append(f"{job.name}: status {done.returncode}: {done.stderr[-500:]}")
+            print(f"\r{counts.kills.total()} of {kills} kills, {job.name}  ", end="", file=sys.stderr)
             if counts.faults:
                 return counts
         shutil.rmtree(out)
-    return counts
+    raise AssertionError
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.kill", description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=100, help="how often to kill (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=100, help="of commands (default: %(default)s)")
+    parser.add_argument("--fit-kills", type=int, default=40, help="of fits (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
     options = parser.parse_args(arguments)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as root:
-        counts = soak(options.kills, options.seed, Path(root))
-    print(file=sys.stderr)
+    draw, faults = random.Random(options.seed), 0
+    commands = [partial(Command, optimizer) for optimizer in OPTIMIZERS]
+    fits = [partial(Fit, f"fit of a {data}") for data in ("pair", "loader", "sampler")]
+    for kills, makes in ((options.kills, commands), (options.fit_kills, fits)):
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as root:
+            counts = soak(kills, makes, draw, Path(root))
+        print(file=sys.stderr)
+        tell(counts, time.monotonic() - started)
+        faults += len(counts.faults)
+    return 1 if faults else 0
+
+
+def tell(counts: Counts, seconds: float) -> None:
     moments = ", ".join(f"{number} {name}" for name, number in sorted(counts.kills.items()))
-    seconds = time.monotonic() - started
     print(f"{counts.kills.total()} kills ({moments}) in {counts.starts} starts; {seconds:.0f} s")
     print(f"kills in the middle of a write: {counts.leftovers}")
     print(f"checkpoints compared after a kill: {counts.checkpoints}, all equal" if not counts.faults else "FAULTS")
     print(
         f"runs that ended and were compared: {counts.runs.total()} {dict(counts.runs)}", *counts.faults, sep="\n"
     )
-    return 1 if counts.faults else 0
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def warn_of_columns(model: nn.Module, forward: Forward, inputs: Any) -> None:
         warnings.warn(
             f"fit: columns {shown} of the inputs are far from (-1, 1), and the fit may suffer: put scales around "
             "the network, torch.nn.Sequential(woodbury.Scale.inputs(x), network, woodbury.Scale.targets(y))",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

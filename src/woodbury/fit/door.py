@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from woodbury.fit.checkpoint import Where
 from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.evidence import EvidenceRun
@@ -42,9 +43,11 @@ from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
+from woodbury.parallel.group import all_processes, raised_by_all
 from woodbury.policies.search import CurvedSearch
 
 
+@raised_by_all
 def fit(
     model: nn.Module,
     loss: nn.Module | Callable[..., Any] | Equations,
@@ -71,7 +74,8 @@ def fit(
     seed: int | None = None,
     callback: Callback | None = None,
     epoch_callback: Callback | None = None,
-    resume: Mapping[str, Any] | None = None,
+    checkpoint: Where | None = None,
+    resume: Fit | Mapping[str, Any] | Where | None = None,
 ) -> Fit:
     """Fit a model to data, to the samples that a function draws, or to the batches of a loader.
 
@@ -141,7 +145,10 @@ def fit(
         seed: of the samples drawn; by default they follow torch.manual_seed.
         callback: called with the `Fit` so far after every step; a true result stops. Its time does not count.
         epoch_callback: the same after every epoch of a loader, which is the last entry of `Fit.history` then.
-        resume: the `state_dict()` of an earlier `Fit` of the same model, to go on from there.
+        checkpoint: a file that holds the state of the fit, written every 30 seconds and at the end.
+        resume: such a file, an earlier `Fit` of the same model or its `state_dict()`: the fit goes on from there,
+            with its random numbers and in the epoch where it stood. Where `checkpoint` is the same path
+            and there is no such file yet, it begins.
 
     Returns:
         a `Fit`: loss, validation, metrics, best_step, steps, seconds, samples, reason, history, plot().
@@ -184,6 +191,7 @@ def fit(
     else:
         own = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
         _check_no_batches(**own, batches_per_step=batches_per_step, curvature_samples=curvature_samples)
+        _check_one_process()
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
         settings |= {"metric": None if metric == "auto" else metric, "search": CurvedSearch(), "damping": PLAIN}
@@ -213,11 +221,7 @@ def fit(
     if metrics is not None:
         _check_metrics(metrics, run)
         run.metrics = metrics
-    if resume is not None:
-        run.load(resume)
-    if run.data is not None:
-        run.warn_of_columns(run.data[0])
-    return run.go(Progress(run.limits) if progress else None)
+    return run.go(Progress(run.limits) if progress else None, checkpoint, resume)
 
 
 def _whole(
@@ -360,6 +364,15 @@ def _with_epochs(callback: Callback | None, epoch_callback: Callback | None) -> 
         return bool(is_over and epoch_callback(fit)) or stops
 
     return call
+
+
+def _check_one_process() -> None:
+    size = all_processes().size
+    if size > 1:
+        raise ValueError(
+            f"fit: a pair, a function that draws samples and Equations are for one process, here are {size}: pass "
+            "each a loader of its own samples ([(inputs, targets)] if they are one batch), or start one process"
+        )
 
 
 def _check_batches(count: int | str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from woodbury import _batch
 from woodbury.fit.limits import Limits
@@ -54,7 +55,7 @@ LEAST_TRIAL = 40  # steps in all for each start, or there are fewer
 class EvidenceRun(Run):
     """Levenberg-Marquardt steps, and updates of prior and noise between them."""
 
-    needed: ClassVar[set[str]] = Run.needed | {"start", "trials", "waiting"}
+    kind: ClassVar[str] = "a pair, by the evidence"
 
     def __init__(
         self,
@@ -203,11 +204,13 @@ class EvidenceRun(Run):
             fit.noise, fit.effective_parameters, fit.log_evidence = self.noise, self.effective, self.evidence[-1]
         if self.validation is not None:
             fit.validation = self.validation_loss()
-        fit.make_posterior = self.posterior
+        kept = copy.deepcopy(self.model).eval()  # the caller may change model and data before a posterior is made
+        self.data = pytree.tree_map_only(Tensor, Tensor.clone, self.data)
+        fit.make_posterior = lambda: self.posterior(kept)
 
-    def posterior(self) -> Posterior:
-        """That of the model as it is."""
-        rows = self._rows(copy.deepcopy(self.model).eval())
+    def posterior(self, model: nn.Module | None = None) -> Posterior:
+        """That of the model as it is, or of a copy of it."""
+        rows = self._rows(copy.deepcopy(self.model).eval() if model is None else model)
         rows.number_count = self.number_count
         return Posterior(rows, rows.system(self.precisions, self.noise), dict(self.precisions), self.noise)
 
@@ -225,8 +228,10 @@ class EvidenceRun(Run):
 
     def state(self) -> dict[str, Any]:
         waiting = [tuple(own) for own in self.waiting]
-        return {**super().state(), "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
+        own = {"first": self.first, "start": self._start_state(), "trials": list(self.trials), "waiting": waiting}
+        return {**super().state(), **own}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         self._load_start(state["start"])
+        self.first = state["first"]
         self.trials, self.waiting = list(state["trials"]), [Start(*own) for own in state["waiting"]]

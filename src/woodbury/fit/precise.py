@@ -6,7 +6,7 @@ With validation data `woodbury.fit.descent` says how deep steps go.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from woodbury import _batch
 from woodbury.fit.descent import Descent, share_gained
@@ -23,6 +23,8 @@ PATIENCE = 6  # steps without a lower validation loss, as in trainlm
 
 class PreciseRun(Run):
     """Steps with a search, all on the same samples."""
+
+    kind: ClassVar[str] = "a pair"
 
     def __init__(
         self,

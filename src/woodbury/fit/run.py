@@ -6,15 +6,18 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from woodbury import _random
 from woodbury._process import stop_on_signal
+from woodbury.fit.checkpoint import Checkpoint, Where, read_checkpoint
 from woodbury.fit.columns import warn_of_columns
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
@@ -23,11 +26,24 @@ from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
 from woodbury.optim.shards import find_group
+from woodbury.parallel.group import of_all
 from woodbury.products import loss_of
 
 Callback = Callable[[Fit], Any]
 SEARCH = ("length", "share", "bent", "accepted")  # what the history has of steps with a search
 Metric = Callable[[Tensor, "Tensor | None"], Any]  # (outputs, targets) -> a number
+_NEEDED = {
+    "kind",
+    "end",
+    "random",
+    "parameters",
+    "optimizer",
+    "steps",
+    "seconds",
+    "samples",
+    "history",
+}  # to go on
+_FOUND = ("tolerance", "validation", "stalled")  # ends of a fit that are no budget
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ class Validation:
 class Run(ABC):
     """A fit under way."""
 
-    needed: ClassVar[set[str]] = {"parameters", "optimizer", "steps", "seconds", "samples", "history"}  # to go on
+    kind: ClassVar[str]  # of its data
     data: Any = None  # a pair that is used whole, if it is
 
     def __init__(
@@ -69,6 +85,9 @@ class Run(ABC):
         self.fit = Fit()
         self.best: Best | None = None
         self.waited = 0  # steps, or epochs, since the best
+        self.begun = _random.snapshot(self.device)
+        self.random: Mapping[str, Any] | None = None  # the numbers of the fit that is taken up
+        self.over: str | None = None  # why that fit had ended, if the same holds for this one
 
     def reached(self) -> str | None:
         """The limit that is reached, if one is."""
@@ -87,28 +106,60 @@ class Run(ABC):
         record = self.fit.history[-1]
         return f"length {record['length']:.3g} ({'bent' if record['bent'] else 'straight'})", 0.0
 
-    def go(self, progress: Progress | None) -> Fit:
+    def go(
+        self,
+        progress: Progress | None,
+        checkpoint: Where | None = None,
+        resume: Fit | Mapping[str, Any] | Where | None = None,
+    ) -> Fit:
         """Take steps until there is a reason to stop; processes stop together, by the clock of the first."""
-        patience = None if self.validation is None else self.validation.patience
-        asked = {**vars(self.limits), "patience": patience, "steps so far": self.fit.steps}
-        self.group.check_same({name: repr(value) for name, value in asked.items()})
+        file = self._open(checkpoint, resume)
+        if self.data is not None:
+            self.warn_of_columns(self.data[0])
         late = [signal.SIGINT] if self.group.size > 1 else []  # one alone stops inside a step too
-        with stop_on_signal(*late) as told:
-            return self._go(progress if self.group.rank == 0 else None, told)
+        try:
+            with stop_on_signal(*late) as told:
+                return self._go(progress if self.group.rank == 0 else None, file, told)
+        except Exception as error:
+            raise of_all(error) from error.__cause__
 
-    def _go(self, progress: Progress | None, told: Callable[[], bool]) -> Fit:
+    def _open(self, checkpoint: Where | None, resume: Fit | Mapping[str, Any] | Where | None) -> Checkpoint | None:
+        """Take up what there is, read by the first process; errors of one process are those of all."""
+        resume = resume.state_dict() if isinstance(resume, Fit) else resume
+        group, has_path = self.group, not (resume is None or isinstance(resume, Mapping))
+        asked = {**vars(self.limits), **self._end(), "checkpoint": checkpoint is not None, "resume": has_path}
+        group.check_same({name: repr(value) for name, value in asked.items()})
+        with group.before_meeting():
+            file = None if checkpoint is None else Checkpoint(checkpoint, writes=group.rank == 0)
+            begins = file is not None and not file.path.exists() and str(resume) == str(checkpoint)
+            if has_path and group.rank == 0:
+                resume = None if begins else read_checkpoint(resume)  # type: ignore[arg-type]
+        group.check_same({})
+        if has_path:
+            resume = group.object_of_first(resume)
+        with group.before_meeting():
+            if resume is not None:
+                self.load(resume)  # type: ignore[arg-type]
+        group.check_same({"steps so far": repr(self.fit.steps)})
+        return file
+
+    def _go(self, progress: Progress | None, file: Checkpoint | None, told: Callable[[], bool]) -> Fit:
         fit, group = self.fit, self.group
-        self.check_validation()
-        started = time.perf_counter() - fit.seconds
+        now = time.perf_counter()
         fit.reason = "running"
         try:
+            try:
+                self.check_validation()
+            finally:
+                self.restore_random()
+            started = time.perf_counter() - fit.seconds
             while fit.reason == "running":
-                reason = self.reached()
+                reason = self.over or self.reached()
                 if reason is not None:
                     fit.reason = reason
                     break
                 note = self.advance()
-                (fit.seconds,) = group.of_first([time.perf_counter() - started])
+                fit.seconds, now = group.of_first([time.perf_counter() - started, time.perf_counter()])
                 fit.reason = note() or "running"
                 with group.together():
                     if progress is not None:
@@ -117,11 +168,13 @@ class Run(ABC):
                 stops = group.sums(told(), asked)  # asked of one, all of them stop
                 if fit.reason == "running" and any(stops):
                     fit.reason = "interrupted" if stops[0] else "callback"
+                if file is not None and fit.reason == "running" and file.is_due(now):
+                    self.keep(file, now)
                 started = time.perf_counter() - fit.seconds
         except KeyboardInterrupt:
             fit.reason = "interrupted"
-        fit.state = self.state()
         try:
+            self.keep(file, now)
             self.finish()
         except KeyboardInterrupt:  # while losses were measured anew: then those that are known count
             fit.reason = "interrupted"
@@ -215,9 +268,15 @@ class Run(ABC):
 
     @contextmanager
     def in_mode(self, training: bool) -> Iterator[None]:
-        """The model in training or in evaluation mode; the flags of all its parts come back as they were."""
+        """The model in training or in evaluation mode; the flags of all its parts come back as they were.
+
+        Norms over the batch, which no step can take in training mode, stay as they are there.
+        """
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train(training)
+        for module, was_training in modes:
+            if training and isinstance(module, _NormBase):
+                module.training = was_training
         try:
             yield
         finally:
@@ -259,20 +318,48 @@ class Run(ABC):
 
     # -- going on ---------------------------------------------------------------------------------------
 
+    def keep(self, file: Checkpoint | None, now: float) -> None:
+        """The state, in the `Fit` and in a file."""
+        self.fit.state = self.state()
+        if file is not None:
+            file.write(self.fit.state_dict(), now)
+
+    def restore_random(self) -> None:
+        """Go on with the random numbers of the fit that is taken up, if it has drawn any."""
+        if self.random is not None:
+            _random.restore(_random.from_plain(self.random, self.device))
+
+    def of_rank(self, everyone: Sequence[Any]) -> Any:
+        """What this process had; None where there were fewer of them."""
+        return everyone[self.group.rank] if self.group.rank < len(everyone) else None
+
     def state(self) -> dict[str, Any]:
         """What `load` needs beside what the `Fit` holds."""
         best = {} if self.best is None else dict(vars(self.best))
+        random = _random.as_plain(_random.snapshot(self.device)) if _random.drawn_since(self.begun) else None
         return {
+            "kind": self.kind,
+            "end": self._end(),
+            "random": self.group.gather_objects(random),
             "parameters": self.parameters(),
             "optimizer": self.optimizer.state_dict(),
             "best": best,
             "waited": self.waited,
         }
 
+    def _end(self) -> dict[str, Any]:
+        """Why it has ended, if it has, and the limits that led to it."""
+        patience = None if self.validation is None else self.validation.patience
+        return {"reason": self.fit.reason, "tolerance": self.limits.tolerance, "patience": patience}
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a `Fit.state_dict`; the model changes last, when nothing can fail any more."""
-        if not isinstance(state, Mapping) or not set(state) >= self.needed:
-            raise ValueError("fit: resume must be the state_dict() of an earlier Fit to the same kind of data")
+        if not isinstance(state, Mapping) or not set(state) >= _NEEDED:
+            raise ValueError(
+                "fit: resume must be the state_dict() of an earlier Fit, or a file that checkpoint= wrote"
+            )
+        if state["kind"] != self.kind:
+            raise ValueError(f"fit: resume is of a fit to {state['kind']}, and this is one to {self.kind}")
         best = state.get("best") or {}
         for values in (state["parameters"], *([best["parameters"]] if best else [])):
             _check_same_model(_tensors(self.model), values)
@@ -281,6 +368,9 @@ class Run(ABC):
         fit.steps, fit.seconds, fit.samples = state["steps"], state["seconds"], state["samples"]
         fit.history = [dict(record) for record in state["history"]]
         self.best, self.waited = Best(**best) if best else None, state.get("waited", 0)
+        self.random = self.of_rank(state["random"])
+        fit.reason = state["end"]["reason"]
+        self.over = fit.reason if fit.reason in _FOUND and self._end() == state["end"] else None
         self.load_rest(state)
         self.load_parameters(state["parameters"])
 

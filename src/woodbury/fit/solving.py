@@ -45,7 +45,7 @@ _COURSE = ("phase", "since", "rejected", "limited", "count", "most")  # what `re
 class SolvingRun(Run):
     """Plain steps, then steps with a search."""
 
-    needed: ClassVar[set[str]] = Run.needed | {"course", "weights"}
+    kind: ClassVar[str] = "samples that are drawn"
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class SolvingRun(Run):
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
         self.most_plain = 0  # samples of plain steps, where more than the first ones
-        self.random: _random.Snapshot | None = None  # of the samples, if they have a seed
+        self.drawn: _random.Snapshot | None = None  # random numbers of the samples, if they have a seed
         if seed is not None:
             now = _random.snapshot(self.device)
             torch.manual_seed(seed)
-            self.random = _random.snapshot(self.device)
+            self.drawn = _random.snapshot(self.device)
             _random.restore(now)
 
     def advance(self) -> Callable[[], str | None]:
@@ -175,14 +175,14 @@ class SolvingRun(Run):
 
     def _draw(self, function: Callable[[], Any]) -> Any:
         """function(), with the random numbers of the samples."""
-        if self.random is None:
+        if self.drawn is None:
             return function()
-        now = _random.snapshot(self.random.device)
-        _random.restore(self.random)
+        now = _random.snapshot(self.device)
+        _random.restore(self.drawn)
         try:
             return function()
         finally:
-            self.random = _random.snapshot(self.random.device)
+            self.drawn = _random.snapshot(self.device)
             _random.restore(now)
 
     def finish(self) -> None:
@@ -196,8 +196,8 @@ class SolvingRun(Run):
 
     def state(self) -> dict[str, Any]:
         course = {name: getattr(self, name) for name in _COURSE}
-        random = {} if self.random is None else {"random": self.random.cpu}
-        return {**super().state(), "course": course, "weights": dict(self.source.weights), **random}
+        drawn = None if self.drawn is None else _random.as_plain(self.drawn)
+        return {**super().state(), "course": course, "weights": dict(self.source.weights), "drawn": drawn}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
         for name in _COURSE:
@@ -205,5 +205,5 @@ class SolvingRun(Run):
         self.source.weights.update(state["weights"])
         if self.phase == "plain":
             use_search(self.optimizer, False)
-        if "random" in state and self.random is not None:
-            self.random = self.random._replace(cpu=state["random"])
+        if state["drawn"] is not None and self.drawn is not None:
+            self.drawn = _random.from_plain(state["drawn"], self.device)

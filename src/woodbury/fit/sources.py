@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from woodbury import _batch
+from woodbury import _batch, _random
 from woodbury.model.fallback import Forward
 from woodbury.parallel.group import Group
 
@@ -76,7 +76,7 @@ class Conversion:
             return pair
         if not self.is_said:
             names = ", ".join(map(str, others))
-            warnings.warn(f"fit: data of {names} is converted to {self.dtype}, as the model has it", stacklevel=4)
+            warnings.warn(f"fit: data of {names} is converted to {self.dtype}, as the model has it", stacklevel=5)
             self.is_said = True
         inputs, targets = (own.to(self.dtype) if getattr(own, "dtype", None) in others else own for own in pair)
         return inputs, targets
@@ -97,6 +97,7 @@ class MiniBatches:
     _iterator: Iterator[Any] | None = field(default=None, repr=False)
     _ahead: Data | None = field(default=None, repr=False)
     _nothing: Data = field(default=(None, None), repr=False)  # no sample of the last batch
+    _begun: dict[str, Any] | None = field(default=None, repr=False)  # random numbers when the epoch began
     is_over: bool = False  # whether the batches just taken were the last of their epoch
 
     def __post_init__(self) -> None:
@@ -113,7 +114,9 @@ class MiniBatches:
     @property
     def epochs(self) -> float:
         """Epochs so far; of a first epoch whose length is not known only whole ones."""
-        return self.epoch + (min(1.0, self.taken / self.length) if self.length else 0.0)
+        if not self.length:
+            return float(self.epoch)
+        return self.epoch + self.taken / max(self.length, self.taken + (not self.is_over))  # one is there still
 
     def next(self, most: int = 1) -> tuple[Data, int]:
         """The next batches as one, at most so many, and how many they are.
@@ -122,10 +125,7 @@ class MiniBatches:
         where the epoch is over here, and not for another process (`agree`).
         """
         if self._iterator is None:
-            self._iterator, self.taken = iter(self.loader), 0
-            self._read()
-            if self._ahead is None:
-                raise ValueError("fit: the loader has no batches")
+            self._open()
         if self._ahead is None:
             return self._nothing, 0
         batch, count = self._take(), 1
@@ -137,6 +137,42 @@ class MiniBatches:
             self._take()
             count += 1
         return batch, count
+
+    def _open(self) -> None:
+        """Begin an epoch; where one is taken up, with its random numbers, behind the batches that were taken."""
+        cpu = torch.device("cpu")
+        now, begun = _random.snapshot(cpu), self._begun
+        taken, self.taken = self.taken, 0
+        if begun is None:
+            self._begun = self._order(now)
+        else:
+            _random.restore(_random.from_plain(begun["all"], cpu))
+        self._iterator = iter(self.loader)
+        self._read()
+        if self._ahead is None:
+            raise ValueError("fit: the loader has no batches")
+        while self.taken < taken and self._ahead is not None:
+            self._take()
+        self.taken = taken  # by other processes, if not by this one
+        if begun is not None:
+            _random.restore(now)
+
+    def _order(self, everyone: _random.Snapshot | None) -> dict[str, Any]:
+        """The state of what chooses the order of the batches: generators of all, and of a DataLoader's own."""
+        own = [generator.get_state() for generator in _generators(self.loader)]
+        return {"all": None if everyone is None else _random.as_plain(everyone), "own": own}
+
+    def state(self) -> dict[str, Any]:
+        """What `take_up` needs, beside the batches taken: the random numbers of the epoch under way."""
+        return self._order(None) if self._begun is None else self._begun
+
+    def take_up(self, epoch: int, taken: int, length: int | None, state: Mapping[str, Any] | None) -> None:
+        """Go on behind so many batches."""
+        self.epoch, self.taken, self.length = epoch, taken, length or self.length
+        if state is not None:
+            self._begun = dict(state) if state["all"] is not None else None
+            for generator, own in zip(_generators(self.loader), state["own"], strict=False):
+                generator.set_state(own.cpu())
 
     def agree(self, group: Group, batch: Data) -> int:
         """The samples of a step of all processes; their epoch is over when none of them has a batch left."""
@@ -169,11 +205,18 @@ class MiniBatches:
     def end_epoch(self) -> None:
         """Close the epoch under way; the next batch opens another."""
         self.length = self.taken
-        self._iterator, self.taken, self.epoch = None, 0, self.epoch + 1
+        self._iterator, self._begun, self.taken, self.epoch = None, None, 0, self.epoch + 1
 
     def all(self) -> Iterable[Any]:
         """The batches of an epoch, without a step on them; of one that does not end as many as were taken."""
         return islice(self.loader, max(self.taken, self.length or 0, 1))
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Those of a DataLoader and its sampler, beside torch's own."""
+    owners = loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    found = [getattr(own, "generator", None) for own in owners]
+    return [own for own in found if isinstance(own, torch.Generator)]
 
 
 def _joined(first: Data, second: Data) -> Data:

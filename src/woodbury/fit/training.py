@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from woodbury.fit.checkpoint import Checkpoint
 from woodbury.fit.descent import share_gained
 from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
@@ -56,7 +57,7 @@ class Record(Protocol):
 class TrainingRun(Run):
     """Steps on the batches of a loader."""
 
-    needed: ClassVar[set[str]] = Run.needed | {"epochs"}
+    kind: ClassVar[str] = "a loader"
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class TrainingRun(Run):
         self.batches, self.record, self.convert = batches, record, batches.convert
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
+        self.used = 0  # batches of that epoch, in steps that were taken
         self.by_time = is_by_time(limits, self.model)  # only then anything may follow from what steps cost
         self.price = Price(optimizer) if optimizer.curvature_samples == "auto" and self.by_time else None
         self.growth: Growth | None = None
@@ -87,10 +89,10 @@ class TrainingRun(Run):
     def batches_per_step(self) -> int:
         return self._batches_per_step if self.growth is None else self.growth.batches
 
-    def go(self, progress: Progress | None) -> Fit:
+    def _go(self, progress: Progress | None, file: Checkpoint | None, told: Callable[[], bool]) -> Fit:
         with nullcontext() if self.model.training else self.in_mode(training=True):
             try:
-                return super().go(progress)
+                return super()._go(progress, file, told)
             finally:
                 for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                     group["lr"] = rate
@@ -104,6 +106,8 @@ class TrainingRun(Run):
         with self.group.together():
             batch, count = self.batches.next(self.batches_per_step)
         samples = self.batches.agree(self.group, batch)
+        if not samples and self.batches.is_over and self.losses:  # taken up where an epoch ended
+            return self._close_epoch
         risen = min(1.0, LEAST + (1 - LEAST) * share / RISE) if self.by_time else 1.0
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * risen * math.sqrt(1 - share)
@@ -116,6 +120,7 @@ class TrainingRun(Run):
             self.price.note(seconds, batch)
         fit.steps, fit.samples = fit.steps + 1, samples
         self.losses.append(info.loss)
+        self.used = self.batches.taken
         return lambda: self._note(info)
 
     def shown(self) -> tuple[str, float]:
@@ -129,14 +134,12 @@ class TrainingRun(Run):
         with self.group.together():
             if self.record is not None:
                 self.record.step(info)
-        if not self.batches.is_over:
-            return None
-        self.batches.end_epoch()
-        return self._end_epoch()
+        return self._close_epoch() if self.batches.is_over else None
 
-    def _end_epoch(self) -> str | None:
+    def _close_epoch(self) -> str | None:
         """Record an epoch, and say why to stop, if there is a reason."""
-        fit = self.fit
+        fit, self.used = self.fit, 0
+        self.batches.end_epoch()
         fit.loss = mean = float(torch.stack(self.losses).mean())
         self.losses = []
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -168,11 +171,15 @@ class TrainingRun(Run):
         fit.loss = self.evaluate(self.batches.all())
 
     def state(self) -> dict[str, Any]:
-        own = {"epochs": self.batches.epoch, "batches_per_step": self.batches_per_step}
-        return {**super().state(), **own}
+        place = {"epochs": self.batches.epoch, "used": self.used, "length": self.batches.length}
+        losses = torch.stack(self.losses).cpu() if self.losses else torch.empty(0, device="cpu")
+        order = self.group.gather_objects(self.batches.state())
+        own = {"batches_per_step": self.batches_per_step, "losses": losses, "order": order}
+        return {**super().state(), **place, **own}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
-        self.batches.epoch = state["epochs"]
+        self.used, self.losses = state["used"], list(state["losses"].to(self.device).unbind())
+        self.batches.take_up(state["epochs"], self.used, state["length"], self.of_rank(state["order"]))
         if self.growth is not None:
             self.growth.batches = state.get("batches_per_step", 1)
 

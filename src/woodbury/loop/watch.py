@@ -26,9 +26,10 @@ from woodbury.model.graph import graph_edges
 
 UNWATCHED = (
     "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() was watched since "
-    "the last step. Ways out: write optimizer.step(inputs, targets), without backward; optimizer.step(closure), "
-    "where the closure computes the loss and calls backward; or watch=True when the optimizer is made, before the "
-    "model is called"
+    "the last step (torch.autograd.backward is not seen, nor are outputs copied into another tensor: put parts "
+    "together by torch.cat). Ways out: write optimizer.step(inputs, targets), without backward; "
+    "optimizer.step(closure), where the closure computes the loss and calls backward; or watch=True when the "
+    "optimizer is made, before the model is called"
 )
 
 
@@ -311,8 +312,9 @@ def run_closure(
         if not watcher._calls and watcher._failure is None:
             raise ValueError(
                 "the closure called no loss.backward() on a loss of this model's outputs: it must call the model, "
-                "compute the loss from its outputs and call backward (torch.autograd.backward is not seen). Or "
-                "write optimizer.step(inputs, targets)"
+                "compute the loss from its outputs and call backward. torch.autograd.backward is not seen, nor "
+                "are outputs copied into another tensor. Ways out: put parts together by torch.cat, or write "
+                "optimizer.step(inputs, targets)"
             )
         return watcher.take(known)
     finally:

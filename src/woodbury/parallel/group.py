@@ -9,7 +9,8 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,15 @@ if torch.distributed.is_available():
     import torch.distributed.nn
 
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
 class LostProcessError(RuntimeError):
     """Another process of the group has failed, or is gone."""
+
+
+_TOLD = {kind.__name__: kind for kind in (FileNotFoundError, OSError, TypeError, ValueError)}  # as they are
 
 
 class Group:
@@ -105,11 +113,30 @@ class Group:
         self._run(torch.distributed.broadcast_object_list, shared, src=self._first())
         return shared[0]
 
+    @contextmanager
+    def before_meeting(self) -> Iterator[None]:
+        """An error of one process inside is an error of all, where they next `check_same`. Nothing else may be
+        exchanged in between."""
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or isinstance(error, LostProcessError) or getattr(error, "is_of_all", False):
+                raise
+            self._meet({}, error)
+
     def check_same(self, own: Mapping[str, str | None]) -> None:
         """Raise on all processes unless what they hold by name is the same; None goes with everything."""
-        if self.size == 1:
-            return
-        everyone = self.gather_objects(dict(own))
+        if self.size > 1:
+            self._meet(own, None)
+
+    def _meet(self, own: Mapping[str, str | None], error: Exception | None) -> None:
+        """Raise the error of one process, or say what differs, on all of them."""
+        told = None if error is None else (type(error).__name__, str(error))
+        everyone, errors = zip(*self.gather_objects((dict(own), told)), strict=True)
+        for rank, other in enumerate(errors):
+            if other is not None:
+                raised = _TOLD.get(other[0], RuntimeError)(other[1])
+                raise of_all(error if error is not None and rank == self.rank else raised)
         found = []
         for name in dict.fromkeys(name for other in everyone for name in other):
             values = [other.get(name, "absent") for other in everyone]
@@ -117,7 +144,8 @@ class Group:
                 listed = (f"{value} (process {rank})" for rank, value in enumerate(values))
                 found.append(f"{name}: {', '.join(listed)}")
         if found:
-            raise ValueError(f"processes that train together must have the same {'; '.join(found[:3])}")
+            text = f"processes that train together must have the same {'; '.join(found[:3])}"
+            raise of_all(ValueError(text))
 
     def same(self, tensor: Tensor) -> Tensor:
         """The tensor of the first process: what all of them have computed alike, to the last bit."""
@@ -166,6 +194,12 @@ class Group:
         return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
+def of_all(error: Exception) -> Exception:
+    """Mark an error that all processes know of: `before_meeting` need not tell them."""
+    error.is_of_all = True  # type: ignore[attr-defined]
+    return error
+
+
 ALONE = Group()
 
 
@@ -174,6 +208,17 @@ def all_processes(processes: Any = None) -> Group:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return ALONE
     return ALONE if torch.distributed.get_world_size(processes) == 1 else Group(processes, alone=False)
+
+
+def raised_by_all(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, whose errors before processes first meet are raised by all of them."""
+
+    @wraps(function)
+    def together(*args: Given.args, **options: Given.kwargs) -> Result:
+        with all_processes().before_meeting():
+            return function(*args, **options)
+
+    return together
 
 
 class _Dismantler(pickle.Pickler):

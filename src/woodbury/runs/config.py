@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from woodbury._files import write_whole
 from woodbury.parallel.group import all_processes
 from woodbury.policies.plain import from_plain
-from woodbury.runs.storage import FORMAT, RunFolderError, check_format, read_file, write_whole
+from woodbury.runs.storage import FORMAT, RunFolderError, check_format, read_file
 
 CONFIG_FILE = "config.json"  # in a run folder
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")

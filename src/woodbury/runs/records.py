@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from woodbury.runs.storage import RunFolderError, read_file, write_whole
+from woodbury._files import write_whole
+from woodbury.runs.storage import RunFolderError, read_file
 
 RECORDS_FILE, COMPLETE_FILE = "records.jsonl", "complete"
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from woodbury._files import write_whole
 from woodbury.runs.figure import draw, image
 from woodbury.runs.medians import Group, by_dataset, ends_of, groups_of
 from woodbury.runs.panels import THRESHOLDS, describe
 from woodbury.runs.run import Run, load
-from woodbury.runs.storage import round_numbers, write_whole
+from woodbury.runs.storage import round_numbers
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
 __all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]

@@ -1,9 +1,7 @@
-"""Whole files, and errors of one line."""
+"""Errors of one line, and what files of a run have in common."""
 
 import math
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +30,6 @@ def one_line(error: BaseException) -> str:
     """The message of an error on one line (an OSError: without its path), or its type if it has none."""
     message = getattr(error, "strerror", None) or str(error)
     return printable(" ".join(message.split())) or type(error).__name__
-
-
-def write_whole(path: Path, content: bytes | bytearray) -> None:
-    """Write a file so that at any moment, even after a power cut, it has the old content or the new one.
-
-    The folder must exist, and one process at a time may write files of this ending there: what a kill leaves
-    behind has one name, and the next of them takes it.
-    """
-    temporary = path.with_name(f".unfinished{path.suffix}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with suppress(OSError):  # a system that cannot do this for folders orders the changes itself, or not at all
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # what follows cannot get to the disk first
-        finally:
-            os.close(folder)
 
 
 def read_file(path: Path) -> bytes:
