@@ -2,7 +2,7 @@
 
 from woodbury._version import __version__
 from woodbury.fit import Equations, Fit, fit
-from woodbury.laplacian import Laplacian, laplacian
+from woodbury.laplacian import Laplacian, derivatives, laplacian
 from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
@@ -32,6 +32,7 @@ __all__ = [
     "Rows",
     "StepInfo",
     "__version__",
+    "derivatives",
     "fit",
     "kernel",
     "laplacian",
