@@ -21,6 +21,7 @@ from woodbury.losses.factors import DenseFactor
 from woodbury.model import chain as chains
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
+from woodbury.modules import Sine
 from woodbury.model.plan import plan_layers
 from woodbury.row_matrix import Rows
 
@@ -80,7 +81,9 @@ def pair_of(method, model, loss, **settings):
 
 
 def instance(kind):
-    return {nn.GELU: nn.GELU("tanh"), nn.LeakyReLU: nn.LeakyReLU(0.3), nn.ELU: nn.ELU(0.7)}.get(kind) or kind()
+    return {nn.GELU: nn.GELU("tanh"), nn.LeakyReLU: nn.LeakyReLU(0.3), nn.ELU: nn.ELU(0.7), Sine: Sine(1.7)}.get(
+        kind
+    ) or kind()
 
 
 @pytest.mark.parametrize("kind", list(ACTIVATIONS), ids=lambda kind: kind.__name__)

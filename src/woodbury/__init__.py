@@ -6,6 +6,7 @@ from woodbury.laplacian import Laplacian, derivatives, laplacian
 from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
+from woodbury.modules import Periodic, Sine
 from woodbury.optim import GaussNewton, NaturalGradient, StepInfo
 from woodbury.policies.damping import Constant, LevenbergMarquardt
 from woodbury.policies.search import CurvedSearch
@@ -27,9 +28,11 @@ __all__ = [
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
+    "Periodic",
     "Posterior",
     "Recorder",
     "Rows",
+    "Sine",
     "StepInfo",
     "__version__",
     "derivatives",

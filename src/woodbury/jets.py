@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -33,18 +33,6 @@ Parts = list[Any]  # coefficients by degree, from 1 on: tensors (n, m_k, ...), N
 Function = Callable[..., Any]
 
 
-class Coefficients(Protocol):
-    """Which coefficients of each degree a jet carries."""
-
-    widths: Sequence[int]  # m_1, ..., m_K
-
-    def multiply(self, u: Tensor, v: Tensor, degrees: tuple[int, int]) -> Tensor:
-        """u_i v_j for coefficients (n, m_i, ...) and (n, m_j, ...), as those of degree i + j."""
-
-    def push(self, function: Function, values: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Parts:
-        """Those of function(*values), by nested forward mode."""
-
-
 class NoRuleError(NotImplementedError):
     """What cannot be done with jets."""
 
@@ -52,20 +40,17 @@ class NoRuleError(NotImplementedError):
 class Jet(Tensor):
     """Looks to a model like its value (n, ...)."""
 
-    kind: Coefficients
+    kind: Any  # which coefficients it has: `widths` m_k, how to `multiply` them, `push` them by forward mode
     value: Tensor
     parts: Parts  # empty once a function in place has written over it
     with_grad: bool  # whether autograd followed when it was made
 
     @staticmethod
-    def __new__(cls, kind: Coefficients, value: Tensor, parts: Parts) -> Jet:
+    def __new__(cls, kind: Any, value: Tensor, parts: Parts) -> Jet:
         make: Any = Tensor._make_wrapper_subclass
         jet: Jet = make(cls, value.shape, dtype=value.dtype, device=value.device)
         jet.kind, jet.value, jet.parts, jet.with_grad = kind, value, parts, torch.is_grad_enabled()
         return jet
-
-    def __init__(self, *_: object) -> None:
-        pass
 
     def filled_parts(self) -> list[Tensor]:
         """With zeros in place of None."""
@@ -225,14 +210,13 @@ def _multiply(func: Function, a: Any, b: Any, **options: Any) -> Any:
     return Jet(jet.kind, value, [_sum((_scale(u, b.value), _scale(v, a.value), uv)) for u, v, uv in triples])
 
 
-def _multiply_parts(kind: Coefficients, a: Parts, b: Parts) -> Parts:
+def _multiply_parts(kind: Any, a: Parts, b: Parts) -> Parts:
     """((u - u_0) (v - v_0))_k for every degree k."""
     products: Parts = [None]
     for degree in range(2, len(a) + 1):
-        pairs = [
-            (i, degree - i) for i in range(1, degree) if a[i - 1] is not None and b[degree - i - 1] is not None
-        ]
-        products.append(_sum(kind.multiply(a[i - 1], b[j - 1], (i, j)) for i, j in pairs))
+        pairs = [(i, a[i - 1], b[degree - i - 1]) for i in range(1, degree)]
+        factors = [own for own in pairs if own[1] is not None and own[2] is not None]
+        products.append(_sum(kind.multiply(u, v, (i, degree - i)) for i, u, v in factors))
     return products
 
 
@@ -270,7 +254,7 @@ def _elementwise(func: Function, jet: Any, *args: Any, inplace: bool = False, **
     if formula is None:
         function, ones = lambda z: func(z, *args, **kwargs), torch.ones_like(jet.value)
         derivatives = derivatives_along(function, jet.value, ones, degree)
-        coefficients = [own / math.factorial(j) for j, own in enumerate(derivatives)]
+        coefficients = _divide_by_factorials(derivatives)
     else:
         coefficients = formula(jet.value, degree)
     result = _compose(jet, coefficients)
@@ -299,25 +283,27 @@ def _through_positions(jet: Jet, function: Callable[[Tensor], Tensor], padded: b
     return Jet(jet.kind, value.squeeze(1), [None if part is None else next(left) for part in jet.parts])
 
 
-def _quadratic(v: Tensor, first: Tensor, linear: int, degree: int) -> list[Tensor]:
-    """Of v' = first = a + linear v - v^2: (k + 1) c_{k+1} = linear c_k - sum_i c_i c_{k-i} for k > 0."""
-    c = [v, first]
-    for k in range(1, degree):
-        halves = [c[i] * c[k - i] for i in range((k + 1) // 2)]
-        total = sum((own + own for own in halves[1:]), halves[0] + halves[0])
-        total = total + c[k // 2] * c[k // 2] if k % 2 == 0 else total
-        c.append(((c[k] if linear else 0) - total) / (k + 1))
-    return c
+def _divide_by_factorials(derivatives: Sequence[Tensor]) -> list[Tensor]:
+    return [own if j < 2 else own / math.factorial(j) for j, own in enumerate(derivatives)]
 
 
 def _sigmoid(z: Tensor, degree: int) -> list[Tensor]:
     v = torch.sigmoid(z)
-    return _quadratic(v, v * (1 - v), 1, degree)
+    first = v * (1 - v)
+    return _quadratic([v, first, first * (0.5 - v)], 1, degree)
 
 
 def _tanh(z: Tensor, degree: int) -> list[Tensor]:
     v = torch.tanh(z)
-    return _quadratic(v, 1 - v * v, 0, degree)
+    first = 1 - v * v
+    return _quadratic([v, first, -v * first], 0, degree)
+
+
+def _quadratic(c: list[Tensor], linear: int, degree: int) -> list[Tensor]:
+    """Of v' = a + linear v - v^2: (k + 1) c_{k+1} = linear c_k - sum_i c_i c_{k-i} for k > 0."""
+    for k in range(2, degree):
+        c.append((linear * c[k] - sum(c[i] * c[k - i] for i in range(k + 1))) / (k + 1))
+    return c[: degree + 1]
 
 
 def _silu(z: Tensor, degree: int) -> list[Tensor]:
@@ -329,12 +315,12 @@ def _wave(shift: int, z: Tensor, degree: int) -> list[Tensor]:
     """Of sin for shift 0, of cos for 1: the derivatives are sin, cos, -sin, -cos in turn."""
     sine, cosine = torch.sin(z), torch.cos(z)
     turns = (sine, cosine, -sine, -cosine)
-    return [turns[(shift + j) % 4] / math.factorial(j) for j in range(degree + 1)]
+    return _divide_by_factorials([turns[(shift + j) % 4] for j in range(degree + 1)])
 
 
 _FORMULAS: dict[str, Callable[[Tensor, int], list[Tensor]]] = {
     **{"tanh": _tanh, "sigmoid": _sigmoid, "silu": _silu, "sin": partial(_wave, 0), "cos": partial(_wave, 1)},
-    "exp": lambda z, degree: [torch.exp(z) / math.factorial(j) for j in range(degree + 1)],
+    "exp": lambda z, degree: _divide_by_factorials([torch.exp(z)] * (degree + 1)),
 }
 _ELEMENTWISE = (
     *("gelu", "softplus", "elu", "celu", "selu", "mish", "log_sigmoid", "logsigmoid", "softsign", "tanhshrink"),
@@ -409,31 +395,25 @@ def run(module: nn.Module, jet: Jet) -> Jet:
             assert child is not None
             jet = run(child, jet)
         return jet
-    reason: Exception | None = None
     if module not in _FORWARD_MODE and all(map(_is_plain, module.modules())):
         try:
             outputs = module(jet)
             return outputs if isinstance(outputs, Jet) else Jet(jet.kind, outputs, [None] * len(jet.parts))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # if it is the model's own, it comes again
-            reason = error
-    outputs = _push(module, [jet])
-    if reason is not None:
-        _FORWARD_MODE.add(module)
-        warnings.warn(
-            f"derivatives of {kind.__name__} in its inputs go through nested forward mode, which is exact and "
-            f"several times slower: {reason}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return outputs
+        except NoRuleError as error:
+            warnings.warn(
+                f"derivatives of {kind.__name__} in its inputs go through nested forward mode, which is several "
+                f"times slower: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            _FORWARD_MODE.add(module)
+    return _push(module, [jet])
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module runs its forward, as it is written, and nothing else."""
-    compiled = module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
-    return not (compiled or type(module).__name__ == "OptimizedModule" or has_hook(module) or has_global_hook())
+    compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return not (compiled or has_hook(module) or has_global_hook())
 
 
 def run_layer(module: nn.Module, forward: Function, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import combinations
 from math import factorial, prod
 from typing import Any, NamedTuple, cast
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from woodbury._forward_mode import Corrected, derivatives_along
 from woodbury.device.constants import constant_tensor, identity
 from woodbury.jets import Function, Jet, NoRuleError, Parts, run
+
+Index = tuple[int, ...]  # axes in order, as often as a derivative is taken along each
 
 
 class Laplacian(NamedTuple):
@@ -49,7 +51,7 @@ def laplacian(model: nn.Module, points: Tensor, weights: Sequence[float] | Tenso
     start = identity(d, points.dtype, points.device).expand(n, d, d)
     jet = run(model, Jet(_Sum(weights, d), points, [start, None]))
     slopes, bend = jet.filled_parts()
-    return Laplacian(jet.value, slopes.movedim(1, -1), 2 * bend.squeeze(1))
+    return Laplacian(jet.value, slopes.movedim(1, -1), (bend + bend).squeeze(1))
 
 
 def derivatives(model: nn.Module, points: Tensor, axes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -70,8 +72,8 @@ def derivatives(model: nn.Module, points: Tensor, axes: Sequence[Sequence[int]])
     kind = _Chosen(wanted)
     if not kind.widths:
         return tuple(model(points) for _ in wanted)
-    start = identity(d, points.dtype, points.device)[[axis for (axis,) in kind.levels[0]]].expand(n, -1, -1)
-    jet = run(model, Jet(kind, points, [start, *[None] * (len(kind.widths) - 1)]))
+    start = _units(tuple(axis for (axis,) in kind.levels[0]), d, points.dtype, points.device)
+    jet = run(model, Jet(kind, points, [start.expand(n, -1, -1), *[None] * (len(kind.widths) - 1)]))
     found: dict[Index, Tensor] = {(): jet.value}
     for level, part in zip(kind.levels, jet.filled_parts(), strict=True):
         found |= {own: _factorial(own) * column for own, column in zip(level, part.unbind(1), strict=True)}
@@ -89,6 +91,12 @@ def _check(points: Tensor) -> torch.Size:
 @constant_tensor
 def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+@constant_tensor
+def _units(axes: Index, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Unit vectors along some axes."""
+    return torch.eye(d, dtype=dtype, device=device)[list(axes)]
 
 
 class _Sum:
@@ -117,9 +125,6 @@ class _Sum:
         return [pushed, self._sum(bends) / 2 + bend.unsqueeze(1)]
 
 
-Index = tuple[int, ...]  # axes in order, as often as a derivative is taken along each
-
-
 class _Chosen:
     """Some derivatives, and all that they are made of, as Taylor coefficients: divided by the factorials."""
 
@@ -134,17 +139,18 @@ class _Chosen:
         left, right = u.unbind(1), v.unbind(1)
         columns = []
         for index in self.levels[sum(degrees) - 1]:
-            pairs = {own: _without(index, own) for own in combinations(index, degrees[0])}
-            terms = [left[self._places[a]] * right[self._places[b]] for a, b in pairs.items()]
-            columns.append(reduce(torch.add, terms))
+            pairs = _splits(index, degrees[0])
+            columns.append(reduce(torch.add, [left[self._places[a]] * right[self._places[b]] for a, b in pairs]))
         return torch.stack(columns, 1)
 
     def push(self, function: Function, values: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Parts:
         """d/dx_i g(v, w, ...) = g'[v_i, w_i, ...], for g = f, then for g = its derivative, and so on."""
-        at = {(): tuple(values)}
+        at: dict[Index, tuple[Tensor, ...]] = {(): tuple(values)}
         for degree, level in enumerate(self.levels):
             columns = zip(*(own[degree].unbind(1) for own in parts), strict=True)
-            at |= {index: tuple(_factorial(index) * c for c in own) for index, own in zip(level, columns, strict=True)}
+            at |= {
+                index: tuple(_factorial(index) * c for c in own) for index, own in zip(level, columns, strict=True)
+            }
 
         def derive(index: Index) -> Tensor:
             g: Function = lambda own: function(*own)  # noqa: E731
@@ -152,7 +158,7 @@ class _Chosen:
             for axis in index:
                 g = partial(_derivative, g)
                 needed += [(*own, axis) for own in needed]
-            return g(*[at[own] for own in needed]) / _factorial(index)  # type: ignore[no-any-return]
+            return g(*[at[own] for own in needed]) / _factorial(index)
 
         with Corrected():
             return [torch.stack([derive(index) for index in level], 1) for level in self.levels]
@@ -164,8 +170,11 @@ def _derivative(g: Function, *state: Any) -> Any:
     return cast(Any, torch.func.jvp(g, state[:half], state[half:]))[1]
 
 
-def _without(index: Index, part: Index) -> Index:
-    return tuple(sorted((Counter(index) - Counter(part)).elements()))
+@cache
+def _splits(index: Index, size: int) -> list[tuple[Index, Index]]:
+    """The different ways to take `size` axes out of some, and those that are left."""
+    parts = dict.fromkeys(combinations(index, size))
+    return [(part, tuple(sorted((Counter(index) - Counter(part)).elements()))) for part in parts]
 
 
 def _factorial(index: Index) -> int:

@@ -26,6 +26,7 @@ from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import Layout, OuterRows, layout_of
 from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan, is_plain
+from woodbury.modules import Sine
 
 aten = torch.ops.aten
 
@@ -69,6 +70,10 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.LeakyReLU: Activation(
         lambda module, z: F.leaky_relu(z, module.negative_slope),
         lambda module, z, v, h: aten.leaky_relu_backward.default(h, z, module.negative_slope, False),
+    ),
+    Sine: Activation(
+        lambda module, z: torch.sin(module.omega * z),
+        lambda module, z, v, h: h * (module.omega * torch.cos(module.omega * z)),
     ),
 }
 
