@@ -21,8 +21,8 @@ from woodbury.losses.factors import DenseFactor
 from woodbury.model import chain as chains
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
-from woodbury.modules import Sine
 from woodbury.model.plan import plan_layers
+from woodbury.modules import Sine
 from woodbury.row_matrix import Rows
 
 METHODS = {
