@@ -192,9 +192,8 @@ def _scale(part: Tensor | None, factor: Any) -> Tensor | None:
     """Coefficients (n, m, ...) times a factor that has the axes (n, ...), the last of them, or none."""
     if part is None or factor is None:
         return None
-    return part * (
-        factor.unsqueeze(1) if isinstance(factor, Tensor) and factor.dim() == part.dim() - 1 else factor
-    )
+    aligned = isinstance(factor, Tensor) and factor.dim() == part.dim() - 1
+    return part * (factor.unsqueeze(1) if aligned else factor)
 
 
 def _multiply(func: Function, a: Any, b: Any, **options: Any) -> Any:
@@ -214,9 +213,13 @@ def _multiply_parts(kind: Any, a: Parts, b: Parts) -> Parts:
     """((u - u_0) (v - v_0))_k for every degree k."""
     products: Parts = [None]
     for degree in range(2, len(a) + 1):
-        pairs = [(i, a[i - 1], b[degree - i - 1]) for i in range(1, degree)]
-        factors = [own for own in pairs if own[1] is not None and own[2] is not None]
-        products.append(_sum(kind.multiply(u, v, (i, degree - i)) for i, u, v in factors))
+        terms = []
+        for i in range(1, degree // 2 + 1 if a is b else degree):
+            u, v = a[i - 1], b[degree - i - 1]
+            if u is not None and v is not None:
+                product = kind.multiply(u, v, (i, degree - i))
+                terms.append(product + product if a is b and 2 * i < degree else product)
+        products.append(_sum(terms))
     return products
 
 
@@ -395,19 +398,24 @@ def run(module: nn.Module, jet: Jet) -> Jet:
             assert child is not None
             jet = run(child, jet)
         return jet
-    if module not in _FORWARD_MODE and all(map(_is_plain, module.modules())):
-        try:
-            outputs = module(jet)
-            return outputs if isinstance(outputs, Jet) else Jet(jet.kind, outputs, [None] * len(jet.parts))
-        except NoRuleError as error:
-            warnings.warn(
-                f"derivatives of {kind.__name__} in its inputs go through nested forward mode, which is several "
-                f"times slower: {error}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            _FORWARD_MODE.add(module)
-    return _push(module, [jet])
+    if module in _FORWARD_MODE or not all(map(_is_plain, module.modules())):
+        return _push(module, [jet])
+    try:
+        outputs = module(Jet(jet.kind, jet.value, jet.parts))  # a function in place may write over this one
+        return outputs if isinstance(outputs, Jet) else Jet(jet.kind, outputs, [None] * len(jet.parts))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = error
+    outputs = _push(module, [jet])  # an error of the model's own comes again here
+    _FORWARD_MODE.add(module)
+    warnings.warn(
+        f"derivatives of {kind.__name__} in its inputs go through nested forward mode, which is several times "
+        f"slower: {reason}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return outputs
 
 
 def _is_plain(module: nn.Module) -> bool:

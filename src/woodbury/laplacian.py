@@ -141,7 +141,7 @@ class _Chosen:
         for index in self.levels[sum(degrees) - 1]:
             pairs = _splits(index, degrees[0])
             columns.append(reduce(torch.add, [left[self._places[a]] * right[self._places[b]] for a, b in pairs]))
-        return torch.stack(columns, 1)
+        return torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)
 
     def push(self, function: Function, values: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Parts:
         """d/dx_i g(v, w, ...) = g'[v_i, w_i, ...], for g = f, then for g = its derivative, and so on."""
