@@ -12,12 +12,10 @@ without a rule here goes through nested forward mode; a module that cannot run o
 
 from __future__ import annotations
 
-import math
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -26,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from woodbury._forward_mode import derivatives_along
 from woodbury._process import has_global_hook, has_hook
+from woodbury.taylor import FORMULAS, taylor_coefficients
 
 Parts = list[Any]  # coefficients by degree, from 1 on: tensors (n, m_k, ...), None where all are zero
 Function = Callable[..., Any]
@@ -253,13 +251,7 @@ def _elementwise(func: Function, jet: Any, *args: Any, inplace: bool = False, **
     """A function of each number alone: its derivatives are those along ones."""
     if not isinstance(jet, Jet) or any(isinstance(own, Tensor) for own in (*args, *kwargs.values())):
         return NotImplemented
-    formula, degree = _FORMULAS.get(func.__name__), len(jet.parts)
-    if formula is None:
-        function, ones = lambda z: func(z, *args, **kwargs), torch.ones_like(jet.value)
-        derivatives = derivatives_along(function, jet.value, ones, degree)
-        coefficients = _divide_by_factorials(derivatives)
-    else:
-        coefficients = formula(jet.value, degree)
+    coefficients = taylor_coefficients(func, jet.value, len(jet.parts), args, kwargs)
     result = _compose(jet, coefficients)
     if inplace:
         jet.parts = []
@@ -286,45 +278,6 @@ def _through_positions(jet: Jet, function: Callable[[Tensor], Tensor], padded: b
     return Jet(jet.kind, value.squeeze(1), [None if part is None else next(left) for part in jet.parts])
 
 
-def _divide_by_factorials(derivatives: Sequence[Tensor]) -> list[Tensor]:
-    return [own if j < 2 else own / math.factorial(j) for j, own in enumerate(derivatives)]
-
-
-def _sigmoid(z: Tensor, degree: int) -> list[Tensor]:
-    v = torch.sigmoid(z)
-    first = v * (1 - v)
-    return _quadratic([v, first, first * (0.5 - v)], 1, degree)
-
-
-def _tanh(z: Tensor, degree: int) -> list[Tensor]:
-    v = torch.tanh(z)
-    first = 1 - v * v
-    return _quadratic([v, first, -v * first], 0, degree)
-
-
-def _quadratic(c: list[Tensor], linear: int, degree: int) -> list[Tensor]:
-    """Of v' = a + linear v - v^2: (k + 1) c_{k+1} = linear c_k - sum_i c_i c_{k-i} for k > 0."""
-    for k in range(2, degree):
-        c.append((linear * c[k] - sum(c[i] * c[k - i] for i in range(k + 1))) / (k + 1))
-    return c[: degree + 1]
-
-
-def _silu(z: Tensor, degree: int) -> list[Tensor]:
-    s = _sigmoid(z, degree)
-    return [z * s[0], *(own + z * following for own, following in pairwise(s))]
-
-
-def _wave(shift: int, z: Tensor, degree: int) -> list[Tensor]:
-    """Of sin for shift 0, of cos for 1: the derivatives are sin, cos, -sin, -cos in turn."""
-    sine, cosine = torch.sin(z), torch.cos(z)
-    turns = (sine, cosine, -sine, -cosine)
-    return _divide_by_factorials([turns[(shift + j) % 4] for j in range(degree + 1)])
-
-
-_FORMULAS: dict[str, Callable[[Tensor, int], list[Tensor]]] = {
-    **{"tanh": _tanh, "sigmoid": _sigmoid, "silu": _silu, "sin": partial(_wave, 0), "cos": partial(_wave, 1)},
-    "exp": lambda z, degree: _divide_by_factorials([torch.exp(z)] * (degree + 1)),
-}
 _ELEMENTWISE = (
     *("gelu", "softplus", "elu", "celu", "selu", "mish", "log_sigmoid", "logsigmoid", "softsign", "tanhshrink"),
     *("relu", "leaky_relu", "hardswish", "abs", "rsqrt", "log", "log1p", "expm1", "erf", "sinh", "cosh", "tan"),
@@ -360,7 +313,7 @@ _LINEAR = (
     *("repeat", "clone", "contiguous", "neg", "to", "double", "float", "flip", "roll", "cumsum", "type_as"),
 )
 _RULES: dict[str, Function] = {
-    **dict.fromkeys((*_FORMULAS, *_ELEMENTWISE), _elementwise),
+    **dict.fromkeys((*FORMULAS, *_ELEMENTWISE), _elementwise),
     **dict.fromkeys(_LINEAR, _map_linearly),
     **dict.fromkeys(("split", "chunk", "unbind"), _map_to_several),
     **dict.fromkeys(("matmul", "mm", "__rmatmul__"), _map_one),

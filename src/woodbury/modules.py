@@ -18,9 +18,6 @@ class Sine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(self.omega * x)
 
-    def extra_repr(self) -> str:
-        return f"omega={self.omega:g}"
-
 
 class Periodic(nn.Module):
     """cos(2 pi k x_i / period), sin(2 pi k x_i / period) for k = 1, ..., harmonics, in place of some columns x_i.
@@ -41,6 +38,3 @@ class Periodic(nn.Module):
             else:
                 parts.append(own)
         return torch.cat(parts, -1)
-
-    def extra_repr(self) -> str:
-        return f"columns={self.columns}, period={self.period:g}, harmonics={self.harmonics}"
