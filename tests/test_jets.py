@@ -317,6 +317,12 @@ def write_and_use_again(parts, x):
     return F.silu(v, inplace=True) + v
 
 
+def assign(parts, x):
+    both = torch.empty_like(x)
+    both[:, :1], both[:, 1:] = parts.net(x), x[:, :1] ** 3
+    return both
+
+
 def write_over_the_input(parts, x):
     return F.elu(x, inplace=True)[:, :1] + parts.net(x)
 
@@ -326,6 +332,9 @@ HINDERED = {
     "iadd": (write, "writes into a tensor"),
     "add_": (lambda parts, x: parts.net(x).add_(x[:, :1] ** 2), "add_ writes into a tensor"),
     "used again": (write_and_use_again, "written into is used again"),
+    "assigned": (assign, "__setitem__ writes into a tensor"),
+    "two tensors": (lambda parts, x: parts.net(x).max(1, keepdim=True)[0], "max has no rule.*one tensor"),
+    "all samples": (lambda parts, x: parts.net(x) + 0 * x.sum(), "sum leaves no axis of samples"),
     "transform": (lambda parts, x: torch.func.vmap(parts.net)(x), "torch.func transform"),
     "inner": (lambda parts, x: woodbury.laplacian(parts.net, x).laplacian, "derivatives of derivatives"),
 }
@@ -355,12 +364,48 @@ def with_out_of_place(function):
 
     return {
         write_over_the_input: lambda parts, x: F.elu(x)[:, :1] + parts.net(F.elu(x)),
+        assign: lambda parts, x: torch.cat([parts.net(x), x[:, :1] ** 3], 1),
+        HINDERED["two tensors"][0]: lambda parts, x: parts.net(x),
+        HINDERED["all samples"][0]: lambda parts, x: parts.net(x),
         write: lambda parts, x: parts.net(x) + x[:, :1],
         HINDERED["add_"][0]: lambda parts, x: parts.net(x) + x[:, :1] ** 2,
         write_and_use_again: lambda parts, x: 2 * F.silu(parts.net(x)),
         HINDERED["transform"][0]: lambda parts, x: parts.net(x),
         HINDERED["inner"][0]: lap,
     }[function]
+
+
+class Twice(torch.autograd.Function):
+    """Two nested torch.func.jvp's make zeros of its second derivative (torch 2.13)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * tangent
+
+
+def test_what_forward_mode_would_get_wrong_is_an_error():
+    model, x = build(on_points(lambda parts, x: Twice.apply(parts.net(x)))), draw()
+    with pytest.raises(ValueError, match=r"torch\.autograd\.Function.*own functions"):
+        woodbury.laplacian(model, x)
+    written = build(network)
+    scripted = torch.jit.trace(written, x)
+    for model in (scripted, Parts(lambda parts, x: parts.inner(x), inner=scripted)):
+        with pytest.raises(ValueError, match=r"torch\.jit: pass the module as it was written"):
+            woodbury.laplacian(model, x)
 
 
 def test_a_step_after_an_attempt_that_failed_half_way():

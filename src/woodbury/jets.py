@@ -13,6 +13,7 @@ without a rule here goes through nested forward mode; a module that cannot run o
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,10 @@ class NoRuleError(NotImplementedError):
     """What cannot be done with jets."""
 
 
+class HiddenError(ValueError):
+    """What torch's forward mode would give wrong derivatives of, without a warning."""
+
+
 class Jet(Tensor):
     """Looks to a model like its value (n, ...)."""
 
@@ -54,7 +59,8 @@ class Jet(Tensor):
         """With zeros in place of None."""
         zeros = torch.zeros_like(self.value).unsqueeze(1)
         pairs = zip(self.parts, self.kind.widths, strict=True)
-        return [zeros.repeat_interleave(width, 1) if part is None else part for part, width in pairs]
+        wide = zeros.shape[2:]
+        return [zeros.expand(-1, width, *wide) if part is None else part for part, width in pairs]
 
     @classmethod
     def __torch_function__(
@@ -70,6 +76,7 @@ class Jet(Tensor):
         if not all(jet.parts for jet in jets):
             raise NoRuleError("a tensor that was written into is used again")
         if any(jet.with_grad != torch.is_grad_enabled() for jet in jets):
+            _check_caller()
             raise NoRuleError("autograd is turned on or off inside the model")
         rule = _RULES.get(name)
         result = NotImplemented if rule is None else rule(func, *args, **kwargs)
@@ -101,6 +108,17 @@ def _value(own: Any) -> Any:
     return own.value if isinstance(own, Jet) else own
 
 
+def _check_caller() -> None:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.autograd.function":
+            raise HiddenError(
+                "the model calls a torch.autograd.Function, whose second derivatives by torch's forward mode are "
+                "zeros: write it with torch's own functions"
+            )
+
+
 def _by_forward_mode(func: Function, args: Any, kwargs: Any) -> Jet:
     """A function of one sample at a time without a rule."""
     jets, name = _jets_in((args, kwargs)), getattr(func, "__name__", func)
@@ -125,7 +143,10 @@ def _push(function: Function, jets: Sequence[Jet]) -> Jet:
     def run(*own: Tensor) -> Any:
         return function(*[value.clone() for value in own])
 
-    return Jet(kind, run(*values), kind.push(run, values, [jet.filled_parts() for jet in jets]))
+    outputs = run(*values)
+    if not isinstance(outputs, Tensor):
+        raise NoRuleError(f"one tensor is expected, not {type(outputs).__name__}")
+    return Jet(kind, outputs, kind.push(run, values, [jet.filled_parts() for jet in jets]))
 
 
 # -- rules: (function, its arguments) -> a jet, or NotImplemented ---------------------------------------------
@@ -147,6 +168,8 @@ def _map_linearly(func: Function, *args: Any, constant: Any = torch.zeros_like, 
         return of_degree[place] if of_degree else torch.zeros_like(own.value)
 
     value, parts = run(_value), []
+    if value.dim() == 0:
+        raise NoRuleError(f"{func.__name__} leaves no axis of samples")
     for degree in range(len(jets[0].parts)):
         width = max(len(own[degree]) for own in columns.values())
         mapped = [run(partial(pick, degree, place)) for place in range(width)]
@@ -333,7 +356,7 @@ _PLAIN = frozenset(  # what does not depend on derivatives
     (
         *("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "size", "dim", "numel"),
         *("__len__", "is_floating_point", "is_complex", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite"),
-        *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "sign"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "sign"),
     )
 )
 
@@ -346,7 +369,11 @@ _FORWARD_MODE: WeakSet[nn.Module] = WeakSet()  # those that were found not to ru
 def run(module: nn.Module, jet: Jet) -> Jet:
     """What a module makes of a jet: by the rules, or else by nested forward mode."""
     kind = type(module)
-    if kind.forward is nn.Sequential.forward and "forward" not in vars(module) and _is_plain(module):
+    if (
+        getattr(kind, "forward", None) is nn.Sequential.forward
+        and "forward" not in vars(module)
+        and _is_plain(module)
+    ):
         for child in module._modules.values():  # `children` leaves out one that is used again
             assert child is not None
             jet = run(child, jet)
@@ -356,7 +383,7 @@ def run(module: nn.Module, jet: Jet) -> Jet:
     try:
         outputs = module(Jet(jet.kind, jet.value, jet.parts))  # a function in place may write over this one
         return outputs if isinstance(outputs, Jet) else Jet(jet.kind, outputs, [None] * len(jet.parts))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, HiddenError):
         raise
     except Exception as error:
         reason = error
@@ -373,6 +400,8 @@ def run(module: nn.Module, jet: Jet) -> Jet:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a call of the module runs its forward, as it is written, and nothing else."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise HiddenError("torch's forward mode sees nothing inside torch.jit: pass the module as it was written")
     compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
     return not (compiled or has_hook(module) or has_global_hook())
 

@@ -117,12 +117,11 @@ class _Sum:
     def push(self, function: Function, values: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Parts:
         """By f' v_i and f''[v_i, v_i] along every axis, and f'[l]."""
         at, slopes = tuple(values), [first for first, _ in parts]
-        pushed, bends = torch.func.vmap(
-            lambda *along: derivatives_along(lambda point: function(*point), at, along)[1:], in_dims=1, out_dims=1
-        )(*slopes)
+        derive = lambda *along: derivatives_along(lambda point: function(*point), at, along)[1:]  # noqa: E731
+        pushed, bends = torch.func.vmap(derive, in_dims=1)(*slopes)  # (d, n, ...), as zeros may have no such axis
         with Corrected():
             _, bend = cast(Any, torch.func.jvp(function, at, tuple(own.squeeze(1) for _, own in parts)))
-        return [pushed, self._sum(bends) / 2 + bend.unsqueeze(1)]
+        return [pushed.movedim(0, 1), self._sum(bends.movedim(0, 1)) / 2 + bend.unsqueeze(1)]
 
 
 class _Chosen:
