@@ -28,20 +28,6 @@ GOALS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 Function = Callable[[Tensor], Tensor]
 
 
-class Periodic(nn.Module):
-    """cos(pi x_i), sin(pi x_i) in place of some coordinates: period 2."""
-
-    def __init__(self, *axes: int) -> None:
-        super().__init__()
-        self.axes = axes
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for axis, column in enumerate(x.unbind(-1)):
-            parts += [torch.cos(PI * column), torch.sin(PI * column)] if axis in self.axes else [column]
-        return torch.stack(parts, -1)
-
-
 @dataclass(frozen=True)
 class Box:
     """Points in a box, on its faces, and at its start, the lower end of the first axis (time)."""
@@ -167,7 +153,7 @@ def helmholtz(device: str) -> Problem:
         u, _, bend = woodbury.laplacian(model, x)
         return bend + u - (1 - 17 * PI**2) * solution(x)
 
-    model = network(device, 4, 30, 30, 30, 30, 1, before=Periodic(0, 1))
+    model = network(device, 4, 30, 30, 30, 30, 1, before=woodbury.Periodic(0, 1))
     terms = {"equation": (box.inside, equation), "edges": (lambda count: box.faces(count, (0, 1)), value)}
     return Problem(model, terms, known(box, solution))
 
@@ -198,7 +184,7 @@ def allen_cahn(device: str) -> Problem:
         u, slopes, bend = woodbury.laplacian(model, x, weights=(0, 1))
         return slopes[..., 0] - 1e-4 * bend - 5 * (u - u**3)
 
-    model = network(device, 3, 40, 40, 40, 40, 1, before=Periodic(1))
+    model = network(device, 3, 40, 40, 40, 40, 1, before=woodbury.Periodic(1))
     points, truth = _allen_cahn_reference()
     return evolution(box, model, equation, start, relative_error(points.to(device), truth.to(device)), None)
 
@@ -246,7 +232,7 @@ def wave(device: str) -> Problem:
         return torch.sin(place) * torch.cos(t) + 0.5 * torch.sin(3 * place) * torch.cos(3 * t)
 
     def rest(model: nn.Module, x: Tensor) -> Tensor:
-        return woodbury.laplacian(model, x).gradient[..., 0]
+        return woodbury.derivatives(model, x, [(0,)])[0]
 
     def equation(model: nn.Module, x: Tensor) -> Tensor:
         return woodbury.laplacian(model, x, weights=(1, -1)).laplacian
@@ -257,20 +243,15 @@ def wave(device: str) -> Problem:
 
 
 def korteweg_de_vries(device: str) -> Problem:
-    """u_t + 6 u u_x + u_xxx = 0: a soliton of speed 4, by torch.autograd.grad as most such codes are written."""
+    """u_t + 6 u u_x + u_xxx = 0: a soliton of speed 4."""
     box = Box((0.0, -4.0), (0.5, 6.0), device)
 
     def solution(x: Tensor) -> Tensor:
         return 2 / torch.cosh(x[:, 1:] - 4 * x[:, :1]).square()
 
     def equation(model: nn.Module, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        u = model(x)
-        (slopes,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        third = slopes[:, 1:]
-        for _ in range(2):
-            third = torch.autograd.grad(third.sum(), x, create_graph=True)[0][:, 1:]
-        return slopes[:, :1] + 6 * u * slopes[:, 1:] + third
+        u, u_t, u_x, u_xxx = woodbury.derivatives(model, x, [(), (0,), (1,), (1, 1, 1)])
+        return u_t + 6 * u * u_x + u_xxx
 
     model = network(device, 2, 30, 30, 30, 1)
     return evolution(box, model, equation, solution, known(box, solution), solution)

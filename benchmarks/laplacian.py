@@ -72,10 +72,23 @@ def _step(model: nn.Module, derive: Derive, points: Tensor) -> Step:
     return lambda: optimizer.step(points)
 
 
+class Ansatz(nn.Module):
+    """sin(pi y) + x y (1 - y) net, x and y being the first two inputs."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, points: Tensor) -> Tensor:
+        x, y = points[..., :1], points[..., 1:2]
+        return torch.sin(torch.pi * y) + x * y * (1 - y) * self.net(points)
+
+
 TASKS: dict[str, Callable[[nn.Module, Derive, Tensor], Step]] = {
     "value, gradient, Laplacian": _forward,
     "and the gradient of a loss": _gradient,
     "GaussNewton step": _step,
+    "and of an ansatz": lambda model, derive, points: _step(Ansatz(model), derive, points),
 }
 
 

@@ -22,6 +22,7 @@ from woodbury.model import chain as chains
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
+from woodbury.modules import Scale, Sine
 from woodbury.row_matrix import Rows
 
 METHODS = {
@@ -88,8 +89,8 @@ def scale(*size):
 
 
 def instance(kind):
-    own = {nn.GELU: nn.GELU("tanh"), nn.LeakyReLU: nn.LeakyReLU(0.3), nn.ELU: nn.ELU(0.7), woodbury.Scale: scale()}
-    return own.get(kind) or kind()
+    own = {nn.GELU: nn.GELU("tanh"), nn.LeakyReLU: nn.LeakyReLU(0.3), nn.ELU: nn.ELU(0.7)}
+    return (own | {Scale: scale(), Sine: Sine(1.7)}).get(kind) or kind()
 
 
 @pytest.mark.parametrize("kind", list(ACTIVATIONS), ids=lambda kind: kind.__name__)

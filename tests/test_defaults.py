@@ -93,7 +93,9 @@ def posterior():
 
 
 def laplacian():
-    return torch.cat([own.reshape(-1) for own in woodbury.laplacian(network(), data()[0])]).detach()
+    model, x = network(), data()[0]
+    found = [*woodbury.laplacian(model, x), *woodbury.derivatives(model, x, [(0, 1), (1, 1, 1)])]
+    return torch.cat([own.reshape(-1) for own in found]).detach()
 
 
 def rows():

@@ -13,6 +13,7 @@ import burgers
 import equations
 import heat
 import helmholtz
+import slabs
 import woodbury
 
 EXAMPLES = {"heat": heat, "burgers": burgers, "helmholtz": helmholtz}
@@ -147,3 +148,29 @@ def test_every_method_is_run_and_drawn(name, tmp_path, capsys, monkeypatch):
         assert [spent for spent, _ in curve] == sorted(spent for spent, _ in curve) and curve[-1][0] >= 0.2
     assert capsys.readouterr().out.count("relative error") == 3
     assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_the_spectral_solution_of_slabs_is_that_of_another_integrator(monkeypatch):
+    integrate = pytest.importorskip("scipy.integrate")
+    monkeypatch.setattr(slabs, "MODES", 64)
+    monkeypatch.setattr(slabs, "PLACES", slabs.PLACES[::4])
+    k = 1j * math.pi * torch.fft.fftfreq(slabs.MODES, 1 / slabs.MODES, dtype=torch.float64)
+
+    def slope(_, values):
+        u = torch.from_numpy(values)
+        first, third = (torch.fft.ifft(k**order * torch.fft.fft(u)).real for order in (1, 3))
+        return (-u * first - 0.0025 * third).numpy()
+
+    start, tolerance = torch.cos(math.pi * slabs.PLACES), 1e-8
+    settings = {"method": "DOP853", "rtol": tolerance, "atol": tolerance, "t_eval": [slabs.LENGTH]}
+    theirs = integrate.solve_ivp(slope, (0.0, slabs.LENGTH), start.numpy(), **settings).y[:, 0]
+    assert float((slabs.advance(start) - torch.from_numpy(theirs)).abs().max()) <= 100 * tolerance
+
+
+def test_a_short_run_of_slabs(capsys):
+    errors = slabs.main(2, 5)
+    start = torch.cos(math.pi * slabs.PLACES)
+    truth = slabs.advance(start)
+    standing_still = float((start - truth).norm() / truth.norm())
+    assert len(errors) == 2 and errors[0] < standing_still / 10
+    assert capsys.readouterr().out.count("relative error") == 2

@@ -574,17 +574,36 @@ def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
     assert bool(optimizer._replay and optimizer._replay.recordings._recordings) is capture
 
 
-def test_the_laplacian_of_a_network_in_a_recorded_step():
+class Waves(nn.Module):
+    """An ansatz."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(woodbury.Periodic(1), nn.Linear(3, 8), woodbury.Sine(2.0), nn.Linear(8, 1))
+
+    def forward(self, points):
+        t, x = points.split(1, dim=1)
+        return torch.sin(torch.pi * x) + t * self.net(points)
+
+
+def by_laplacian(model, points):
+    value, gradient, bend = woodbury.laplacian(model, points, (0, 1))
+    return bend - gradient[..., 0] + value
+
+
+def by_derivatives(model, points):
+    u, u_t, u_tx, u_xxx = woodbury.derivatives(model, points, [(), (0,), (0, 1), (1, 1, 1)])
+    return u_t + u * u_tx + 0.01 * u_xxx
+
+
+@pytest.mark.parametrize("residuals", [by_laplacian, by_derivatives])
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), Waves])
+def test_derivatives_of_a_network_in_a_recorded_step(make, residuals):
     """Equal to the CPU's, and the step is recorded: nothing in it comes from the CPU."""
-
-    def residuals(model, points):
-        value, gradient, bend = woodbury.laplacian(model, points, (0, 1))
-        return bend - gradient[..., 0] + value
-
     made = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double().to(device)
+        model = make().double().to(device)
         optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, forward=residuals)
         points = torch.rand(20, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
         losses = [float(optimizer.step(points).loss) for _ in range(6)]

@@ -28,7 +28,7 @@ ROOMS = [
         "parallel",
         "device",
     ),
-    *("scale", "laplacian", "linalg", "least_squares"),
+    *("modules", "taylor", "jets", "laplacian", "linalg", "least_squares"),
     *("losses", "layers", "products", "curvature", "model", "row_matrix", "posterior", "quadratic", "policies"),
     *("loop", "optim", "rivals", "optimizers", "fit", "runs", "experiments"),
     *("logs", "pina", "deepxde", "lightning", "skorch", "sklearn", "cli", "__main__"),

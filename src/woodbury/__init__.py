@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING
 
 from woodbury._version import __version__
 from woodbury.fit import Equations, Fit, fit
-from woodbury.laplacian import Laplacian, laplacian
+from woodbury.laplacian import Laplacian, derivatives, laplacian
 from woodbury.layers import register_layer
 from woodbury.least_squares import LeastSquaresResult, least_squares
 from woodbury.losses import LossRule, register_loss
+from woodbury.modules import Periodic, Scale, Sine
 from woodbury.optim import GaussNewton, NaturalGradient, StepInfo
 from woodbury.policies.damping import Constant, LevenbergMarquardt
 from woodbury.policies.search import CurvedSearch
@@ -15,7 +16,6 @@ from woodbury.posterior import Posterior, posterior
 from woodbury.rivals import KFAC, HessianFree
 from woodbury.row_matrix import Rows, kernel, rows
 from woodbury.runs.recorder import Recorder
-from woodbury.scale import Scale
 
 if TYPE_CHECKING:
     from woodbury.sklearn import LMClassifier, LMRegressor  # noqa: F401
@@ -33,12 +33,15 @@ __all__ = [
     "LevenbergMarquardt",
     "LossRule",
     "NaturalGradient",
+    "Periodic",
     "Posterior",
     "Recorder",
     "Rows",
     "Scale",
+    "Sine",
     "StepInfo",
     "__version__",
+    "derivatives",
     "fit",
     "kernel",
     "laplacian",

@@ -16,15 +16,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-def derivatives_along(function: Callable[[Any], Any], point: Any, direction: Any) -> tuple[Any, Any, Any]:
-    """f, f'[d] and f''[d, d] at a point, for tensors or nestings of tensors."""
+def derivatives_along(
+    function: Callable[[Any], Any], point: Any, direction: Any, order: int = 2
+) -> tuple[Any, ...]:
+    """f, f'[d], f''[d, d] and so on at a point, for tensors or nestings of tensors."""
 
-    def push(x: Any) -> Any:
-        return torch.func.jvp(function, (x,), (direction,))
+    def raised(lower: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
+        def push(x: Any) -> tuple[Any, ...]:
+            values, slopes = cast(Any, torch.func.jvp(lower, (x,), (direction,)))
+            return (*values, slopes[-1])
 
+        return push
+
+    push: Callable[[Any], tuple[Any, ...]] = lambda x: (function(x),)  # noqa: E731
+    for _ in range(order):
+        push = raised(push)
     with Corrected():
-        (value, first), (_, second) = cast(Any, torch.func.jvp(push, (point,), (direction,)))
-    return value, first, second
+        return push(point)
 
 
 _WRONG = frozenset(

@@ -1,28 +1,22 @@
-"""Value, gradient and Laplacian of a network in its inputs, by one pass (the forward Laplacian).
-
-With v the values of a layer, v_i their derivatives along the axes and l = sum_i w_i d2v/dx_i2, a layer f makes
-
-    f(v),    f'(v) v_i,    f'(v) l + sum_i w_i f''(v)[v_i, v_i]
-
-of them: W v + b, W v_i and W l if it is Linear; phi(z), phi'(z) z_i and phi'(z) l + phi''(z) sum_i w_i z_i^2 if it
-is an activation. Nested differentiation carries a second derivative along every axis through the network; this
-carries their sum alone (Li et al., A computational framework for neural network-based variational Monte Carlo with
-Forward Laplacian, 2024).
-"""
+"""Value, gradient, Laplacian and mixed derivatives of a network in its inputs, by one pass on jets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache, partial, reduce
+from itertools import combinations
+from math import factorial, prod
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from woodbury._forward_mode import Corrected, derivatives_along
-from woodbury._process import has_global_hook, has_hook
 from woodbury.device.constants import constant_tensor, identity
+from woodbury.jets import Function, Jet, NoRuleError, Parts, run
+
+Index = tuple[int, ...]  # axes in order, as often as a derivative is taken along each
 
 
 class Laplacian(NamedTuple):
@@ -39,15 +33,14 @@ def laplacian(model: nn.Module, points: Tensor, weights: Sequence[float] | Tenso
     weights are the d numbers w, ones by default: for u(t, x) they are (0, 1) to get u_xx, (1, -1) for the wave
     operator. A tensor (n, d) gives each point its own.
 
-    An `nn.Sequential`, nested or not, is taken layer by layer, by the formulas above. Modules in it that are
-    neither Linear nor one of torch's activations, and models that are no Sequential, go through two nested
-    forward-mode derivatives along every axis. All three results can be differentiated in the parameters. Linear
-    layers are called as modules on (n, positions, features), so that optimizers get their rows by the rule for
-    sequences: a Sequential whose parameters all belong to Linear layers needs no `fallback=`.
+    With v the values of a layer, v_i their derivatives along the axes and l = sum_i w_i d2v/dx_i2, a function f
+    makes f(v), f'(v) v_i and f'(v) l + sum_i w_i f''(v)[v_i, v_i] of them. Arithmetic on points and outputs is
+    followed as layers are, so that `x * (1 - x) * net(x)` costs what the network costs. Functions without a rule
+    go through nested forward mode. All three results can be differentiated in the parameters. Linear layers are
+    called on (n, positions, features), so that optimizers get their rows by the rule for sequences: a model whose
+    parameters all belong to Linear layers needs no `fallback=`.
     """
-    if points.dim() != 2:
-        raise ValueError(f"points must have the shape (n, d), one row per point, not {tuple(points.shape)}")
-    n, d = points.shape
+    n, d = _check(points)
     if weights is not None and not isinstance(weights, Tensor):
         weights = _constant(tuple(weights), points.dtype, points.device)
     if weights is not None and weights.shape not in ((d,), (n, d)):
@@ -55,9 +48,44 @@ def laplacian(model: nn.Module, points: Tensor, weights: Sequence[float] | Tenso
             f"weights have the shape {tuple(weights.shape)}: give one per axis, ({d},), or a tensor with a row "
             f"for each point, ({n}, {d})"
         )
-    jet = _through(model, _Jet(points, identity(d, points.dtype, points.device).expand(n, d, d), None), weights)
-    bend = torch.zeros_like(jet.value) if jet.bend is None else jet.bend
-    return Laplacian(jet.value, jet.slopes.movedim(1, -1), bend)
+    start = identity(d, points.dtype, points.device).expand(n, d, d)
+    jet = run(model, Jet(_Sum(weights, d), points, [start, None]))
+    slopes, bend = jet.filled_parts()
+    return Laplacian(jet.value, slopes.movedim(1, -1), (bend + bend).squeeze(1))
+
+
+def derivatives(model: nn.Module, points: Tensor, axes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Derivatives of model(points) in the points (n, d), (n, C) each, along the axes that each tuple names.
+
+    For u(t, x) the axes [(), (0,), (1, 1, 1), (0, 1)] give u, u_t, u_xxx, u_tx. All come from one pass on Taylor
+    coefficients, u(x + h) = sum_a u_a h^a, where the derivative along a is a! u_a. With c_j = phi^(j)(z_0) / j!,
+
+        (u v)_a = sum_{b + c = a} u_b v_c,    phi(z)_a = sum_j c_j ((z - z_0)^j)_a    (Faa di Bruno's formula)
+
+    The pass carries the derivatives asked for and those that they are made of: (1, 1, 1) brings (1,) and (1, 1).
+    Models, layer rules and what has no rule are as with `laplacian`.
+    """
+    n, d = _check(points)
+    wanted = [tuple(sorted(own)) for own in axes]
+    if any(axis not in range(d) for own in wanted for axis in own):
+        raise ValueError(f"axes are {[tuple(own) for own in axes]}: give tuples of numbers from 0 to {d - 1}")
+    kind = _Chosen(wanted)
+    if not kind.widths:
+        return tuple(model(points) for _ in wanted)
+    start = _units(tuple(axis for (axis,) in kind.levels[0]), d, points.dtype, points.device)
+    jet = run(model, Jet(kind, points, [start.expand(n, -1, -1), *[None] * (len(kind.widths) - 1)]))
+    found: dict[Index, Tensor] = {(): jet.value}
+    for level, part in zip(kind.levels, jet.filled_parts(), strict=True):
+        found |= {own: _factorial(own) * column for own, column in zip(level, part.unbind(1), strict=True)}
+    return tuple(found[own] for own in wanted)
+
+
+def _check(points: Tensor) -> torch.Size:
+    if points.dim() != 2:
+        raise ValueError(f"points must have the shape (n, d), one row per point, not {tuple(points.shape)}")
+    if isinstance(points, Jet):
+        raise NoRuleError("derivatives of derivatives")
+    return points.shape
 
 
 @constant_tensor
@@ -65,147 +93,88 @@ def _constant(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.devi
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-class _Jet(NamedTuple):
-    """The values (n, h) of a layer, their derivatives (n, d, h) along the axes and l (n, h), None for zeros."""
-
-    value: Tensor
-    slopes: Tensor
-    bend: Tensor | None
+@constant_tensor
+def _units(axes: Index, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Unit vectors along some axes."""
+    return torch.eye(d, dtype=dtype, device=device)[list(axes)]
 
 
-def _through(module: nn.Module, jet: _Jet, weights: Tensor | None) -> _Jet:
-    """What a module makes of a jet."""
-    kind = type(module)
-    if _is_bare(module):
-        if kind.forward is nn.Sequential.forward:
-            for child in module._modules.values():  # `children` leaves out one that is used again
-                assert child is not None
-                jet = _through(child, jet, weights)
-            return jet
-        if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
-            return _through_linear(module, jet)
-        if kind in DERIVATIVES:
-            return _through_activation(DERIVATIVES[kind](module, jet.value), jet, weights)
-        if kind is nn.Identity:
-            return jet
-        if isinstance(module, nn.Flatten) and module.start_dim in (1, -1) and jet.value.dim() == 2:
-            return jet
-    return _through_any(module, jet, weights)
+class _Sum:
+    """All first derivatives, and sum_i w_i d2/dx_i2 / 2 in place of the second ones."""
+
+    def __init__(self, weights: Tensor | None, d: int) -> None:
+        self._weights, self.widths = weights, (d, 1)
+
+    def multiply(self, u: Tensor, v: Tensor, degrees: tuple[int, int]) -> Tensor:
+        return self._sum(u.square() if u is v else u * v)
+
+    def _sum(self, terms: Tensor) -> Tensor:
+        """sum_i w_i terms_i for terms (n, d, ...)."""
+        if self._weights is not None:
+            terms = terms * self._weights.reshape(*self._weights.shape, *[1] * (terms.dim() - 2))
+        return terms.sum(1, keepdim=True)
+
+    def push(self, function: Function, values: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Parts:
+        """By f' v_i and f''[v_i, v_i] along every axis, and f'[l]."""
+        at, slopes = tuple(values), [first for first, _ in parts]
+        derive = lambda *along: derivatives_along(lambda point: function(*point), at, along)[1:]  # noqa: E731
+        pushed, bends = torch.func.vmap(derive, in_dims=1)(*slopes)  # (d, n, ...), as zeros may have no such axis
+        with Corrected():
+            _, bend = cast(Any, torch.func.jvp(function, at, tuple(own.squeeze(1) for _, own in parts)))
+        return [pushed.movedim(0, 1), self._sum(bends.movedim(0, 1)) / 2 + bend.unsqueeze(1)]
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a call of the module runs the forward of its class and no hooks."""
-    forward = vars(module).get("forward")
-    if forward is not None:  # an optimizer that watches a layer puts its own there
-        source = getattr(getattr(forward, "func", forward), "__module__", None)
-        if not (source or "").startswith("woodbury."):
-            return False
-    return not (has_hook(module) or has_global_hook())
+class _Chosen:
+    """Some derivatives, and all that they are made of, as Taylor coefficients: divided by the factorials."""
+
+    def __init__(self, wanted: Sequence[Index]) -> None:
+        every = {own for index in wanted for size in range(1, len(index) + 1) for own in combinations(index, size)}
+        degree = max(map(len, wanted), default=0)
+        self.levels = [sorted(own for own in every if len(own) == k) for k in range(1, degree + 1)]
+        self.widths = [len(level) for level in self.levels]
+        self._places = {index: place for level in self.levels for place, index in enumerate(level)}
+
+    def multiply(self, u: Tensor, v: Tensor, degrees: tuple[int, int]) -> Tensor:
+        left, right = u.unbind(1), v.unbind(1)
+        columns = []
+        for index in self.levels[sum(degrees) - 1]:
+            pairs = _splits(index, degrees[0])
+            columns.append(reduce(torch.add, [left[self._places[a]] * right[self._places[b]] for a, b in pairs]))
+        return torch.stack(columns, 1) if len(columns) > 1 else columns[0].unsqueeze(1)
+
+    def push(self, function: Function, values: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> Parts:
+        """d/dx_i g(v, w, ...) = g'[v_i, w_i, ...], for g = f, then for g = its derivative, and so on."""
+        at: dict[Index, tuple[Tensor, ...]] = {(): tuple(values)}
+        for degree, level in enumerate(self.levels):
+            columns = zip(*(own[degree].unbind(1) for own in parts), strict=True)
+            at |= {
+                index: tuple(_factorial(index) * c for c in own) for index, own in zip(level, columns, strict=True)
+            }
+
+        def derive(index: Index) -> Tensor:
+            g: Function = lambda own: function(*own)  # noqa: E731
+            needed: list[Index] = [()]  # the derivatives that g takes
+            for axis in index:
+                g = partial(_derivative, g)
+                needed += [(*own, axis) for own in needed]
+            return g(*[at[own] for own in needed]) / _factorial(index)
+
+        with Corrected():
+            return [torch.stack([derive(index) for index in level], 1) for level in self.levels]
 
 
-def _through_linear(layer: nn.Linear, jet: _Jet) -> _Jet:
-    """By one call of the layer on all positions, which adds b to the value alone.
-
-    To the rule for sequences b is part of every position. A position of zeros, taken away from the derivatives,
-    sends their gradients back with the other sign: the row of b is that of the value.
-    """
-    parts = [jet.value.unsqueeze(1), jet.slopes]
-    if jet.bend is not None:
-        parts.append(jet.bend.unsqueeze(1))
-    if layer.bias is not None:
-        parts.append(torch.zeros_like(parts[0]))
-    with _BiasOfValue():
-        z = layer(torch.cat(parts, dim=1))
-    derivatives = z[:, 1:] if layer.bias is None else z[:, 1:-1] - z[:, -1:]
-    if jet.bend is None:
-        return _Jet(z[:, 0], derivatives, None)
-    return _Jet(z[:, 0], derivatives[:, :-1], derivatives[:, -1])
+def _derivative(g: Function, *state: Any) -> Any:
+    """Along the second half of the state, at the first."""
+    half = len(state) // 2
+    return cast(Any, torch.func.jvp(g, state[:half], state[half:]))[1]
 
 
-class _BiasOfValue(TorchFunctionMode):
-    """Inside, F.linear adds b to the first position alone: W v_i + b - b would lose the digits of W v_i."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not F.linear or args[2] is None:
-            return func(*args, **(kwargs or {}))
-        inputs, weight, bias = args
-        z = F.linear(inputs, weight)
-        first = bias.to(z.dtype).expand(1, *z.shape[2:])
-        return z + F.pad(first, [0, 0] * (z.dim() - 2) + [0, z.shape[1] - 1])
+@cache
+def _splits(index: Index, size: int) -> list[tuple[Index, Index]]:
+    """The different ways to take `size` axes out of some, and those that are left."""
+    parts = dict.fromkeys(combinations(index, size))
+    return [(part, tuple(sorted((Counter(index) - Counter(part)).elements()))) for part in parts]
 
 
-def _through_activation(derivatives: tuple[Tensor, Tensor, Tensor], jet: _Jet, weights: Tensor | None) -> _Jet:
-    """By phi(z), phi'(z) and phi''(z), (n, h) each."""
-    value, first, second = derivatives
-    bend = second * _weighted_sum(jet.slopes.square(), weights)
-    if jet.bend is not None:
-        bend = bend + first * jet.bend
-    return _Jet(value, first.unsqueeze(1) * jet.slopes, bend)
-
-
-def _weighted_sum(terms: Tensor, weights: Tensor | None) -> Tensor:
-    """sum_i w_i terms_i for terms (n, d, ...)."""
-    if weights is not None:
-        terms = terms * weights.reshape(*weights.shape, *[1] * (terms.dim() - 2))
-    return terms.sum(1)
-
-
-Function = Callable[[Tensor], Tensor]
-
-
-def _through_any(module: Function, jet: _Jet, weights: Tensor | None) -> _Jet:
-    """By f' v_i and f''[v_i, v_i] along every axis, for any function of one sample at a time."""
-    function = _leaving_inputs(module)
-    slopes, bends = torch.func.vmap(
-        lambda slope: derivatives_along(function, jet.value, slope)[1:], in_dims=1, out_dims=1
-    )(jet.slopes)
-    bend = _weighted_sum(bends, weights)
-    if jet.bend is None:
-        return _Jet(function(jet.value), slopes, bend)
-    with Corrected():
-        value, pushed = cast(Any, torch.func.jvp(function, (jet.value,), (jet.bend,)))
-    return _Jet(value, slopes, bend + pushed)
-
-
-def _leaving_inputs(module: Function) -> Function:
-    """A module may write into what it gets."""
-    return lambda v: module(v.clone())
-
-
-Derivatives = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # (module, z) -> phi, phi', phi''
-
-
-# v + v and not 2 v: forward mode through a product with a number takes torch a dozen Python calls.
-
-
-def _tanh(module: nn.Module, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    v = torch.tanh(z)
-    first = 1 - v * v
-    return v, first, -(v + v) * first
-
-
-def _sigmoid(module: nn.Module, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    v = torch.sigmoid(z)
-    first = v * (1 - v)
-    return v, first, first * (1 - (v + v))
-
-
-def _silu(module: nn.Module, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    s, first, second = _sigmoid(module, z)
-    return z * s, s + z * first, first + first + z * second
-
-
-def _elementwise(module: nn.Module, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of an activation without a formula here: along ones, as no entry of phi(z) depends on another of z."""
-    return derivatives_along(_leaving_inputs(module), z, torch.ones_like(z))
-
-
-DERIVATIVES: dict[type[nn.Module], Derivatives] = {
-    nn.Tanh: _tanh,
-    nn.Sigmoid: _sigmoid,
-    nn.SiLU: _silu,
-    **dict.fromkeys((nn.GELU, nn.Softplus, nn.ELU, nn.CELU, nn.SELU, nn.Mish), _elementwise),
-    **dict.fromkeys((nn.LogSigmoid, nn.Softsign, nn.Tanhshrink, nn.ReLU, nn.LeakyReLU), _elementwise),
-}
+def _factorial(index: Index) -> int:
+    return prod(map(factorial, Counter(index).values()))

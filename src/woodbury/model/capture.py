@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
+from woodbury.jets import run_layer
 from woodbury.layers.forms import RowForm
 from woodbury.model import tangents
 from woodbury.model.bare import find_bare
@@ -164,7 +165,8 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Ite
     """Inside, each module runs its function here in place of `forward`; its hooks still run."""
     try:
         for module, forward in forwards.items():
-            vars(module)["forward"] = forward  # not by Module.__setattr__, which looks for parameters
+            # not by Module.__setattr__, which looks for parameters
+            vars(module)["forward"] = partial(run_layer, module, forward)
         yield
     finally:
         for module in forwards:

@@ -27,7 +27,7 @@ from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import Layout, OuterRows, layout_of
 from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan, is_plain
-from woodbury.scale import Scale
+from woodbury.modules import Scale, Sine
 
 aten = torch.ops.aten
 
@@ -73,6 +73,10 @@ ACTIVATIONS: dict[type[nn.Module], Activation] = {
         lambda module, z, v, h: aten.leaky_relu_backward.default(h, z, module.negative_slope, False),
     ),
     Scale: Activation(Scale.forward, lambda module, z, v, h: h * module.factor.to(h.dtype)),
+    Sine: Activation(
+        lambda module, z: torch.sin(module.omega * z),
+        lambda module, z, v, h: h * (module.omega * torch.cos(module.omega * z)),
+    ),
 }
 
 

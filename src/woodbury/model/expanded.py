@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from woodbury.jets import Jet
+
 _MATRIX_PRODUCTS = frozenset((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__))
 _SPREADING = frozenset((Tensor.expand, Tensor.repeat, Tensor.broadcast_to, torch.broadcast_to))
 
@@ -30,6 +32,8 @@ class Copies(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Jet in types:
+            return NotImplemented  # it works on the tensors inside
         with torch._C.DisableTorchFunctionSubclass():
             mapped = _as_linear_map(func, args, kwargs or {})
             return _map_over_samples(func, args, kwargs or {}) if mapped is None else mapped

@@ -25,7 +25,11 @@ from woodbury.model.fallback import Pass, no_batching_warnings
 Repeat = Callable[..., Any]  # (name, function, *arguments) -> function(*arguments), perhaps replayed
 
 
-def push_forward(forward_pass: Pass, vectors: Sequence[Parts], repeat: Repeat) -> Tensor | None:
+def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def push_forward(forward_pass: Pass, vectors: Sequence[Parts], repeat: Repeat = call) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
     point = _values(forward_pass)
 
@@ -42,7 +46,7 @@ def push_forward(forward_pass: Pass, vectors: Sequence[Parts], repeat: Repeat) -
     return image
 
 
-def second_derivative(forward_pass: Pass, vector: Parts, repeat: Repeat) -> Tensor | None:
+def second_derivative(forward_pass: Pass, vector: Parts, repeat: Repeat = call) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
     point = _values(forward_pass)
 

@@ -1,0 +1,424 @@
+"""Arithmetic on jets: derivatives of ansatz functions, residual networks and single operations, and their rows."""
+
+import math
+import warnings
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bounds
+import reference
+import woodbury
+from fuzz.models import Parts
+from woodbury.layers.shared import SharedRows
+
+POINTS, PI = 5, math.pi
+AXES = [(), (0,), (1,), (0, 0), (0, 1), (1, 1), (1, 1, 1), (0, 1, 1), (0, 0, 0, 0), (1, 0, 0, 1)]
+
+
+def network(activation=nn.Tanh, inputs=2, outputs=1):
+    return nn.Sequential(nn.Linear(inputs, 4), activation(), nn.Linear(4, 3), activation(), nn.Linear(3, outputs))
+
+
+def on_points(function, *inputs, **modules):
+    return lambda: Parts(function, net=network(*inputs), **modules)
+
+
+def residual_network(parts, x):
+    v = torch.tanh(parts.first(x))
+    v = v + torch.sin(parts.second(v))
+    return parts.last(torch.cat([v, x], dim=1))
+
+
+def boundary(parts, x):
+    return x[:, :1] * (1 - x[:, :1]) * x[:, 1:] * parts.net(x)
+
+
+def start(parts, x):
+    t, y = x.split(1, dim=1)
+    return torch.sin(PI * y) + t * parts.net(x)
+
+
+def with_constants(parts, x):
+    """Numbers, tensors for each sample, and one for all of them."""
+    each = torch.arange(len(x), dtype=x.dtype).unsqueeze(1)
+    return parts.net(2 * x - 1) * each / 3 + x.new_tensor([0.5]) - (x @ x.new_tensor([[1.0], [2.0]]))
+
+
+def features(parts, x):
+    return torch.cat([torch.cos(PI * x), x.square().sum(1, keepdim=True)], 1)
+
+
+def no_rule(parts, x):
+    return torch.einsum("ni,ni->n", x, torch.softmax(parts.net(x) * x, 1))[:, None]
+
+
+ANSATZ = {
+    "boundary": on_points(boundary),
+    "start": on_points(start),
+    "constants": on_points(with_constants),
+    "quotient": on_points(lambda parts, x: parts.net(x) / (2 + x[:, :1] ** 2)),
+    "number over": on_points(lambda parts, x: 1 / (3 + parts.net(x).square())),
+    "powers": on_points(lambda parts, x: (2 + parts.net(x)) ** 3 * (3 + x[..., 1:]) ** 0.5 - (4 + x).sqrt()),
+    "functions": on_points(lambda parts, x: torch.exp(parts.net(x)) * x[:, 1:].cos() + F.softplus(parts.net(x))),
+    "features": lambda: nn.Sequential(Parts(features), network(inputs=3)),
+    "periodic": lambda: nn.Sequential(woodbury.Periodic(1, harmonics=2), network(inputs=5)),
+    "several": on_points(lambda parts, x: torch.stack(parts.net(x).unbind(1), 1) * x.mean(1, keepdim=True)),
+    "broadcast": on_points(lambda parts, x: (parts.net(x) + x).sum(-1, keepdim=True) - x * 2),
+    "branches": on_points(lambda parts, x: torch.where(x[:, :1] > 0, parts.net(x), parts.net(-x) * 2)),
+    "layer norm": lambda: nn.Sequential(network(outputs=3), nn.LayerNorm(3), nn.Linear(3, 1)),
+    "no rule": on_points(no_rule),
+    "residual": lambda: Parts(
+        residual_network, first=nn.Linear(2, 4), second=nn.Linear(4, 4), last=nn.Linear(6, 1)
+    ),
+    "function of weights": on_points(lambda parts, x: F.linear(x, parts.net[0].weight).tanh()),
+}  # fmt: skip
+ACTIVATIONS = [
+    *(
+        nn.Tanh,
+        woodbury.Sine,
+        nn.GELU,
+        nn.Softplus,
+        nn.SiLU,
+        nn.Sigmoid,
+        nn.ELU,
+        nn.Mish,
+        nn.LogSigmoid,
+        nn.Softsign,
+    ),
+    *(nn.Tanhshrink, lambda: nn.GELU("tanh"), lambda: nn.SiLU(inplace=True), lambda: woodbury.Sine(3.0)),
+]
+MODELS = ANSATZ | {f"activation {at}": lambda kind=kind: network(kind) for at, kind in enumerate(ACTIVATIONS)}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+every_ansatz = pytest.mark.parametrize("make", ANSATZ.values(), ids=ANSATZ)
+
+
+def build(make):
+    """A model in float64, always the same."""
+    torch.manual_seed(0)
+    return make().double()
+
+
+def draw():
+    return torch.rand(POINTS, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.6 - 0.8
+
+
+def by_autograd(model, x, axes):
+    """The derivative of the sum of the outputs of each sample, by torch.autograd.grad once for every axis."""
+    x = x.clone().requires_grad_()
+    u = model(x).sum(1)
+    for axis in axes:
+        (slopes,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        u = slopes[:, axis]
+    return u
+
+
+def rounding(model, x, axes, dtype=torch.float64):
+    """The rounding of a pass acts like changes of parameters and points by a few eps of themselves.
+
+    How far such changes move a derivative, a change of 1e-5 shows.
+    """
+    torch.manual_seed(2)
+    moved, share = deepcopy(model), 1e-5
+    with torch.no_grad():
+        for own in (*moved.parameters(), places := x.clone()):
+            own *= 1 + share * torch.randn_like(own).sign()
+    before, after = (by_autograd(written_out(own), at, axes).detach() for own, at in ((model, x), (moved, places)))
+    size = float((after - before).abs().max()) / share + float(before.abs().max())
+    parameters = sum(own.numel() for own in model.parameters())
+    return bounds.rounding(parameters, size, len(list(model.modules())), dtype)
+
+
+class PlainNorm(Parts):
+    """The same as its LayerNorm: of that autograd gives a wrong third derivative (torch 2.13)."""
+
+    def forward(self, x):
+        centred = x - x.mean(1, keepdim=True)
+        scaled = centred / (centred.square().mean(1, keepdim=True) + self.norm.eps).sqrt()
+        return self.norm.weight * scaled + self.norm.bias
+
+
+def written_out(model):
+    model = deepcopy(model)
+    for name, module in model.named_children():
+        if isinstance(module, nn.LayerNorm):
+            setattr(model, name, PlainNorm(norm=module))
+    return model
+
+
+@every_model
+def test_derivatives_equal_nested_autograd(make):
+    model, x = build(make), draw()
+    found = woodbury.derivatives(model, x, AXES)
+    for axes, ours in zip(AXES, found, strict=True):
+        theirs, bound = by_autograd(written_out(model), x, axes).detach(), rounding(model, x, axes)
+        assert bound < 1e-3 * float(theirs.abs().max())  # a wrong formula shows
+        torch.testing.assert_close(ours.sum(1), theirs, atol=bound, rtol=0, msg=str(axes))
+
+
+@every_ansatz
+def test_the_laplacian_of_an_ansatz(make):
+    model, x = build(make), draw()
+    found = woodbury.laplacian(model, x, weights=(1.0, -0.5))
+    plain = written_out(model)
+    first, second = by_autograd(plain, x, (0, 0)), by_autograd(plain, x, (1, 1))
+    bound = rounding(model, x, (0, 0)) + rounding(model, x, (1, 1))
+    torch.testing.assert_close(found.laplacian.sum(1), first - 0.5 * second, atol=bound, rtol=0)
+    for axis in (0, 1):
+        theirs, bound = by_autograd(plain, x, (axis,)), rounding(model, x, (axis,))
+        torch.testing.assert_close(found.gradient[..., axis].sum(1), theirs, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("make", [ANSATZ["boundary"], ANSATZ["residual"], lambda: network(nn.GELU)])
+def test_derivatives_against_jacfwd_of_several_outputs_in_both_types(make):
+    model, x = build(make), draw()
+    model = nn.Sequential(model, nn.Linear(1, 2)).double()
+
+    def one(point):
+        return model(point[None])[0]
+
+    nests = [one]
+    for _ in range(4):
+        nests.append(torch.func.jacfwd(nests[-1]))
+    double, single = (
+        woodbury.derivatives(model.to(kind), x.to(kind), AXES) for kind in (torch.float64, torch.float32)
+    )
+    model.double()
+    for axes, ours, rounded in zip(AXES, double, single, strict=True):
+        theirs = torch.func.vmap(nests[len(axes)])(x)[(slice(None), slice(None), *axes)]
+        torch.testing.assert_close(ours, theirs, atol=rounding(model, x, axes), rtol=0)
+        bound = rounding(model, x, axes, torch.float32)
+        torch.testing.assert_close(rounded.double(), theirs, atol=bound, rtol=0)
+
+
+def test_no_derivative_and_wrong_axes():
+    model, x = build(network), draw()
+    assert woodbury.derivatives(model, x, []) == ()
+    assert torch.equal(woodbury.derivatives(model, x, [()])[0], model(x))
+    first, twice = woodbury.derivatives(model, x, [(1, 0), (0, 1)])
+    assert torch.equal(first, twice)
+    for axes in ([(2,)], [(0,), (-1, 0)]):
+        with pytest.raises(ValueError, match="tuples of numbers from 0 to 1"):
+            woodbury.derivatives(model, x, axes)
+    assert all(not own.any() for own in woodbury.derivatives(nn.Linear(2, 1).double(), x, [(0, 1), (1, 1, 1)]))
+
+
+def test_periodic_columns():
+    x, module = draw(), woodbury.Periodic(0, period=3.0, harmonics=2)
+    angle = 2 * PI / 3 * x[:, :1]
+    waves = [angle.cos(), angle.sin(), (2 * angle).cos(), (2 * angle).sin()]
+    torch.testing.assert_close(module(x), torch.cat([*waves, x[:, 1:]], 1), atol=bounds.rounding(1), rtol=0)
+    shift = torch.tensor([3.0, 0.0], dtype=x.dtype)
+    torch.testing.assert_close(module(x + shift), module(x), atol=bounds.rounding(1, 2 * PI * 3), rtol=0)
+    assert woodbury.Periodic(0, 1)(x).shape == (POINTS, 4)
+
+
+# Rows
+
+
+def by_derivatives(model, x):
+    """A residual with a mixed, a third and a fourth derivative, of two numbers per point."""
+    u, u_t, u_tx, u_xxx, u_xxxx = woodbury.derivatives(model, x, [(), (0,), (0, 1), (1, 1, 1), (1, 1, 1, 1)])
+    return torch.cat([u_t + 6 * u * u_tx + u_xxx, u_xxxx - u.square()], 1)
+
+
+def by_laplacian(model, x):
+    u, slopes, bend = woodbury.laplacian(model, x, weights=(0, 1))
+    return torch.cat([slopes[..., 0] + u * slopes[..., 1] - bend, u], 1)
+
+
+def with_autograd(residuals):
+    """The same residual from derivatives by autograd, for models of one output."""
+
+    def run(model, x):
+        d = lambda *axes: by_autograd(model, x, axes).unsqueeze(1)  # noqa: E731
+        if residuals is by_laplacian:
+            return torch.cat([d(0) + d() * d(1) - d(1, 1), d()], 1)
+        return torch.cat([d(0) + 6 * d() * d(0, 1) + d(1, 1, 1), d(1, 1, 1, 1) - d().square()], 1)
+
+    return run
+
+
+def rows_by_loop(model, residuals, x):
+    """d residual_k / d theta of every sample, one after the other."""
+    parameters, rows = list(model.parameters()), []
+    for at in range(len(x)):
+        for output in with_autograd(residuals)(model, x[at : at + 1]).flatten():
+            grads = torch.autograd.grad(output, parameters, retain_graph=True, materialize_grads=True)
+            rows.append(reference.flat(grads))
+    return torch.stack(rows)
+
+
+def scaled(parts, x):
+    return parts.gain * parts.net(x) + parts.shift * x[:, :1].sin()
+
+
+def parameter(number):
+    return nn.Parameter(torch.tensor([number]))
+
+
+ONE_OUTPUT = [
+    name
+    for name in ANSATZ
+    if name not in ("broadcast", "constants", "powers", "layer norm", "function of weights")
+]
+ROWS = {name: ANSATZ[name] for name in ONE_OUTPUT}
+BARE = {"parameters": on_points(scaled, gain=parameter(0.7), shift=parameter(-0.4))}
+
+
+@pytest.mark.parametrize("residuals", [by_derivatives, by_laplacian])
+@pytest.mark.parametrize("name", [*ROWS, *BARE])
+def test_rows_of_each_sample(name, residuals):
+    """By layer rules where all parameters belong to Linear layers, by the fallback for others."""
+    model, x = build({**ROWS, **BARE}[name]), draw()
+    settings = {"forward": residuals, "fallback": "autograd" if name in BARE else None}
+    ours = woodbury.rows(model, nn.MSELoss(), x, torch.zeros(POINTS, 2, dtype=x.dtype), **settings)
+    theirs = rows_by_loop(model, residuals, x)
+    orders = [(), (0,), (0, 1), (1, 1), (1, 1, 1), (1, 1, 1, 1)]
+    size = 1 + sum(float(by_autograd(model, x, axes).detach().abs().max()) for axes in orders)
+    bound = (
+        sum(rounding(model, x, axes) for axes in orders) * 10 * size
+    )  # a product of two, and one more derivative
+    scale = math.sqrt(POINTS)  # of rows; the loss is a mean
+    torch.testing.assert_close(scale * ours.dense(), theirs, atol=bound * float(theirs.abs().max()), rtol=0)
+    if name in ROWS:
+        assert all(isinstance(form, SharedRows) for form in ours.forms.values())
+
+
+@pytest.mark.parametrize("name", ["boundary", "start", "residual"])
+@pytest.mark.parametrize("fallback", [None, "autograd"])
+def test_steps_of_an_ansatz_are_those_of_the_dense_system(name, fallback):
+    model, x, damping = build(ANSATZ[name]), draw(), 0.1
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=damping, forward=by_laplacian, fallback=fallback)
+    targets = torch.zeros(POINTS, 2, dtype=x.dtype)
+    ours = reference.flat(optimizer.direction(x, targets).values())
+    theirs, B, _ = reference.dense_direction(
+        *(model, nn.MSELoss(), x, targets, torch.arange(POINTS), damping, "gauss-newton"),
+        forward=with_autograd(by_laplacian),
+    )
+    assert reference.relative_error(ours, theirs) <= bounds.of_solve(B, damping)
+    assert optimizer.step(x, targets).accepted
+
+
+# What cannot run on jets
+
+
+def write(parts, x):
+    v = parts.net(x)
+    v += x[:, :1]
+    return v
+
+
+def write_and_use_again(parts, x):
+    v = parts.net(x)
+    return F.silu(v, inplace=True) + v
+
+
+def assign(parts, x):
+    both = torch.empty_like(x)
+    both[:, :1], both[:, 1:] = parts.net(x), x[:, :1] ** 3
+    return both
+
+
+def write_over_the_input(parts, x):
+    return F.elu(x, inplace=True)[:, :1] + parts.net(x)
+
+
+HINDERED = {
+    "input": (write_over_the_input, "written into is used again"),
+    "iadd": (write, "writes into a tensor"),
+    "add_": (lambda parts, x: parts.net(x).add_(x[:, :1] ** 2), "add_ writes into a tensor"),
+    "used again": (write_and_use_again, "written into is used again"),
+    "assigned": (assign, "__setitem__ writes into a tensor"),
+    "two tensors": (lambda parts, x: parts.net(x).max(1, keepdim=True)[0], "max has no rule.*one tensor"),
+    "all samples": (lambda parts, x: parts.net(x) + 0 * x.sum(), "sum leaves no axis of samples"),
+    "transform": (lambda parts, x: torch.func.vmap(parts.net)(x), "torch.func transform"),
+    "inner": (lambda parts, x: woodbury.laplacian(parts.net, x).laplacian, "derivatives of derivatives"),
+}
+
+
+@pytest.mark.parametrize("function, why", HINDERED.values(), ids=HINDERED)
+def test_modules_that_cannot_run_on_jets_are_told_once_and_differentiated_all_the_same(function, why):
+    model, x = build(on_points(function)), draw()
+    same = with_out_of_place(function)
+    with pytest.warns(RuntimeWarning, match=f"Parts.*nested forward mode.*{why}"):
+        found = woodbury.laplacian(model, x, weights=(0, 1)).laplacian
+    theirs = by_autograd(lambda own: same(model, own), x, (1, 1)).detach()
+    torch.testing.assert_close(found.sum(1), theirs, atol=rounding(Parts(same, net=model.net), x, (1, 1)), rtol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        woodbury.laplacian(model, x, weights=(0, 1))
+
+
+def with_out_of_place(function):
+    """The same function in a form that autograd can differentiate."""
+
+    def lap(parts, x):
+        x = x if x.requires_grad else x.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(parts.net(x).sum(), x, create_graph=True)
+        terms = [torch.autograd.grad(slopes[:, axis].sum(), x, create_graph=True)[0][:, axis] for axis in (0, 1)]
+        return (terms[0] + terms[1]).unsqueeze(1)
+
+    return {
+        write_over_the_input: lambda parts, x: F.elu(x)[:, :1] + parts.net(F.elu(x)),
+        assign: lambda parts, x: torch.cat([parts.net(x), x[:, :1] ** 3], 1),
+        HINDERED["two tensors"][0]: lambda parts, x: parts.net(x),
+        HINDERED["all samples"][0]: lambda parts, x: parts.net(x),
+        write: lambda parts, x: parts.net(x) + x[:, :1],
+        HINDERED["add_"][0]: lambda parts, x: parts.net(x) + x[:, :1] ** 2,
+        write_and_use_again: lambda parts, x: 2 * F.silu(parts.net(x)),
+        HINDERED["transform"][0]: lambda parts, x: parts.net(x),
+        HINDERED["inner"][0]: lap,
+    }[function]
+
+
+class Twice(torch.autograd.Function):
+    """Two nested torch.func.jvp's make zeros of its second derivative (torch 2.13)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * tangent
+
+
+def test_what_forward_mode_would_get_wrong_is_an_error():
+    model, x = build(on_points(lambda parts, x: Twice.apply(parts.net(x)))), draw()
+    with pytest.raises(ValueError, match=r"torch\.autograd\.Function.*own functions"):
+        woodbury.laplacian(model, x)
+    written = build(network)
+    scripted = torch.jit.trace(written, x)
+    for model in (scripted, Parts(lambda parts, x: parts.inner(x), inner=scripted)):
+        with pytest.raises(ValueError, match=r"torch\.jit: pass the module as it was written"):
+            woodbury.laplacian(model, x)
+
+
+def test_a_step_after_an_attempt_that_failed_half_way():
+    """Layers that ran on jets before a function that cannot leave nothing behind."""
+    x, targets = draw(), torch.zeros(POINTS, 2, dtype=torch.float64)
+    written, plain = build(on_points(write)), build(on_points(with_out_of_place(write)))
+    steps = []
+    for model in (written, plain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            optimizer = woodbury.GaussNewton(
+                model, nn.MSELoss(), damping=0.1, forward=by_laplacian, fallback="autograd"
+            )
+            steps.append(reference.flat(optimizer.direction(x, targets).values()))
+    bound = bounds.of_step(plain, nn.MSELoss(), x, targets, 0.1, forward=by_laplacian)
+    assert reference.relative_error(*steps) <= bound
