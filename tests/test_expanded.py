@@ -8,6 +8,7 @@ from torch.nn.utils import parametrizations
 
 import bounds
 import reference
+import woodbury
 from woodbury import _random
 from woodbury.model.fallback import Pass, WrittenRows
 from woodbury.model.plan import plan_layers
@@ -113,3 +114,20 @@ def test_uses_that_mix_samples_or_hide_them_give_other_outputs_or_an_error():
     taken = Pass(plan_layers(model, parameters, True), lambda model, x: model(x)[0], x, outputs)
     with pytest.raises((RuntimeError, TypeError, ValueError)):
         WrittenRows(taken, parameters, torch.ones(N, 1, outputs.shape[1]).double(), 0).by_expansion()
+
+
+def test_a_model_that_maps_over_samples_itself_takes_another_method():
+    """Otherwise every sample would meet the copies of all: n^2 of them."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = torch.randn(N, 2, dtype=torch.float64)
+
+    def mapped(model, x):
+        return torch.func.vmap(lambda own: torch.func.jvp(model, (own,), (torch.ones_like(own),))[1])(x)
+
+    parameters = dict(model.named_parameters())
+    taken = Pass(plan_layers(model, parameters, True), mapped, x, mapped(model, x))
+    with pytest.raises(RuntimeError, match="maps over samples by itself"):
+        WrittenRows(taken, parameters, torch.ones(N, 1, 1).double(), 0).by_expansion()
+    own = woodbury.rows(model, None, x, forward=mapped, fallback="autograd").dense()
+    slope = woodbury.rows(model, None, x, forward=lambda m, x: woodbury.laplacian(m, x).gradient.sum(-1)).dense()
+    assert float((own - slope).abs().max()) <= bounds.rounding(20) * float(slope.abs().max())

@@ -106,6 +106,8 @@ def _map_over_samples(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             axes.append(0)
         elif isinstance(leaf, Tensor):
             own = _sample_axis(leaf, samples)
+            if own is None and _is_mapped(leaf):
+                raise RuntimeError("the model maps over samples by itself: each would meet the copies of all")
             if own is not None:
                 axis = own
                 tensors[place] = leaf.unflatten(own, (samples, -1))
@@ -136,3 +138,13 @@ def _sample_axis(tensor: Tensor, samples: int) -> int | None:
     if samples in tensor.shape:
         return tensor.shape.index(samples)
     return 0 if tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % samples == 0 else None
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether it is one entry of a tensor that torch.func.vmap maps over, perhaps inside derivatives."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
