@@ -43,12 +43,13 @@ class _Kind:
 class Replays:
     """The recordings of passes through one model; on anything but a CUDA device every call is an ordinary one."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_used: bool = True) -> None:
+        self.is_used = is_used
         self._kinds: dict[Hashable, _Kind] = {}
         self._pool: Any = None  # the memory of all graphs: only one runs at a time, and its results are copied
 
     def __deepcopy__(self, memo: Any) -> Replays:
-        return Replays()
+        return Replays(self.is_used)
 
     def __call__(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), a tensor or a tree of them."""

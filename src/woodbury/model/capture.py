@@ -95,7 +95,7 @@ class GraphCapture(Pass):
         """
         plan = self.plan
         with torch.set_grad_enabled(trial_needs_gradients(plan, self.forward)), casting(self.autocast, plan):
-            if plan.device.type == "cuda" and not forwards:
+            if self._is_replayed() and not forwards:
                 values = {name: own.detach() for name, own in plan.parameters.items()}
                 moved = torch._foreach_add([values[name] for name in changes], list(changes.values()))
                 values.update(zip(changes, moved, strict=True))
@@ -106,9 +106,12 @@ class GraphCapture(Pass):
     def _outputs_at(self, values: Parts, inputs: Any) -> Tensor:
         return self.run_with(values, inputs).reshape(self.raw.shape)
 
+    def _is_replayed(self) -> bool:
+        return self.plan.replays.is_used and self.plan.device.type == "cuda"
+
     def _repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """function(*arguments), replayed from a recording where that saves time."""
-        if self.plan.device.type != "cuda":
+        if not self._is_replayed():
             return function(*arguments)
         return self.plan.replays((name, self.autocast, self._fingerprint), function, *arguments)
 

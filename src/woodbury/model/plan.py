@@ -77,7 +77,7 @@ class Plan:
     modules: tuple[ModuleState, ...]  # all of them: what a pass shows holds for one structure in one mode
     buffers: tuple[Holder, ...]  # those that a pass may change
     findings: Findings = field(default_factory=Findings, compare=False)
-    replays: Replays = field(default_factory=Replays, compare=False)  # passes that a search repeats
+    replays: Replays = field(default_factory=lambda: Replays(False), compare=False)  # passes of a search
 
     @cached_property
     def space(self) -> Space:

@@ -128,6 +128,7 @@ class Problems:
         While a step is recorded, its learning rates by group are given.
         """
         settings, transaction = context.settings, context.transaction
+        plan.replays.is_used = settings.search is not None
         hyper = read_settings(context.groups, self.structure.names, rates)
         damping = as_number(context.state["damping"]) + settings.damping.floor
         if is_known(damping) and not 0 < damping < math.inf:
