@@ -113,7 +113,7 @@ def test_a_constant_is_the_same_tensor_until_many_others_were_asked_for():
 
 def test_a_recording_keeps_the_constants_it_reads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
     cpu, read = torch.device("cpu"), [constants.ones(9, torch.float32, torch.device("cpu"))]
 
     def run(inputs, targets, rates, state):

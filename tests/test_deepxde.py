@@ -344,3 +344,14 @@ def test_the_measurement_runs(capsys):
     benchmark = import_module("benchmarks.__main__")
     assert benchmark.main(["deepxde", "laplace", "--seconds", "0.3", "--seeds", "1"]) == 0
     assert capsys.readouterr().out.count("laplace-disk") == 2
+
+
+def test_the_script_of_the_page_runs(monkeypatch):
+    from test_readme import README, blocks
+
+    given = poisson("dirichlet")
+    names = {"dde": dde, "data": given.data, "net": given.net}
+    _, after = blocks(README.parent / "docs" / "deepxde.md", "py")
+    monkeypatch.setattr(dde, "saveplot", lambda losshistory, train_state: losshistory.loss_train[-1])
+    exec(after.replace("seconds=60", "seconds=1.5, verbose=0"), names)
+    assert sum(names["losshistory"].loss_train[-1]) < sum(names["losshistory"].loss_train[0])

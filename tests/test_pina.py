@@ -127,3 +127,12 @@ def test_what_cannot_be_taken_is_named():
     with pytest.raises(ValueError, match="the loss is"):
         Trainer(solver, max_epochs=1, **SILENT).train()
     assert all(map(torch.equal, before, solver.model.parameters()))
+
+
+def test_the_script_of_the_page_runs():
+    from test_readme import README, blocks
+
+    _, after = blocks(README.parent / "docs" / "pina.md", "py")
+    names = {"problem": problem(), "model": network(), "Trainer": lambda *a, **k: Trainer(*a, **k, **SILENT)}
+    exec(after.replace("max_epochs=1000", "max_epochs=2"), names)
+    assert names["trainer"].global_step == 2

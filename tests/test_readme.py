@@ -28,7 +28,14 @@ def test_the_examples_run_and_print_what_they_show(capsys):
     assert all(re.fullmatch(r"loss \d.*, damping \d.*, ratio -?\d.*", line) for line in lines)
 
 
-BY_THEIR_OWN_TESTS = {"doors.md", "models.md", "precision.md", "runs.md"}  # with blocks marked "py"
+BY_THEIR_OWN_TESTS = {
+    "deepxde.md",
+    "doors.md",
+    "models.md",
+    "pina.md",
+    "precision.md",
+    "runs.md",
+}  # with blocks marked "py"
 
 NEEDED = {"tracking.md": ("tensorboard", "wandb")}  # packages that a page is about
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Event, RLock, current_thread, get_ident, main_thread
@@ -113,3 +114,11 @@ def stop_on_signal(*numbers: int) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def level_of_caller() -> int:
+    """The `stacklevel` of a warning that points at the first line outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "woodbury":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from woodbury._process import level_of_caller
 from woodbury.model.fallback import Forward
 
 WIDEST, NARROWEST, FARTHEST = 6.0, 1 / 6, 3.0
@@ -41,10 +42,11 @@ def warn_of_columns(model: nn.Module, forward: Forward, inputs: Any) -> None:
     far = _far_columns(columns if columns.dim() == 2 else columns[:, 0])  # of several positions the first
     if far:
         shown = ", ".join(map(str, far[:8])) + (", ..." if len(far) > 8 else "")
+        what, verb = ("column", "is") if len(far) == 1 else ("columns", "are")
         warnings.warn(
-            f"fit: columns {shown} of the inputs are far from (-1, 1), and the fit may suffer: put scales around "
+            f"fit: {what} {shown} of the inputs {verb} far from (-1, 1), and the fit may suffer: put scales around "
             "the network, torch.nn.Sequential(woodbury.Scale.inputs(x), network, woodbury.Scale.targets(y))",
-            stacklevel=6,
+            stacklevel=level_of_caller(),
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
+from woodbury._process import level_of_caller
 from woodbury.model.fallback import Forward
 from woodbury.parallel.group import Group
 
@@ -76,7 +77,8 @@ class Conversion:
             return pair
         if not self.is_said:
             names = ", ".join(map(str, others))
-            warnings.warn(f"fit: data of {names} is converted to {self.dtype}, as the model has it", stacklevel=5)
+            message = f"fit: data of {names} is converted to {self.dtype}, as the model has it"
+            warnings.warn(message, stacklevel=level_of_caller())
             self.is_said = True
         inputs, targets = (own.to(self.dtype) if getattr(own, "dtype", None) in others else own for own in pair)
         return inputs, targets
