@@ -44,7 +44,7 @@ def warn_of_columns(model: nn.Module, forward: Forward, inputs: Any) -> None:
         shown = ", ".join(map(str, far[:8])) + (", ..." if len(far) > 8 else "")
         what, verb = ("column", "is") if len(far) == 1 else ("columns", "are")
         warnings.warn(
-            f"fit: {what} {shown} of the inputs {verb} far from (-1, 1), and the fit may suffer: put scales around "
+            f"fit: {what} {shown} of the inputs {verb} far from (-1, 1), and fits may suffer: put scales around "
             "the network, torch.nn.Sequential(woodbury.Scale.inputs(x), network, woodbury.Scale.targets(y))",
             stacklevel=level_of_caller(),
         )
