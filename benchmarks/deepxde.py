@@ -249,7 +249,6 @@ def solve(name: str, method: str, options: argparse.Namespace, seed: int) -> dic
 
     import woodbury.deepxde
 
-    dde.config.set_default_float(options.float)
     dde.config.set_random_seed(seed)
     problem = PROBLEMS[name](dde, np)
     model = dde.Model(problem.data, problem.net)
@@ -260,7 +259,7 @@ def solve(name: str, method: str, options: argparse.Namespace, seed: int) -> dic
         before = problem.error(model)
     started = time.perf_counter()
     if method == "fit":
-        woodbury.deepxde.fit(model, options.seconds, points=options.points, weights=options.weights, verbose=0)
+        woodbury.deepxde.fit(model, options.seconds, verbose=0)
     else:
         by_recipe(dde, model, problem, options.seconds, adam=not options.polish)
     spent, steps = time.perf_counter() - started, model.train_state.step
@@ -295,9 +294,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="the first of them (default: %(default)s)")
     parser.add_argument("--polish", action="store_true", help=f"go on after {ADAM_FIRST} steps of Adam")
     parser.add_argument("--method", choices=("both", "fit", "recipe"), default="both", help="which of the two")
-    parser.add_argument("--points", default="by residual", help="of fit (default: %(default)s)")
-    parser.add_argument("--weights", default="auto", help="of fit (default: %(default)s)")
-    parser.add_argument("--float", choices=("float32", "float64"), default="float32", help="DeepXDE's own type")
 
 
 COMMAND = Command("Solve DeepXDE's documented problems, a minute each.", run, table, add_options)

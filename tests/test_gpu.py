@@ -701,8 +701,8 @@ def test_replayed_passes_notice_a_number_that_a_function_reads_and_random_number
         return fingerprint.of_function(times)
 
     for factor in (1.0,) * 5 + (2.0,) * 5:
-        assert bool((replays(key(), times, x) == factor).all())
-    drawn = [replays("noise", lambda x: x + torch.rand_like(x), x) for _ in range(6)]
+        assert bool((replays(key, times, x) == factor).all())
+    drawn = [replays(lambda: "noise", lambda x: x + torch.rand_like(x), x) for _ in range(6)]
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(drawn))
-    waiting = [float(replays("wait", lambda x: x * float(x.sum()), x)[0]) for _ in range(6)]
+    waiting = [float(replays(lambda: "wait", lambda x: x * float(x.sum()), x)[0]) for _ in range(6)]
     assert waiting == [3.0] * 6

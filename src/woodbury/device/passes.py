@@ -51,14 +51,14 @@ class Replays:
     def __deepcopy__(self, memo: Any) -> Replays:
         return Replays(self.is_used)
 
-    def __call__(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments), a tensor or a tree of them."""
+    def __call__(self, key: Callable[[], Hashable], function: Callable[..., Any], *arguments: Any) -> Any:
+        """function(*arguments), a tensor or a tree of them; key() is made where that may be replayed."""
         leaves, structure = pytree.tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         device = tensors[0].device
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not self.is_used or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return function(*arguments)
-        kind = self._kind_of(key, leaves, structure)
+        kind = self._kind_of(key(), leaves, structure)
         if kind.graph is not None:
             return kind.replay(tensors)
         before = recording.bytes_ever_allocated(device)

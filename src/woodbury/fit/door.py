@@ -111,9 +111,9 @@ def fit(
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
         epochs: how often to go through a loader.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
-            8192), and 256 for the terms of `Equations` on a CPU. There are twice as many, up to 2 per parameter
-            (on a GPU 8) and as far as memory goes, after two steps in a row that the samples limit: other samples
-            promise less than half of what the batch promises.
+            8192), and for the terms of `Equations` on a CPU 256, from the ninth step on 512. There are twice as
+            many, up to 4 per parameter (on a GPU 8) and as far as memory goes, after two steps in a row that the
+            samples limit: other samples promise less than half of what the batch promises.
         points: "by residual" takes the samples of a step from eight times as many that are drawn, more often where
             the residual is large, with weights that keep the expected loss (`woodbury.fit.equations`); for MSELoss
             and `Equations`. "as drawn" takes them as they come.

@@ -19,7 +19,7 @@ unless they are given. Conditions on the solution are rows without derivatives, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +159,9 @@ class _Source:
         def run(*batch: Any) -> Tensor:
             return self.residual(model, *batch)
 
-        key = fingerprint.of_model(model), fingerprint.of_function(self.residual.function)
+        def key() -> Hashable:
+            return fingerprint.of_model(model), fingerprint.of_function(self.residual.function)
+
         try:
             with torch.no_grad():
                 values: Tensor = self.replays(key, run, inputs, targets, scale)

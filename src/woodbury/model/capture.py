@@ -95,25 +95,19 @@ class GraphCapture(Pass):
         """
         plan = self.plan
         with torch.set_grad_enabled(trial_needs_gradients(plan, self.forward)), casting(self.autocast, plan):
-            if self._is_replayed() and not forwards:
+            if plan.replays.is_used and plan.device.type == "cuda" and not forwards:
                 values = {name: own.detach() for name, own in plan.parameters.items()}
                 moved = torch._foreach_add([values[name] for name in changes], list(changes.values()))
                 values.update(zip(changes, moved, strict=True))
-                return self._repeat("outputs", self._outputs_at, values, self.inputs).detach()
+                return self.repeat("outputs", self._outputs_at, values, self.inputs).detach()
             with moved_model(plan, changes, forwards):
                 return self.forward(plan.model, self.inputs).detach()
 
     def _outputs_at(self, values: Parts, inputs: Any) -> Tensor:
         return self.run_with(values, inputs).reshape(self.raw.shape)
 
-    def _is_replayed(self) -> bool:
-        return self.plan.replays.is_used and self.plan.device.type == "cuda"
-
-    def _repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """function(*arguments), replayed from a recording where that saves time."""
-        if not self._is_replayed():
-            return function(*arguments)
-        return self.plan.replays((name, self.autocast, self._fingerprint), function, *arguments)
+    def repeat(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self.plan.replays(lambda: (name, self.autocast, self._fingerprint), function, *arguments)
 
     @cached_property
     def _fingerprint(self) -> Hashable:
@@ -124,7 +118,7 @@ class GraphCapture(Pass):
         plan = self.plan
         if plan.findings.forward_order >= 1:
             with casting(self.autocast, plan):
-                images = tangents.push_forward(self, vectors, self._repeat)
+                images = tangents.push_forward(self, vectors)
             if images is not None:
                 return images
             plan.findings.lower_forward_order(0)
@@ -140,7 +134,7 @@ class GraphCapture(Pass):
 
         if plan.findings.forward_order >= 2:
             with casting(self.autocast, plan):
-                curve = tangents.second_derivative(self, vector, self._repeat)
+                curve = tangents.second_derivative(self, vector)
             if curve is not None and not plan.findings.checked_curve:
                 plan.findings.note_curve(tangents.agrees_with_differences(curve, self, run, vector))
             if curve is not None and plan.findings.forward_order >= 2:

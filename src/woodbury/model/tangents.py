@@ -22,14 +22,8 @@ from woodbury._vector import Parts
 from woodbury.layers.attention import plain_attention
 from woodbury.model.fallback import Pass, no_batching_warnings
 
-Repeat = Callable[..., Any]  # (name, function, *arguments) -> function(*arguments), perhaps replayed
 
-
-def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
-
-def push_forward(forward_pass: Pass, vectors: Sequence[Parts], repeat: Repeat = call) -> Tensor | None:
+def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
     point = _values(forward_pass)
 
@@ -39,14 +33,14 @@ def push_forward(forward_pass: Pass, vectors: Sequence[Parts], repeat: Repeat = 
         return torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
 
     directions = {name: torch.stack([vector[name] for vector in vectors]) for name in point}
-    found = _attempt(lambda: repeat("push", push, point, directions, forward_pass.inputs))
+    found = _attempt(lambda: forward_pass.repeat("push", push, point, directions, forward_pass.inputs))
     if found is None or not forward_pass.gives(found[0][0]):
         return None
     image: Tensor = found[1]
     return image
 
 
-def second_derivative(forward_pass: Pass, vector: Parts, repeat: Repeat = call) -> Tensor | None:
+def second_derivative(forward_pass: Pass, vector: Parts) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
     point = _values(forward_pass)
 
@@ -54,7 +48,7 @@ def second_derivative(forward_pass: Pass, vector: Parts, repeat: Repeat = call) 
         return derivatives_along(_along(forward_pass, inputs), point, direction)
 
     direction = {name: vector[name] for name in point}
-    found = _attempt(lambda: repeat("bend", bend, point, direction, forward_pass.inputs))
+    found = _attempt(lambda: forward_pass.repeat("bend", bend, point, direction, forward_pass.inputs))
     if found is None or not forward_pass.gives(found[0]):
         return None
     curve: Tensor = found[2]
