@@ -17,7 +17,7 @@ import woodbury
 from changes import CHANGES, Scaled
 from woodbury import _random
 from woodbury._vector import flatten
-from woodbury.device import fingerprint, passes, recording
+from woodbury.device import fingerprint, passes, recording, scalars
 from woodbury.optimizers import OPTIMIZERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -706,3 +706,17 @@ def test_replayed_passes_notice_a_number_that_a_function_reads_and_random_number
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(drawn))
     waiting = [float(replays(lambda: "wait", lambda x: x * float(x.sum()), x)[0]) for _ in range(6)]
     assert waiting == [3.0] * 6
+
+
+def test_a_single_number_is_computed_by_a_kernel_and_relative_damping_follows_the_scale():
+    values = [torch.tensor(value, dtype=torch.float64, device="cuda") for value in (3.0, 0.5)]
+    first, second = (scalars.as_number(value) for value in values)
+    (result,) = scalars.compute(first * second + 1.0)
+    assert result.item() == 2.5
+    damping = woodbury.LevenbergMarquardt(initial=0.1, relative=True)
+    for capture in (False, True):
+        (on_cpu, there), (moved_problem, here) = pair("softmax", "smw-gn", damping=damping, capture=capture)
+        for _ in range(5):
+            there.step(on_cpu.inputs, on_cpu.targets)
+            here.step(moved_problem.inputs, moved_problem.targets)
+        assert_close(on_cpu.model, moved_problem.model, rtol=1e-9, atol=1e-9)

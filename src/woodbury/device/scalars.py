@@ -311,7 +311,7 @@ def _launch(source: str, outputs: int, tensors: Sequence[Tensor], constants: dic
         _kernels_work = False  # no compiler on this machine: torch's operations do the same
         return None
     _kernels[key] = kernel
-    return results
+    return results if outputs > 1 else [results]  # torch returns a single output as it is
 
 
 def scaled_if(holds: Tensor, values: Tensor, rate: float | Tensor = 1.0) -> Tensor:

@@ -1,7 +1,7 @@
 """Fits to samples that are drawn: steps with a search on more and more of them, and plain ones before.
 
 Far from a solution a searched step may be dear and short. Where the first ones creep, Levenberg-Marquardt steps
-follow (for terms on a CPU), taken if they gain, as long as they gain enough, and then searched steps for good.
+follow (for terms), taken if they gain, as long as they gain enough, and then searched steps for good.
 There are twice as many samples after two searched steps in a row that the samples limit: where other samples
 promise less than half of what the batch promises.
 """
@@ -24,13 +24,18 @@ from woodbury.fit.run import SEARCH, Callback, Run, Validation
 from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
 
+FEW_STEPS = 8  # on few samples, at the very start
 # after so many searched steps: if the last four were shorter than this, plain ones
-LOOKS = {8: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
+LOOKS = {FEW_STEPS: 1 / 64, **dict.fromkeys(range(12, 50, 4), 1 / 16)}
+LOOKS_ON_DEVICE = dict.fromkeys(
+    range(48, 100, 16), 1 / 16
+)  # where a searched step takes the time of few plain ones
 FAR = 1e-4  # follow, unless the loss is below this share of the first,
 WINDOW = 96  # twice as many at least, and on as long as this many
 WORTH = 0.5  # take so much off the logarithm of the loss
 LEAST, MOST, MOST_ON_DEVICE = 256, 4096, 8192  # samples of a step at first: 1.5 per parameter within these bounds
 FEW = 256  # samples of terms on a CPU in the first steps, and in plain ones; twice as many in searched ones
+FEW_ON_DEVICE = 512  # on a device, where searched ones have 1.5 per parameter
 GROWTH = 2  # times the samples, where they limit the steps:
 LIMITED = 0.5  # where other samples promise less than this of what the batch promises,
 LIMITED_STEPS = 2  # so many steps in a row
@@ -62,15 +67,20 @@ class SolvingRun(Run):
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"
         fewest, most = (LEAST, MOST) if on_cpu else (8 * LEAST, MOST_ON_DEVICE)
-        few = on_cpu and source.has_terms  # each has points of its own, and few are enough at first
-        first = FEW if few else min(max(round(1.5 * self.size), fewest), most)
-        self.count = min(first, max(64, MOST_ROWS * self.size)) if samples is None else samples
-        while samples is None and self.count > LEAST and not self._fits(self.count):
-            self.count //= 2
-        # samples of a step; fewer where memory has run out
-        self.most = (MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size
+        usual = min(max(round(1.5 * self.size), fewest), most, max(64, MOST_ROWS * self.size))
+        self.most = (MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS) * self.size  # samples of a step
+        while usual > LEAST and not self._fits(usual):
+            usual //= 2
+        few = source.has_terms  # each has points of its own, and few are enough at first
+        if samples is not None:
+            self.count = self.searched = samples
+        elif few:
+            self.count = min(FEW if on_cpu else FEW_ON_DEVICE, usual)
+            self.searched = min(2 * self.count, self.most) if on_cpu else usual  # after looks
+        else:
+            self.count = self.searched = usual
         self.first = self.count  # and in plain steps
-        self.searched = self.first if samples is not None else min(2 * self.first, self.most)  # after looks
+        self.looks = LOOKS if on_cpu else LOOKS_ON_DEVICE
         # the steps before this phase
         self.phase, self.since = "look" if source.is_fresh and few else "search", 0
         self.rejected = self.limited = 0  # steps in a row
@@ -112,12 +122,12 @@ class SolvingRun(Run):
     def _decide(self) -> None:
         """Whether the next step is a plain one."""
         fit, begun = self.fit, self.fit.steps - self.since
-        if self.phase == "look" and fit.steps in LOOKS:
-            creeps = all(float(record["length"]) < LOOKS[fit.steps] for record in fit.history[-4:])
+        if self.phase == "look" and fit.steps in self.looks:
+            creeps = all(float(record["length"]) < self.looks[fit.steps] for record in fit.history[-4:])
             if creeps and fit.history[-1]["loss"] > FAR * fit.history[0]["loss"]:
                 self.begin_plain()
-            elif fit.steps == min(LOOKS):
-                self.count = max(self.count, self.searched)
+        if self.phase == "look" and fit.steps == FEW_STEPS:
+            self.count = max(self.count, self.searched)
         elif self.phase == "plain" and begun >= 2 * WINDOW and self._gained(WINDOW) < WORTH:
             if GROWTH * self.count <= self.most_plain and self._fits(GROWTH * self.count):
                 self.count, self.since = GROWTH * self.count, fit.steps - WINDOW
