@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone where the search is stuck
+MOST_RUNGS = 12  # all their subsets are tried
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class CurvedSearch:
         if not isinstance(self.rungs, tuple | list):
             raise TypeError(f"CurvedSearch: rungs must be a tuple of dampings, got {self.rungs!r}")
         object.__setattr__(self, "rungs", tuple(self.rungs))
-        if not self.rungs:
-            raise ValueError("CurvedSearch: rungs must hold at least one damping")
+        if not 1 <= len(self.rungs) <= MOST_RUNGS:
+            raise ValueError(f"CurvedSearch: rungs must hold 1 to {MOST_RUNGS} dampings, got {len(self.rungs)}")
         named = [(f"rungs[{index}]", value) for index, value in enumerate(self.rungs)]
         named += [(name, getattr(self, name)) for name in ("longest", "shortest", "hopeless", "least_gain")]
         chosen = ((name, getattr(self, name)) for name in ("bend", "first", "deep"))
