@@ -17,6 +17,7 @@ ROOT = Path(woodbury.__file__).parent
 ROOMS = [
     *(
         "_version",
+        "_style",
         "_vector",
         "_random",
         "_process",
