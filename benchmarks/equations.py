@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import woodbury
 from benchmarks.common import Command, chain, say
+from woodbury._style import STYLE
 
 PI, FIRST_SEED = math.pi, 100
 GOALS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
@@ -422,6 +423,7 @@ def _with_figure(results: dict[str, Any], path: str | None) -> dict[str, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams.update(STYLE)
     from matplotlib import pyplot
 
     columns = min(4, len(results))
@@ -430,7 +432,7 @@ def _with_figure(results: dict[str, Any], path: str | None) -> dict[str, Any]:
     for panel in panels.flat[len(results) :]:
         panel.axis("off")
     for panel, (name, methods) in zip(panels.flat, results.items(), strict=False):
-        colours = {"fit": "#0072b2", "adam + l-bfgs": "#999999"}
+        colours = {"fit": "#0072B2", "adam + l-bfgs": "#999999"}
         for method, runs in methods.items():
             for index, own in enumerate(runs):
                 label = f"woodbury.{method}" if method == "fit" else method
@@ -444,11 +446,10 @@ def _with_figure(results: dict[str, Any], path: str | None) -> dict[str, Any]:
                 0.98, error * 1.5, source + when, transform=panel.get_yaxis_transform(), ha="right", fontsize=8
             )
         panel.set_title(name, fontsize=10)
-        panel.grid(alpha=0.25)
         panel.set_xlabel("seconds", fontsize=9)
     for row in panels:
         row[0].set_ylabel("relative error", fontsize=9)
-    panels.flat[0].legend(fontsize=8, frameon=False)
+    panels.flat[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     return results

@@ -24,7 +24,21 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
-from harness import AMBER, BLUE, GREY, ORANGE, Build, Methods, Run, compare, figure, from_torch, options, plot_runs, train
+from harness import (
+    AMBER,
+    BLUE,
+    GREY,
+    ORANGE,
+    Build,
+    Methods,
+    Run,
+    compare,
+    figure,
+    from_torch,
+    options,
+    plot_runs,
+    train,
+)
 from woodbury.experiments.data import load_dataset
 
 BATCH = 128
