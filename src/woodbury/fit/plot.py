@@ -16,7 +16,8 @@ def draw(fit: Any) -> Any:
     """Losses and the best step of a `Fit`; below them metrics, and length, rate and samples where they change."""
     import matplotlib
 
-    with matplotlib.rc_context({**STYLE, "axes.titlesize": 9, "axes.titleweight": "normal"}):
+    style: Any = {**STYLE, "axes.titlesize": 9, "axes.titleweight": "normal"}
+    with matplotlib.rc_context(style):
         return _draw(fit)
 
 
