@@ -23,6 +23,7 @@ from torch import nn
 import woodbury
 from benchmarks.common import Command, say
 from benchmarks.equation_list import PROBLEMS, Problem
+from woodbury._style import STYLE
 
 FIRST_SEED = 100
 POINTS, RATE = 2048, 3e-3  # of the rivals
@@ -172,10 +173,7 @@ def _with_figure(results: dict[str, Any], options: argparse.Namespace) -> dict[s
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from woodbury._style import STYLE
-
-    style: Any = STYLE
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         figure, panel = pyplot.subplots(figsize=(7.5, 0.6 + 0.36 * len(results)), layout="constrained")
         for place, methods in enumerate(results.values()):
             for method, runs in methods.items():

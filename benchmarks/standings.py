@@ -23,6 +23,7 @@ from benchmarks.rivals import (
     Record,
     bench_problems,
 )
+from woodbury._style import STYLE
 from woodbury.runs.config import installed_versions, this_machine
 from woodbury.runs.storage import round_numbers
 
@@ -197,27 +198,31 @@ def _test(kind: str, entry: Entry) -> str:
 
 def draw_problems(records: Sequence[Record]) -> Any:
     """A panel per problem: training loss against CPU seconds, a line per seed, at the best rate of each method."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     rows = summarise(records)["problems"]
     columns = min(5, len(rows))
     height = math.ceil(len(rows) / columns)
-    whole, drawn = Figure(figsize=(3 * columns, 2.4 * height + 0.7), layout="constrained"), {}
-    for place, (name, row) in enumerate(rows.items(), start=1):
-        panel, losses = whole.add_subplot(height, columns, place), []
-        own = [record for record in records if record["problem"] == name]
-        for record in own:
-            if record["rate"] != row[record["method"]]["rate"]:
-                continue
-            text, colour, style = _LOOKS[record["method"]]
-            points = [(seconds, loss) for seconds, loss in record["curve"] if loss is not None and loss > 0]
-            losses += [loss for _, loss in points]
-            (drawn[text],) = panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2)
-        panel.set_yscale("log")
-        # What runs away above the start is cut off.
-        panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in own))
-        panel.set_title(f"{name}: training loss, CPU seconds", loc="left", fontsize=9)
-    whole.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(columns, 5), frameon=False)
+    with matplotlib.rc_context(STYLE):
+        whole, drawn = Figure(figsize=(3 * columns, 2.4 * height + 0.7), layout="constrained"), {}
+        for place, (name, row) in enumerate(rows.items(), start=1):
+            panel, losses = whole.add_subplot(height, columns, place), []
+            own = [record for record in records if record["problem"] == name]
+            for record in own:
+                if record["rate"] != row[record["method"]]["rate"]:
+                    continue
+                text, colour, style = _LOOKS[record["method"]]
+                points = [(seconds, loss) for seconds, loss in record["curve"] if loss is not None and loss > 0]
+                losses += [loss for _, loss in points]
+                (drawn[text],) = panel.plot(
+                    *zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2
+                )
+            panel.set_yscale("log")
+            # What runs away above the start is cut off.
+            panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in own))
+            panel.set_title(f"{name}: training loss, CPU seconds", fontsize=9)
+        whole.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(columns, 5))
     return whole
 
 

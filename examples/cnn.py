@@ -24,7 +24,21 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
-from harness import Build, Methods, Run, compare, figure, from_torch, options, plot_runs, train
+from harness import (
+    AMBER,
+    BLUE,
+    GREY,
+    ORANGE,
+    Build,
+    Methods,
+    Run,
+    compare,
+    figure,
+    from_torch,
+    options,
+    plot_runs,
+    train,
+)
 from woodbury.experiments.data import load_dataset
 
 BATCH = 128
@@ -79,7 +93,7 @@ METHODS: Methods = {
     "Adam": {f"lr {lr:g}": from_torch(torch.optim.Adam, lr=lr) for lr in (0.0025, 0.005, 0.01)},
 }
 TITLES = {"mnist": "MNIST", "digits": "the 8 x 8 digits"}
-COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#555555")
+COLOURS = (ORANGE, BLUE, AMBER, GREY)
 
 
 @torch.no_grad()
@@ -117,7 +131,7 @@ def draw(best: dict[str, list[Run]], title: str, epochs: int, path: Path) -> Non
             axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
             axis.set_minor_formatter(ticker.NullFormatter())
-        left.set_title(title, loc="left", fontweight="bold")
+        left.set_title(title)
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[Run]]:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 import woodbury
-from harness import figure, options
+from harness import BLUE, ORANGE, figure, options
 
 TOLERANCE = torch.finfo(torch.float64).eps
 AGREEMENT = 1e-8
@@ -378,7 +378,6 @@ def compare(name: str, start: int) -> Row:
 
 def draw(rows: list[Row], path: Path) -> None:
     """Data, first guess and fits above; how far the parameters are from the minimum below."""
-    blue, orange = "#0072b2", "#d55e00"
     with figure(path, 2, len(rows), dpi=100, figsize=(3 * len(rows) + 0.6, 5.8)) as (picture, axes):
         for row, above, below in zip(rows, *axes, strict=True):
             x, y = row.problem.inputs[:, 0], row.problem.targets[:, 0]
@@ -388,19 +387,19 @@ def draw(rows: list[Row], path: Path) -> None:
             )
             above.plot(grid, guess, color="#999999", linewidth=1, linestyle=":", label="first guess")
             curves = [row.problem.function(grid, *side.parameters) for side in (row.ours, row.scipys)]
-            above.plot(grid, curves[0], color=blue, linewidth=2, label="woodbury")
-            above.plot(grid, curves[1], color=orange, linewidth=1.2, linestyle="--", label="scipy lm")
+            above.plot(grid, curves[0], color=BLUE, linewidth=2, label="woodbury")
+            above.plot(grid, curves[1], color=ORANGE, linewidth=1.2, linestyle="--", label="scipy lm")
             above.plot(x, y, "o", color="black", markersize=2.8, alpha=0.7, label="data")
             margin = 0.06 * (y.max() - y.min()).item()
             above.set_ylim(y.min().item() - 2 * margin, y.max().item() + 2 * margin)
-            above.set_title(f"{row.name} ({row.start})", loc="left", fontweight="bold")
+            above.set_title(f"{row.name} ({row.start})")
             errors = [[distance(b, row.minimum) for b in side.path] for side in (row.ours, row.scipys)]
-            below.plot(errors[0], "o-", color=blue, markersize=4.5, linewidth=1, label="woodbury.least_squares")
-            below.plot(errors[1], "s--", color=orange, markersize=2, linewidth=1, label="scipy lm")
+            below.plot(errors[0], "o-", color=BLUE, markersize=4.5, linewidth=1, label="woodbury.least_squares")
+            below.plot(errors[1], "s--", color=ORANGE, markersize=2, linewidth=1, label="scipy lm")
             below.set(yscale="log", xlabel="steps")
             above.grid(visible=False)
-        axes[0, 0].legend(frameon=False, fontsize="small")
-        picture.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+        axes[0, 0].legend(fontsize="small")
+        picture.legend(*axes[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         axes[1, 0].set_ylabel("largest relative error\nof a parameter")
 
 

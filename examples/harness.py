@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import woodbury
+from woodbury._style import STYLE
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 Methods = dict[str, dict[str, Build]]  # method -> setting -> how to build the optimizer
@@ -137,6 +138,10 @@ def smallest(losses: dict[str, float]) -> str:
     return min(losses, key=lambda name: (math.isnan(losses[name]), losses[name]))
 
 
+# Of Okabe and Ito's colours, which the colour-blind can tell apart.
+BLUE, ORANGE, AMBER, GREY = "#0072B2", "#D55E00", "#E69F00", "#555555"
+
+
 @contextmanager
 def figure(path: Path, rows: int = 1, columns: int = 1, dpi: int = 150, **settings: Any) -> Iterator[Any]:
     """Yield a figure and its panels, an array (rows, columns); write it to a file at the end."""
@@ -145,35 +150,39 @@ def figure(path: Path, rows: int = 1, columns: int = 1, dpi: int = 150, **settin
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    picture, panels = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
-    for panel in panels.flat:
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-    yield picture, panels
-    picture.savefig(path, dpi=dpi)
+    with matplotlib.rc_context(STYLE):
+        picture, panels = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
+        yield picture, panels
+        picture.savefig(path, dpi=dpi)
     pyplot.close(picture)
     print(f"wrote {path}")
 
 
 def plot(panel: Any, curves: dict[str, list[Curve]], colours: Sequence[str], column: int = 0) -> None:
-    """Draw the loss of every run against another column of its curve, one colour per label."""
+    """Draw the loss of every run against another column of its curve: one colour per label, woodbury's wider."""
     for (label, runs), colour in zip(curves.items(), colours, strict=True):
+        width = 2.0 if label.startswith("woodbury") else 1.2
         for index, curve in enumerate(runs):
             across, losses = [point[column] for point in curve], [point[-1] for point in curve]
-            panel.plot(across, losses, color=colour, alpha=0.85, label=label if index == 0 else None)
+            panel.plot(across, losses, color=colour, linewidth=width, label=label if index == 0 else None)
+
+
+def add_legend(picture: Any, panel: Any, runs: dict[str, list[Any]]) -> None:
+    """The names of a panel's lines below the figure, where they cover none."""
+    picture.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
 
 
 def draw_curves(path: Path, title: str, curves: dict[str, list[Curve]], xlabel: str, ylabel: str) -> None:
     """Write a figure of losses or errors, on a logarithmic scale, of `woodbury.fit` and one or two others."""
-    with figure(path, figsize=(7.5, 4.2)) as (_, ((panel,),)):
-        plot(panel, curves, ("#0072b2", "#d55e00", "#555555")[: len(curves)])
+    with figure(path, figsize=(7.5, 4.2)) as (picture, ((panel,),)):
+        plot(panel, curves, (BLUE, ORANGE, GREY)[: len(curves)])
         panel.set(yscale="log", xlabel=xlabel, ylabel=ylabel, xlim=(0, None))
-        panel.set_title(title, loc="left", fontweight="bold")
-        panel.legend(frameon=False, title=seeds_each(curves), alignment="left", loc="upper right")
+        panel.set_title(", ".join(filter(None, (title, seeds_each(curves)))))
+        add_legend(picture, panel, curves)
 
 
 def seeds_each(runs: dict[str, list[Any]]) -> str | None:
-    """How many runs each method has, for a legend; None if not all have the same number."""
+    """How many runs each method has, for a title; None if not all have the same number."""
     first, *others = {len(own) for own in runs.values()}
     return None if others else f"{first} seed{'s' * (first > 1)} each"
 
@@ -187,4 +196,4 @@ def plot_runs(panels: Any, best: dict[str, list[Run]], colours: Sequence[str], w
     for column, name in enumerate((unit, "CPU seconds, one thread")):
         plot(panels[column], curves, colours, column)
         panels[column].set(xlabel=name)
-    panels[0].legend(frameon=False, title=seeds_each(best), alignment="left")
+    add_legend(panels[0].figure, panels[0], best)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import woodbury
-from harness import Build, Methods, Run, compare, figure, from_torch, options, plot_runs, train
+from harness import GREY, ORANGE, Build, Methods, Run, compare, figure, from_torch, options, plot_runs, train
 
 POINTS = 20  # of a curve, besides the start
 LOSS = nn.CrossEntropyLoss()  # outputs (n, characters, t), targets (n, t)
@@ -128,7 +128,7 @@ METHODS: Methods = {
     "woodbury.NaturalGradient": {f"damping {start:g}": natural_gradient(start) for start in (0.1, 0.3, 1.0)},
     "Adam": {f"lr {lr:g}": from_torch(torch.optim.Adam, lr=lr) for lr in (0.01, 0.02, 0.04)},
 }
-COLOURS = ("#D55E00", "#555555")
+COLOURS = (ORANGE, GREY)
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def draw(best: dict[str, list[Run]], steps: int, path: Path) -> None:
         for panel in panels:
             panel.set(xlim=(0, None))
         panels[0].set_ylabel("bits per character, training text")
-        panels[0].set_title("A character-level transformer on Python's sources", loc="left", fontweight="bold")
+        panels[0].set_title("A character-level transformer on Python's sources")
 
 
 def main(argv: list[str] | None = None) -> dict[str, list[Run]]:

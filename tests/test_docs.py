@@ -183,6 +183,22 @@ def test_every_page_is_in_the_navigation():
     assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
+def test_every_example_is_in_the_gallery():
+    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"harness.py", "equations.py"}  # parts
+    assert set(re.findall(r"`python examples/(\w+\.py)", page)) == scripts
+
+
+@pytest.mark.parametrize("page", (ROOT / "docs").rglob("*.md"), ids=lambda page: page.stem)
+def test_every_figure_has_its_command(page):
+    """In the paragraph below it, or in the one after that (in a card of the gallery)."""
+    paragraphs = page.read_text(encoding="utf-8").split("\n\n")
+    for index, text in enumerate(paragraphs):
+        if re.match(r"\W*!\[", text):
+            below = " ".join(paragraphs[index + 1 : index + 3])
+            assert re.search(r"`(python|woodbury|fit\.plot)", below), f"{page.name}: {text}"
+
+
 def test_every_public_name_is_in_the_reference():
     """By a line `::: name`, which says the name itself or the function of that name in its module."""
     pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))

@@ -800,7 +800,7 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
         (lambda m, s: woodbury.GaussNewton(m, nn.MSELoss(), search=s, solver="cg"), ValueError, "cholesky"),
         (lambda m, s: woodbury.GaussNewton(m, nn.MSELoss(), search="curved"), TypeError, "CurvedSearch"),
         (lambda m, s: woodbury.NaturalGradient(m, nn.MSELoss(), search=s), ValueError, "GaussNewton"),
-        (lambda m, s: woodbury.CurvedSearch(rungs=()), ValueError, "at least one"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=()), ValueError, "1 to 12 dampings"),
         (lambda m, s: woodbury.CurvedSearch(rungs=1e-3), TypeError, "tuple"),
         (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 1e-2)), ValueError, "must fall"),
         (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 0.0)), ValueError, r"rungs\[1\] must be positive"),

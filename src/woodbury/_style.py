@@ -2,7 +2,7 @@
 
 from typing import Any
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.titlesize": 11,

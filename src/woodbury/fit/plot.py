@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from woodbury._style import STYLE
+
 # of Okabe and Ito's colours, which the colour-blind can tell apart
 LOSSES = {"loss": ("#0072B2", "-", "o"), "validation": ("#D55E00", "--", "s")}
 OTHERS = {"length": "length of the step", "rate": "rate", "samples": "samples per step"}
@@ -12,6 +14,14 @@ OTHERS = {"length": "length of the step", "rate": "rate", "samples": "samples pe
 
 def draw(fit: Any) -> Any:
     """Losses and the best step of a `Fit`; below them metrics, and length, rate and samples where they change."""
+    import matplotlib
+
+    style: Any = {**STYLE, "axes.titlesize": 9, "axes.titleweight": "normal"}
+    with matplotlib.rc_context(style):
+        return _draw(fit)
+
+
+def _draw(fit: Any) -> Any:
     from matplotlib.figure import Figure
 
     names = ("step", *LOSSES, *fit.metrics, *OTHERS)
@@ -25,17 +35,15 @@ def draw(fit: Any) -> Any:
             look = {"color": colour, "marker": marker, "markevery": max(1, len(fit.history) // 12)}
             places[0].plot(columns["step"], columns[name], line, markersize=4, label=name, **look)
     _set_scale(places[0], _known(columns["loss"]) | _known(columns["validation"]))
-    places[0].set_title(str(fit), loc="left", fontsize=9, wrap=True)
+    places[0].set_title(str(fit), wrap=True)
     for place, name in zip(places[1:], below, strict=True):
         place.step(columns["step"], columns[name], where="mid", color="#009E73")
-        place.set_title(OTHERS.get(name, name), loc="left", fontsize=9)
+        place.set_title(OTHERS.get(name, name))
         if name == "length":
             _set_scale(place, _known(columns[name]))
     for place in places:
         place.axvline(fit.best_step, color="#666666", linestyle=":", label=f"best step, {fit.best_step}")
-        place.grid(color="#E4E4E4", linewidth=0.7)
-        place.spines[["top", "right"]].set_visible(False)
-    places[0].legend(frameon=False)
+    places[0].legend()
     places[-1].set_xlabel("step")
     places[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure

@@ -11,26 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
+from woodbury._style import STYLE
 from woodbury.runs.looks import Look
 from woodbury.runs.medians import groups_of
 from woodbury.runs.panels import Axis, Drawing, Panel, describe
 from woodbury.runs.run import Run
-
-_STYLE: Any = {  # Any: matplotlib types the keys as a literal of every setting
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7,
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
-}
 
 
 def draw(runs: Sequence[Run]) -> Figure:
@@ -42,7 +27,7 @@ def draw(runs: Sequence[Run]) -> Figure:
     rows = [panel for panel in drawing.panels if "seconds" in panel.x]
     others = [panel for panel in drawing.panels if "seconds" not in panel.x]  # damping and ratio
     columns = 2 if not others else 3 if len(rows) > 1 else 4
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
         figure = Figure(figsize=(1 + 4 * columns, 3.6 * len(rows)), layout=layout)
         places = figure.subplots(len(rows), columns, squeeze=False)
@@ -62,7 +47,7 @@ def draw(runs: Sequence[Run]) -> Figure:
 def image(figure: Figure) -> bytes:
     """The figure as PNG."""
     buffer = io.BytesIO()
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a name may have any letters; a box stands for them
         figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
@@ -114,7 +99,7 @@ def _draw_legend(figure: Figure, drawing: Drawing) -> None:
     lines = [Line2D([], [], **_line_style(entry.look)) for entry in drawing.legend]
     labels = [_literal(entry.label) for entry in drawing.legend]
     columns = max(1, int(9 * figure.get_figwidth() / (max(map(len, labels)) + 7)))
-    figure.legend(lines, labels, loc="outside lower center", ncols=min(len(lines), columns), frameon=False)
+    figure.legend(lines, labels, loc="outside lower center", ncols=min(len(lines), columns))
 
 
 def _literal(text: str) -> str:
