@@ -1,8 +1,4 @@
-"""Tables, figures and a page from run folders on disk. Nothing here runs a model.
-
-The page is one HTML file with its data, style and program inside: page.html shows the numbers and texts that come
-from here and asks for nothing from a network.
-"""
+"""Tables, figures and a page from run folders on disk. Nothing here runs a model."""
 
 import dataclasses
 import json
@@ -56,10 +52,19 @@ def html(runs: Iterable[Run]) -> str:
     """The interactive page, with one section per data set."""
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
-    data = json.dumps(round_numbers(sections), allow_nan=False)
-    template = resources.files("woodbury.runs").joinpath("page.html").read_text(encoding="utf-8")
+    return fill(_read("page.html"), title, sections)
+
+
+def fill(template: str, title: str, data: Any) -> str:
+    """A page that asks for nothing from a network: its data is inside, and style and drawing, which pages share."""
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
-    return template.replace("{{title}}", escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
+    numbers = json.dumps(round_numbers(data), allow_nan=False).replace("<", "\\u003c")
+    parts = {"title": escape(title), "style": _read("page.css"), "script": _read("page.js"), "data": numbers}
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
+
+
+def _read(name: str) -> str:
+    return resources.files("woodbury.runs").joinpath(name).read_text(encoding="utf-8")
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
