@@ -52,15 +52,15 @@ def html(runs: Iterable[Run]) -> str:
     """The interactive page, with one section per data set."""
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
-    return fill(_read("page.html"), title, sections)
+    return fill(_read("report.html"), title, sections)
 
 
-def fill(template: str, title: str, data: Any) -> str:
-    """A page that asks for nothing from a network: its data is inside, and style and drawing, which pages share."""
+def fill(body: str, title: str, data: Any) -> str:
+    """A page that asks for nothing from a network: page.html, where style and drawing are, around a body."""
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
     numbers = json.dumps(round_numbers(data), allow_nan=False).replace("<", "\\u003c")
-    parts = {"title": escape(title), "style": _read("page.css"), "script": _read("page.js"), "data": numbers}
-    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
+    parts = {"title": escape(title), "data": numbers, "body": body}
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], _read("page.html"))
 
 
 def _read(name: str) -> str:
