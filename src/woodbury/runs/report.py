@@ -21,7 +21,7 @@ from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
 __all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
 
-PAGE = "report.html"
+_FILES = resources.files("woodbury.runs")
 _ABSENT = "–"  # what was not measured
 _COLUMNS = (
     *("train_loss", "test_loss", "test_error", "best_test_error", "seconds", "seconds_to_target"),
@@ -39,7 +39,7 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     No file is touched before all are ready, and none is ever half written. The same runs give the same files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {PAGE: html(runs).encode()}
+    files = {"report.html": html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
         stem = re.sub(r"[^\w.-]", lambda other: f"%{ord(other[0]):x}", dataset)  # other names have other stems
         files[f"{stem}.png"] = image(draw(members))
@@ -52,7 +52,7 @@ def html(runs: Iterable[Run]) -> str:
     """The interactive page, with one section per data set."""
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
-    return fill(_read("report.html"), title, sections)
+    return fill(_FILES.joinpath("report.html").read_text(encoding="utf-8"), title, sections)
 
 
 def fill(body: str, title: str, data: Any) -> str:
@@ -60,11 +60,8 @@ def fill(body: str, title: str, data: Any) -> str:
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
     numbers = json.dumps(round_numbers(data), allow_nan=False).replace("<", "\\u003c")
     parts = {"title": escape(title), "data": numbers, "body": body}
-    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], _read("page.html"))
-
-
-def _read(name: str) -> str:
-    return resources.files("woodbury.runs").joinpath(name).read_text(encoding="utf-8")
+    template = _FILES.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
