@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("matplotlib")
+
+from matplotlib.image import imread
 
 import demo
 import no_settings
@@ -61,26 +62,12 @@ def test_no_window_is_opened_where_nobody_sees_it(platform, monkeypatch):
 
 
 def test_pictures_have_x_to_the_right_and_y_upward_and_the_error_is_relative():
-    class Across(nn.Module):
-        def forward(self, points):
-            return points[:, :1] + 10 * points[:, 1:]
-
-    class Near(nn.Module):
-        def forward(self, points):
-            return 1.25 * demo.solution(points)
-
-    (first, _), _ = demo.draw_solution(Across())
-    colours = decoded(first["image"])
-    bar = decoded(first["bar"])[0]
+    (first, _), _ = demo.draw_solution(lambda points: points[:, :1] + 10 * points[:, 1:])
+    files = [io.BytesIO(base64.b64decode(first[name].partition(",")[2])) for name in ("image", "bar")]
+    colours, (bar,) = map(imread, files)
     for (row, column), place in {(-1, 0): 0, (-1, -1): 1 / 11, (0, 0): 10 / 11, (0, -1): 1}.items():
         assert colours[row, column].tolist() == pytest.approx(bar[round(255 * place)].tolist(), abs=0.02)
-    assert demo.draw_solution(Near())[1] == pytest.approx(0.25)
-
-
-def decoded(address):
-    from matplotlib.image import imread
-
-    return imread(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+    assert demo.draw_solution(lambda points: 1.25 * demo.solution(points))[1] == pytest.approx(0.25)
 
 
 def test_the_table_has_a_line_per_problem_and_seed(capsys):
