@@ -15,9 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
-demo: $(STAMP)  ## Fit a function to many digits beside L-BFGS and Adam, then train on the digits; figures and pages
+demo: $(STAMP)  ## Fit a function beside L-BFGS and Adam, solve an equation, train on the digits; opens a page
 	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
-	$(BIN)/woodbury compare digits --optimizers smw-gn,smw-ng,smw-ng-bd,sgd
 
 test: $(STAMP)  ## Check format and lint, then types while the tests that take seconds run
 	$(BIN)/ruff format --check

@@ -1,18 +1,73 @@
 """The demo and the table of defaults, in small form."""
 
+import base64
+import io
+import json
+import re
+
 import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.image import imread
 
 import demo
 import no_settings
 
+NO_SCREEN = ("CI", "TF_BUILD", "BUILD_NUMBER", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION")
 
-def test_the_demo_writes_a_figure_and_a_page(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    demo.main(["--seconds", "0.3", "--out", str(tmp_path)])
-    page = (tmp_path / "fit.html").read_text(encoding="utf-8")
-    assert (tmp_path / "fit.png").stat().st_size > 5000
-    assert "data:image/png;base64," in page and "torch Adam" in page and "{" not in page.partition("</style>")[2]
-    assert capsys.readouterr().out.count("mean squared error") == 7
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch):
+    """The addresses that a browser was asked to open; afterwards torch has its threads again."""
+    for name in NO_SCREEN:
+        monkeypatch.delenv(name, raising=False)
+    addresses: list[str] = []
+    monkeypatch.setattr(demo.webbrowser, "open", addresses.append)
+    threads = torch.get_num_threads()
+    yield addresses
+    torch.set_num_threads(threads)
+
+
+def test_the_demo_ends_with_one_page_and_opens_it_where_there_is_a_screen(tmp_path, capsys, opened, monkeypatch):
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr(demo, "COMPARISON", [*demo.COMPARISON, "--seeds", "1"])
+    demo.main(["--seconds", "0.1", "--steps", "2", "--epochs", "1", "--out", str(tmp_path)])
+    page = tmp_path / "index.html"
+    assert opened == [page.as_uri()] and f"wrote {page}" in capsys.readouterr().out
+    text = page.read_text(encoding="utf-8")
+    assert "{{" not in text and not re.search(r"https?:|@import", text)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert len(data["fits"]) == 7 and (tmp_path / data["report"]).exists()
+    assert [row[0] for row in data["digits"]["rows"]] == ["smw-gn", "smw-ng", "smw-ng-bd", "sgd"]
+    # the code on the page stands on its own, and begins where the other methods do
+    names: dict = {}
+    for code in (data["fit_code"], data["equation_code"]):
+        exec(code.rpartition("print(")[0], names)
+    model, inputs, targets = demo.precision.problem(100)
+    start = demo.precision.LOSS(model(inputs), targets).item()
+    assert names["fit_function"](0.01).history[0]["loss"] == pytest.approx(start)
+    assert names["solve_poisson"](1)[1].steps == 1
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_no_window_is_opened_where_nobody_sees_it(platform, monkeypatch):
+    monkeypatch.setattr(demo.sys, "platform", platform)
+    assert demo.has_screen() is (platform == "darwin")
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    assert demo.has_screen()
+    monkeypatch.setenv("CI", "true")
+    assert not demo.has_screen()
+
+
+def test_pictures_have_x_to_the_right_and_y_upward_and_the_error_is_relative():
+    (first, _), _ = demo.draw_solution(lambda points: points[:, :1] + 10 * points[:, 1:])
+    files = [io.BytesIO(base64.b64decode(first[name].partition(",")[2])) for name in ("image", "bar")]
+    colours, (bar,) = map(imread, files)
+    for (row, column), place in {(-1, 0): 0, (-1, -1): 1 / 11, (0, 0): 10 / 11, (0, -1): 1}.items():
+        assert colours[row, column].tolist() == pytest.approx(bar[round(255 * place)].tolist(), abs=0.02)
+    assert demo.draw_solution(lambda points: 1.25 * demo.solution(points))[1] == pytest.approx(0.25)
 
 
 def test_the_table_has_a_line_per_problem_and_seed(capsys):

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import demo
 from test_report import write_run
 from woodbury.runs import report
 
@@ -345,3 +346,25 @@ def test_the_page_fits_a_phone_and_a_dark_screen(visit, browser, comparison):
         assert light == "rgb(255, 255, 255)" != background()
     finally:
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_demo_shows_curves_pictures_and_tables_on_a_phone(visit, browser, comparison, tmp_path, monkeypatch):
+    monkeypatch.setenv("CI", "1")  # no window
+    monkeypatch.setattr(demo, "compare_digits", lambda out, epochs: comparison.parent)
+    demo.main(["--seconds", "0.1", "--steps", "2", "--out", str(tmp_path)])
+    page = visit(tmp_path / "index.html", width=400)
+    for details in page.all("summary"):
+        details.click()
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+    sizes = browser.execute_script("return [...document.images].map((image) => image.naturalWidth)")
+    assert sizes == [demo.GRID, 256, demo.GRID, 256]
+    labels = page.labels("train_loss")
+    assert [label.partition(",")[0] for label in labels] == ["woodbury.fit", "torch L-BFGS", "torch Adam"]
+    assert [row[0] for row in page.texts("#digits tbody tr")] == list(LOSSES)
+    rows = page.texts("#fits tbody tr")
+    assert len(rows) == 7 and set(labels) <= {row[0] for row in rows}
+    for axis, unit in (("seconds", " s"), ("epochs", "step ")):
+        page.choose(axis)
+        page.hover("train_loss", page.points("train_loss", "woodbury.fit")[0][0])
+        title, *curves = page.tip("train_loss")
+        assert unit in title and len(curves) == 3

@@ -1,8 +1,4 @@
-"""Tables, figures and a page from run folders on disk. Nothing here runs a model.
-
-The page is one HTML file with its data, style and program inside: page.html shows the numbers and texts that come
-from here and asks for nothing from a network.
-"""
+"""Tables, figures and a page from run folders on disk. Nothing here runs a model."""
 
 import dataclasses
 import json
@@ -25,7 +21,7 @@ from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standings, takeaway
 
 __all__ = ["Run", "draw", "ends_tables", "html", "load", "write"]
 
-PAGE = "report.html"
+_FILES = resources.files("woodbury.runs")
 _ABSENT = "–"  # what was not measured
 _COLUMNS = (
     *("train_loss", "test_loss", "test_error", "best_test_error", "seconds", "seconds_to_target"),
@@ -43,7 +39,7 @@ def write(runs: Sequence[Run], folder: Path) -> list[Path]:
     No file is touched before all are ready, and none is ever half written. The same runs give the same files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {PAGE: html(runs).encode()}
+    files = {"report.html": html(runs).encode()}
     for dataset, members in by_dataset(runs).items():
         stem = re.sub(r"[^\w.-]", lambda other: f"%{ord(other[0]):x}", dataset)  # other names have other stems
         files[f"{stem}.png"] = image(draw(members))
@@ -56,10 +52,16 @@ def html(runs: Iterable[Run]) -> str:
     """The interactive page, with one section per data set."""
     sections = [_section(dataset, members) for dataset, members in by_dataset(runs).items()]
     title = "woodbury: " + ", ".join(section["title"] for section in sections)
-    data = json.dumps(round_numbers(sections), allow_nan=False)
-    template = resources.files("woodbury.runs").joinpath("page.html").read_text(encoding="utf-8")
+    return fill(_FILES.joinpath("report.html").read_text(encoding="utf-8"), title, sections)
+
+
+def fill(body: str, title: str, data: Any) -> str:
+    """A page that asks for nothing from a network: page.html, where style and drawing are, around a body."""
     # "<" appears in JSON inside strings only, where its escape means the same and cannot end the script element.
-    return template.replace("{{title}}", escape(title)).replace("{{data}}", data.replace("<", "\\u003c"))
+    numbers = json.dumps(round_numbers(data), allow_nan=False).replace("<", "\\u003c")
+    parts = {"title": escape(title), "data": numbers, "body": body}
+    template = _FILES.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], template)
 
 
 def _section(dataset: str, runs: Sequence[Run]) -> dict[str, Any]:
