@@ -1,4 +1,4 @@
-"""The command `problems`: what the records of `benchmarks.rivals` say, as tables and a figure."""
+"""The command `problems`: what the records of `benchmarks.rivals` say, as tables."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
 
-from benchmarks.common import Command, positive, say, table
+from benchmarks.common import Command, positive, table
 from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION
 from benchmarks.rivals import (
     ADAM,
     ADAM_CONSTANT,
     EQUAL_SECONDS,
     METHODS,
-    SETTINGS,
     SGD,
     WOODBURY,
     Record,
@@ -31,11 +30,6 @@ WITHIN = 1.5  # times the training loss of tuned Adam: the bar on every problem
 Entry = dict[str, Any]
 
 
-def read_records(path: Path) -> list[Record]:
-    """The records of a file with one JSON object per line."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
-
-
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
     """What the records say, by problem and over all of them:
 
@@ -43,10 +37,9 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
 
     The rate of a method is the one with the lowest training loss, a median over the seeds. Its entry has
 
-        train_loss, seconds, steps               medians over the seeds
+        train_loss, seconds                      medians over the seeds
         test, test_range, test_variance          mean, smallest and largest, variance over the seeds
         rate, edge                               the rate, and whether it is the lowest or highest tried
-        left                                     train_loss over that at the start, the largest over the seeds
         ratio, seconds_ratio                     train_loss and seconds over those of tuned Adam (woodbury alone)
     """
     rows: dict[str, Entry] = {}
@@ -54,8 +47,8 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
     for record in records:
         rows.setdefault(record["problem"], {"kind": record["kind"]})
         groups.setdefault((record["problem"], record["method"]), []).append(record)
-    for (problem, method), own in groups.items():
-        rows[problem][method] = _entry(own)
+    for (problem, method), runs in groups.items():
+        rows[problem][method] = _entry(runs)
     for row in rows.values():
         for method in (WOODBURY, EQUAL_SECONDS):
             if method in row and ADAM in row:
@@ -75,9 +68,7 @@ def _entry(records: Sequence[Record]) -> Entry:
         "rate": rate,
         "edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
         "train_loss": losses[rate],
-        "left": max(figure_of(run, "train_loss") / run["start_loss"] for run in runs),
         "seconds": median(run["seconds"] for run in runs),
-        "steps": median(run["steps"] for run in runs),
         "test": fmean(tests),
         "test_range": (min(tests), max(tests)),
         "test_variance": variance(tests) if len(tests) > 1 and max(tests) < math.inf else 0.0,
@@ -102,15 +93,17 @@ def _bars(rows: Sequence[Entry]) -> dict[str, tuple[int, int]]:
         return _share(row[method]["train_loss"] < row[ADAM_CONSTANT]["train_loss"] for row in asked)
 
     return {
-        "equal epochs: training loss not above that of tuned Adam": _share(own["ratio"] <= 1 for own, _ in tuned),
+        "equal epochs: training loss not above that of tuned Adam": _share(
+            entry["ratio"] <= 1 for entry, _ in tuned
+        ),
         f"equal epochs: training loss within {WITHIN} times that of tuned Adam": _share(
-            own["ratio"] <= WITHIN for own, _ in tuned
+            entry["ratio"] <= WITHIN for entry, _ in tuned
         ),
         "equal seconds, regressions: training loss not above that of tuned Adam": _share(
-            own["ratio"] <= 1 for own, row in timed if row["kind"] == REGRESSION
+            entry["ratio"] <= 1 for entry, row in timed if row["kind"] == REGRESSION
         ),
         "equal seconds, classifications: test error not above that of tuned Adam beyond noise": _share(
-            not is_above(own, row[ADAM]) for own, row in timed if row["kind"] == CLASSIFICATION
+            not is_above(entry, row[ADAM]) for entry, row in timed if row["kind"] == CLASSIFICATION
         ),
         "equal epochs: training loss below that of Adam at 1e-3": below_constant(WOODBURY),
         "equal seconds: training loss below that of Adam at 1e-3": below_constant(EQUAL_SECONDS),
@@ -153,15 +146,14 @@ def faults(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-# -- tables and the figure ------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------------------
 
-# method: its name in tables, and colour and style of its line
-_LOOKS = {
-    ADAM_CONSTANT: ("Adam 1e-3", "#999999", "-"),
-    ADAM: ("Adam tuned", "#56B4E9", "-"),
-    SGD: ("SGD tuned", "#E69F00", "-"),
-    WOODBURY: ("woodbury, equal epochs", "#D55E00", "-"),
-    EQUAL_SECONDS: ("woodbury, equal seconds", "#D55E00", "--"),
+_TITLES = {
+    ADAM_CONSTANT: "Adam 1e-3",
+    ADAM: "Adam tuned",
+    SGD: "SGD tuned",
+    WOODBURY: "woodbury, equal epochs",
+    EQUAL_SECONDS: "woodbury, equal seconds",
 }
 
 
@@ -170,7 +162,7 @@ def problems_tables(summary: dict[str, Any]) -> str:
     training, test = [], []
     for name, row in summary["problems"].items():
         losses, figures = {"problem": name, "kind": row["kind"]}, {"problem": name, "kind": row["kind"]}
-        for method, (text, _, _) in _LOOKS.items():
+        for method, text in _TITLES.items():
             entry, heading = row.get(method, {}), text.replace(", ", "\n").replace(" ", "\n")
             losses[heading] = entry.get("train_loss")
             if method in (ADAM, SGD):
@@ -195,32 +187,6 @@ def _test(kind: str, entry: Entry) -> str:
     return f"{mean}{unit} ({low} to {high})"
 
 
-def draw_problems(records: Sequence[Record]) -> Any:
-    """A panel per problem: training loss against CPU seconds, a line per seed, at the best rate of each method."""
-    from matplotlib.figure import Figure
-
-    rows = summarise(records)["problems"]
-    columns = min(5, len(rows))
-    height = math.ceil(len(rows) / columns)
-    whole, drawn = Figure(figsize=(3 * columns, 2.4 * height + 0.7), layout="constrained"), {}
-    for place, (name, row) in enumerate(rows.items(), start=1):
-        panel, losses = whole.add_subplot(height, columns, place), []
-        own = [record for record in records if record["problem"] == name]
-        for record in own:
-            if record["rate"] != row[record["method"]]["rate"]:
-                continue
-            text, colour, style = _LOOKS[record["method"]]
-            points = [(seconds, loss) for seconds, loss in record["curve"] if loss is not None and loss > 0]
-            losses += [loss for _, loss in points]
-            (drawn[text],) = panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2)
-        panel.set_yscale("log")
-        # What runs away above the start is cut off.
-        panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in own))
-        panel.set_title(f"{name}: training loss, CPU seconds", loc="left", fontsize=9)
-    whole.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(columns, 5), frameon=False)
-    return whole
-
-
 # -- the command ----------------------------------------------------------------------------------------------
 
 
@@ -235,33 +201,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=1, metavar="NUMBER", help=text)
     text = "folder with MNIST and covtype (default: that of WOODBURY_DATA); without it these are left out"
     parser.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
-    text = "folder for records.jsonl and bench-problems.png (default runs/problems)"
+    text = "folder for records.jsonl, a line per run (default runs/problems)"
     parser.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
-    text = "the records.jsonl of an earlier run: its runs of Adam and SGD are not made again"
-    parser.add_argument("--rivals", type=Path, metavar="FILE", help=text)
-    text = f"settings of woodbury, one of {', '.join(SETTINGS)}"
-    parser.add_argument("--woodbury", choices=SETTINGS, default="defaults", metavar="SETTINGS", help=text)
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    """The summary; status 1 if a run of woodbury has a fault. The records and a figure of them go to a folder."""
-    settings = {"data_dir": options.data_dir, "settings": SETTINGS[options.woodbury]}
-    earlier = read_records(options.rivals) if options.rivals else []
+    """The summary; status 1 if a run of woodbury has a fault. The records go to a folder."""
+    wanted = {"seeds": range(options.seeds), "methods": options.methods, "data_dir": options.data_dir}
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "records.jsonl"
-    with path.open("w") as file:
-        for records in bench_problems(
-            options.only, options.jobs, earlier, seeds=range(options.seeds), methods=options.methods, **settings
-        ):
-            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in records)
+    records: list[Record] = []
+    with (options.out / "records.jsonl").open("w") as file:
+        for found in bench_problems(options.only, options.jobs, **wanted):
+            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in found)
             file.flush()
-    records = read_records(path)
+            records += found
     if not records:
         raise SystemExit("problems: the data of all these problems is absent")
-    try:
-        draw_problems(records).savefig(options.out / "bench-problems.png", dpi=130)
-    except ModuleNotFoundError as error:
-        say(f'no figure: that needs {error.name}: pip install "woodbury[experiments]"')
     return {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
 
 
