@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,7 +47,7 @@ def _measure(rank: int, processes: int, folder: str, networks: dict[str, Network
         entry = {"network": name, "method": method, "processes": processes}
         entry["bytes"] = group.bytes_given - before
         entry["ddp_bytes"] = 4 * network.parameters if processes > 1 else 0
-        entry["seconds"] = _fastest_quarter(lambda step=optimizer.step, batch=batch: step(*batch), repeats)
+        entry["seconds"] = _fastest_quarter(partial(optimizer.step, *batch), repeats)
         entries.append(entry)
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(entries))
