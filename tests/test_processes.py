@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -684,7 +686,6 @@ DIFFERENT = {
     "method": (lambda: made(woodbury.NaturalGradient), "method"),
     "search": (lambda: made(search=woodbury.CurvedSearch()), "search"),
     "forward": (lambda: made(forward=interrupted_forward(0)), "forward"),
-    "first order": (lambda: OPTIMIZERS["sgd"](classifier(dtype=torch.float32), nn.CrossEntropyLoss()), "method"),
 }
 
 
@@ -749,3 +750,36 @@ def test_processes_that_differ_raise_the_same_error():
     for name, cause in [(name, case[-1]) for name, case in (DIFFERENT | CHANGED).items()]:
         assert first[name].startswith("ValueError: processes that train together must have the same"), first[name]
         assert cause in first[name], (name, first[name])
+
+
+def run_python(*arguments, **environment):
+    """A new interpreter that imports what this one does."""
+    more = {"OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}
+    whole = {**os.environ, **{name: str(value) for name, value in more.items()}}
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=whole)
+
+
+ENDS = """
+import os
+from pathlib import Path
+
+import torch
+import woodbury
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = woodbury.NaturalGradient(model, torch.nn.MSELoss())  # imports torch._dynamo, and that much else
+torch.distributed.all_reduce(torch.ones(1))
+threads = lambda: [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+assert any("gloo" in name for name in threads()), threads()
+torch.distributed.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
+def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process():
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
+    done = run_python("-c", ENDS, **alone)
+    assert done.returncode == 0, done.stderr
