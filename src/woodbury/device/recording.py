@@ -104,7 +104,7 @@ class Recordings:
 
     def add(self, key: Key, recording: Recording) -> None:
         """Keep a recording, and drop those whose fixed part of the key differs."""
-        self._recordings = {old: own for old, own in self._recordings.items() if old.fixed == key.fixed}
+        self._recordings = {old: kept for old, kept in self._recordings.items() if old.fixed == key.fixed}
         self._recordings[key] = recording
 
     def give_up(self) -> None:

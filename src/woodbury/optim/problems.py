@@ -203,8 +203,8 @@ class Problems:
     def _read_rule(self, loss: nn.Module) -> None:
         """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
         attributes = vars(loss)
-        buffers = [own for own in attributes["_buffers"].values() if own is not None]
-        versions = [own._version for own in buffers]
+        buffers = [buffer for buffer in attributes["_buffers"].values() if buffer is not None]
+        versions = [buffer._version for buffer in buffers]
         if self._options is not None:
             before, known, tensors, numbers = self._options
             try:  # values that are the same object are not compared
@@ -321,7 +321,7 @@ def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) ->
     if not stored or not hyper.any_momentum:
         return None
     # others were not trained before
-    known = {name: like(stored[name], own) for name, own in plan.parameters.items() if name in stored}
+    known = {name: like(stored[name], parameter) for name, parameter in plan.parameters.items() if name in stored}
     if not known:
         return None
     before = plan.space.pack(known)

@@ -77,13 +77,13 @@ class RecordedStep:
         self, inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Any]]:
         """The numbers of a step on these buffers, and the new state."""
-        own = self.context.state
-        own.update(state)
+        current = self.context.state
+        current.update(state)
         batch = Batch(inputs, targets, self._samples, self._curvature_samples)
         numbers = self._take(self._plan, batch, rates)._numbers
         # the others have their defaults: nothing with a search is recorded
         shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
-        return shown, {name: own[name] for name in state}
+        return shown, {name: current[name] for name in state}
 
 
 class Replay:
