@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import Command, Network, Step, add_quick, positive, say, table
 from benchmarks.peer_steps import PEERS, Peer, Task
-from woodbury._memory import available_bytes
+from woodbury._bytes import available_bytes
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import installed_versions, this_machine
 

@@ -20,10 +20,9 @@ from woodbury._files import as_bytes, write_whole
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.runs.checkpoint import read_checkpoint, write_checkpoint
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
-from woodbury.runs.storage import RunFolderError, one_line
+from woodbury.runs.storage import RunFolderError, one_line, read_checkpoint, write_checkpoint
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury._memory import available_bytes, in_words
+from woodbury._bytes import available_bytes, in_words
 from woodbury._vector import Vector, like
 from woodbury.curvature import OwnScale
 from woodbury.device.scalars import as_number, is_known, to_device
@@ -170,7 +170,7 @@ class Problems:
             held_out=None if request.held_out is None else tuple(request.held_out),
             random=None if chain is not None else transaction.random,
             state=context.state,
-            check_memory=partial(self._check_memory, settings),
+            check_room=partial(self._check_room, settings),
         )
         return problem, hyper
 
@@ -216,7 +216,7 @@ class Problems:
         self.rule = loss_rule(loss)
         self._options = loss, dict(attributes), buffers, versions
 
-    def _check_memory(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
+    def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
         self._columns = k = settings.curvature.column_count(self.rule, raw.shape)
