@@ -135,7 +135,6 @@ def run(
         "train_loss": train_loss(),
         "test_loss": test_loss,
         "test_figure": test_figure,
-        "test_samples": len(task.test[0]),
         "finite": all(bool(parameter.isfinite().all()) for parameter in task.model.parameters()),
         "error": failure,
         "warnings": sorted({one_line(entry.message) for entry in caught if isinstance(entry.message, Warning)}),

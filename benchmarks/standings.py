@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import fmean, median
 from typing import Any
 
 from benchmarks.common import Command, positive, table
-from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION
+from benchmarks.problems import CLASSIFICATION, PROBLEMS
 from benchmarks.rivals import (
     ADAM,
     ADAM_CONSTANT,
@@ -25,20 +25,18 @@ from benchmarks.rivals import (
 from woodbury.runs.config import installed_versions, this_machine
 from woodbury.runs.storage import round_numbers
 
-WITHIN = 1.5  # times the training loss of tuned Adam: the bar on every problem
-
 Entry = dict[str, Any]
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
     """What the records say, by problem and over all of them:
 
-        {"problems": {name: {"kind", method: entry}}, "bars": {bar: (reached, asked)}, "faults": lines}
+        {"problems": {name: {"kind", method: entry}}, "faults": lines}
 
     The rate of a method is the one with the lowest training loss, a median over the seeds. Its entry has
 
         train_loss, seconds                      medians over the seeds
-        test, test_range, test_variance          mean, smallest and largest, variance over the seeds
+        test, test_range                         mean, smallest and largest over the seeds
         rate, edge                               the rate, and whether it is the lowest or highest tried
         ratio, seconds_ratio                     train_loss and seconds over those of tuned Adam (woodbury alone)
     """
@@ -54,7 +52,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
             if method in row and ADAM in row:
                 row[method]["ratio"] = row[method]["train_loss"] / row[ADAM]["train_loss"]
                 row[method]["seconds_ratio"] = row[method]["seconds"] / row[ADAM]["seconds"]
-    return {"problems": rows, "bars": _bars(list(rows.values())), "faults": faults(records)}
+    return {"problems": rows, "faults": faults(records)}
 
 
 def _entry(records: Sequence[Record]) -> Entry:
@@ -71,9 +69,6 @@ def _entry(records: Sequence[Record]) -> Entry:
         "seconds": median(run["seconds"] for run in runs),
         "test": fmean(tests),
         "test_range": (min(tests), max(tests)),
-        "test_variance": variance(tests) if len(tests) > 1 and max(tests) < math.inf else 0.0,
-        "test_samples": runs[0]["test_samples"],
-        "seeds": len(runs),
     }
 
 
@@ -81,52 +76,6 @@ def figure_of(record: Record, key: str) -> float:
     """A figure of a run, infinity if it is not a number or the run ended with an error."""
     value = record[key]
     return math.inf if value is None or math.isnan(value) or record["error"] is not None else float(value)
-
-
-def _bars(rows: Sequence[Entry]) -> dict[str, tuple[int, int]]:
-    tuned = [(row[WOODBURY], row) for row in rows if "ratio" in row.get(WOODBURY, {})]
-    timed = [(row[EQUAL_SECONDS], row) for row in rows if "ratio" in row.get(EQUAL_SECONDS, {})]
-    untuned = [row for row in rows if ADAM_CONSTANT in row]
-
-    def below_constant(method: str) -> tuple[int, int]:
-        asked = [row for row in untuned if method in row]
-        return _share(row[method]["train_loss"] < row[ADAM_CONSTANT]["train_loss"] for row in asked)
-
-    return {
-        "equal epochs: training loss not above that of tuned Adam": _share(
-            entry["ratio"] <= 1 for entry, _ in tuned
-        ),
-        f"equal epochs: training loss within {WITHIN} times that of tuned Adam": _share(
-            entry["ratio"] <= WITHIN for entry, _ in tuned
-        ),
-        "equal seconds, regressions: training loss not above that of tuned Adam": _share(
-            entry["ratio"] <= 1 for entry, row in timed if row["kind"] == REGRESSION
-        ),
-        "equal seconds, classifications: test error not above that of tuned Adam beyond noise": _share(
-            not is_above(entry, row[ADAM]) for entry, row in timed if row["kind"] == CLASSIFICATION
-        ),
-        "equal epochs: training loss below that of Adam at 1e-3": below_constant(WOODBURY),
-        "equal seconds: training loss below that of Adam at 1e-3": below_constant(EQUAL_SECONDS),
-    }
-
-
-def _share(answers: Iterable[bool]) -> tuple[int, int]:
-    values = list(answers)
-    return sum(values), len(values)
-
-
-def noise(entry: Entry, reference: Entry) -> float:
-    """Two standard errors of the difference of two mean test errors: 2 sqrt(v / n + v' / n' + q (1 - q) / N).
-
-    v and n: variance over n seeds of each; q: error of the reference on the N test samples that both share.
-    """
-    seeds = sum(part["test_variance"] / part["seeds"] for part in (entry, reference))
-    return 2 * math.sqrt(seeds + reference["test"] * (1 - reference["test"]) / reference["test_samples"])
-
-
-def is_above(entry: Entry, reference: Entry) -> bool:
-    """Whether the mean test error lies above that of the reference by more than `noise`."""
-    return bool(entry["test"] > reference["test"] + noise(entry, reference))
 
 
 def faults(records: Sequence[Record]) -> list[str]:
@@ -158,7 +107,7 @@ _TITLES = {
 
 
 def problems_tables(summary: dict[str, Any]) -> str:
-    """Training losses, test figures and, below them, on how many problems each bar is reached, and the faults."""
+    """Training losses, test figures and, below them, the faults."""
     training, test = [], []
     for name, row in summary["problems"].items():
         losses, figures = {"problem": name, "kind": row["kind"]}, {"problem": name, "kind": row["kind"]}
@@ -176,8 +125,7 @@ def problems_tables(summary: dict[str, Any]) -> str:
     title = "Training loss, median over the seeds; *: the edge of the rates tried; x: over those of tuned Adam"
     tables = [table(title, training, left=2)]
     tables.append(table("Test error or test loss, mean (smallest to largest) over the seeds", test, left=2))
-    bars = [f"{reached} of {asked}: {bar}" for bar, (reached, asked) in summary["bars"].items() if asked]
-    return "\n\n".join([*tables, "\n".join([*bars, *summary["faults"]])])
+    return "\n\n".join([*tables, *summary["faults"]])
 
 
 def _test(kind: str, entry: Entry) -> str:
