@@ -216,9 +216,10 @@ def with_a_fault(rank, world):
         optimizer.verify(inputs, targets)
     except ValueError as error:
         messages.append(str(error))
-    for settings in ({"search": woodbury.CurvedSearch()}, {"solver": "products"}):
+    alone = ("smw-gn", {"search": woodbury.CurvedSearch()}), ("smw-gn", {"solver": "products"}), ("sgd", {})
+    for name, settings in alone:
         try:
-            woodbury.GaussNewton(model, nn.CrossEntropyLoss(), **settings)
+            OPTIMIZERS[name](model, nn.CrossEntropyLoss(), **settings)
         except ValueError as error:
             messages.append(str(error))
     return messages, same, bool(optimizer.step(inputs, targets).accepted)
@@ -228,7 +229,7 @@ def test_an_error_of_one_process_is_an_error_of_all():
     first, second = processes.run(with_a_fault, 2)
     for messages, same, accepted in (first, second):
         assert same and accepted
-        assert len(messages) == 6 and all("one process" in message for message in messages[3:])
+        assert len(messages) == 7 and all("one process" in message for message in messages[3:])
     assert "shapes cannot be multiplied" in second[0][0] and "nan or inf" in second[0][1]
     for shown, cause in zip(
         first[0][:3], ("shapes cannot be multiplied", "nan or inf", "at least one"), strict=True
@@ -302,15 +303,12 @@ def test_a_process_that_is_killed_ends_the_others_with_a_message(tmp_path):
     assert "last checkpoint" in survivor.stdout and time.monotonic() - started < 100
 
 
-def test_for_one_process_nothing_is_exchanged():
+def test_for_one_process_nothing_is_exchanged_and_no_group_has_another_name():
     tensor = torch.randn(3)
     assert ALONE.sum(tensor) is tensor and ALONE.same(tensor) is tensor and ALONE.gather(tensor) == [tensor]
     assert ALONE.sums(1.0, 2.0) == [1.0, 2.0] and ALONE.bytes_given == 0
     with pytest.raises(KeyError), ALONE.together():
         raise KeyError
-
-
-def test_what_several_processes_cannot_do_is_refused():
     with pytest.raises(ValueError, match="process_group"):
         woodbury.GaussNewton(mlp(), nn.MSELoss(), process_group="all")
 
