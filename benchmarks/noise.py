@@ -211,5 +211,5 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 COMMAND = Command(
-    "test loss on twenty noisy problems beside Adam, tuned and stopped early (15 minutes)", run, show, _add_options
+    "test loss on twenty noisy problems beside Adam, tuned and stopped early (20 minutes)", run, show, _add_options
 )
