@@ -61,33 +61,31 @@ class FirstOrder(torch.optim.Optimizer):
 class SGD(FirstOrder, torch.optim.SGD):
     """torch.optim.SGD behind the common contract."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        forward: Forward | None = None,
+    ) -> None:
+        settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(model, loss, forward, **settings)
+
 
 class Adam(FirstOrder, torch.optim.Adam):
     """torch.optim.Adam behind the common contract."""
 
-
-def sgd(
-    model: nn.Module,
-    loss: nn.Module,
-    lr: float = 1e-3,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    forward: Forward | None = None,
-) -> FirstOrder:
-    """torch.optim.SGD behind the common contract."""
-    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-    return SGD(model, loss, forward, **settings)
-
-
-def adam(
-    model: nn.Module,
-    loss: nn.Module,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    forward: Forward | None = None,
-) -> FirstOrder:
-    """torch.optim.Adam behind the common contract."""
-    return Adam(model, loss, forward, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        forward: Forward | None = None,
+    ) -> None:
+        super().__init__(model, loss, forward, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
