@@ -16,7 +16,6 @@ from benchmarks import (
     equations,
     gpu,
     laplacian,
-    models,
     noise,
     peers,
     processes,
@@ -29,7 +28,7 @@ from woodbury.runs.storage import round_numbers
 
 _DESCRIPTION = (
     "Measure the cost of a step, or of training. This needs torch alone; regressors, classifiers and most of "
-    "`problems` need scikit-learn, and its figure matplotlib. Times on a CPU are CPU times of one thread: unless "
+    "`problems` need scikit-learn. Times on a CPU are CPU times of one thread: unless "
     "OMP_NUM_THREADS is 1, the program starts itself again with that setting."
 )
 
@@ -59,7 +58,6 @@ COMMANDS = {
     "classifiers": _estimators("classifiers", "LMClassifier"),
     "processes": processes.COMMAND,
     "laplacian": laplacian.COMMAND,
-    "models": models.COMMAND,
     "equations": equations.COMMAND,
     "deepxde": deepxde.COMMAND,
     "beside": beside.COMMAND,

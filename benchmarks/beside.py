@@ -8,14 +8,14 @@ up to
 as in `tests/bounds.py`: size is the number of parameters and rows, condition that of the first system. The noise
 is how far the work tree comes from itself when the parameters at the start are a few roundings off, the largest of
 three such runs: steps may amplify the errors of those before, and the dampings of a search have no one condition.
-Where the noise leaves no digit, nothing is compared (the bound is inf). The digits of
-rho = (f(theta) - f(theta + p)) / predicted cancel: its bound is larger by loss / (rho predicted).
+Where the noise leaves no digit, nothing is compared (the bound is inf).
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import math
 import os
 import subprocess
@@ -50,13 +50,13 @@ def export(commit: str, folder: Path) -> Path:
     return folder / "src"
 
 
-def trajectories(source: Path, *arguments: str) -> Any:
+def trajectories(source: Path, **asked: Any) -> Any:
     """What `benchmarks.trajectories` saves when it runs with this version of woodbury."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "result.pt")
         program = [sys.executable, "-W", "ignore", "-m", "benchmarks.trajectories"]
         environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [*program, str(source), str(file), *arguments]
+        command = [*program, str(source), str(file), json.dumps(asked)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{source}: {done.stderr}")
@@ -86,22 +86,13 @@ def compare(there: Run, here: Run, others: Sequence[Run]) -> dict[int, Any]:
     eps = torch.finfo(torch.float64).eps
     for steps, values in here["steps"].items():
         rounding = eps * math.sqrt(here["size"]) * here["condition"] * steps
-        cancelling = _cancellation(values)
         result[steps] = {}
         for what in ("parameters", *NUMBERS):
             noise = max(difference(values[what], other["steps"][steps][what]) for other in others)
-            bound = _FACTOR * max(rounding * (cancelling if what == "ratio" else 1.0), noise)
-            if noise > _NO_DIGIT:
-                bound = math.inf
+            bound = math.inf if noise > _NO_DIGIT else _FACTOR * max(rounding, noise)
             found = difference(there["steps"][steps][what], values[what])
             result[steps][what] = {"difference": found, "bound": bound}
     return result
-
-
-def _cancellation(info: Mapping[str, Any]) -> float:
-    """How much larger the relative error of a difference of losses is than that of the losses."""
-    decrease = abs(info["ratio"] * info["predicted"])
-    return max(1.0, info["loss"] / decrease) if decrease else 1.0
 
 
 def bench_beside(commit: str, steps: Sequence[int], only: Sequence[str] = ()) -> dict[str, Any]:
@@ -109,13 +100,12 @@ def bench_beside(commit: str, steps: Sequence[int], only: Sequence[str] = ()) ->
 
     Faults are differences beyond rounding after the fewest steps, and runs that the work tree cannot do.
     """
-    arguments = ["steps", ",".join(map(str, steps)), *(["--only", *only] if only else [])]
     with TemporaryDirectory() as folder:
         source = export(commit, Path(folder))
         say(f"{commit} ...")
-        (there,) = trajectories(source, *arguments)
+        (there,) = trajectories(source, steps=steps, only=only, starts=1)
     say(f"{WORK_TREE} ...")
-    here, *others = trajectories(ROOT / "src", *arguments, "--starts", str(_STARTS))
+    here, *others = trajectories(ROOT / "src", steps=steps, only=only, starts=_STARTS)
     result: dict[str, Any] = {"commit": commit, "runs": [], "beyond": [], "lacking": [], "faults": []}
     for key, run in here.items():
         name = ", ".join(key)
@@ -161,16 +151,12 @@ def beside_table(result: dict[str, Any]) -> str:
             row[f"{steps}:\ninfo"] = _in_digits(max(entries[name]["difference"] for name in NUMBERS))
         rows.append(row)
     title = f"{result['commit']} beside the {WORK_TREE}: relative differences (info: of {', '.join(NUMBERS)})"
-    return "\n".join([table(title, rows, left=2), "", *_verdict(result)])
-
-
-def _verdict(result: dict[str, Any]) -> list[str]:
     lines = [f"not in {result['commit']}: {text}" for text in result["lacking"]]
     lines += [f"beyond rounding: {text}" for text in result["beyond"]]
     lines += [f"fault: {text}" for text in result["faults"] if text not in result["beyond"]]
     if not result["beyond"] and not result["faults"]:
         lines.append(f"{len(result['runs'])} runs are equal to rounding")
-    return lines
+    return "\n".join([table(title, rows, left=2), "", *lines])
 
 
 # -- operations -----------------------------------------------------------------------------------------------
@@ -179,8 +165,8 @@ def _verdict(result: dict[str, Any]) -> list[str]:
 def bench_operations(commit: str) -> dict[str, Any]:
     """{"operations": {settings: {version: aten operations of a step}}}."""
     with TemporaryDirectory() as folder:
-        counts = {commit: trajectories(export(commit, Path(folder)), "operations")}
-    counts[WORK_TREE] = trajectories(ROOT / "src", "operations")
+        counts = {commit: trajectories(export(commit, Path(folder)))}
+    counts[WORK_TREE] = trajectories(ROOT / "src")
     names = counts[WORK_TREE]
     return {"operations": {name: {version: counts[version][name] for version in counts} for name in names}}
 

@@ -3,9 +3,7 @@
 small      784-500-10, N1/N2 = 60/30: eager (capture=False), and recorded into a CUDA graph (the default)
 large      604 million parameters, N1/N2 = 4096/1024
 largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
-long       10000 steps of the small network: does a step get slower, does memory grow?
 precision  time and error of p with the Gram matrix and its solve in float32 and in float64
-mixed      67 million parameters, N1/N2 = 1024/256: passes in bfloat16 (autocast), Gram matrix and solve in float32
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ SMALL = Network((784, 500, 10), 60, 30)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)
 LARGEST = Network((16384, 16384, 16384, 16384, 12288, 10), 1000, 1000)
 PRECISE = Network((784, 500, 10), 512, 256)
-MIXED = Network((8192, 4096, 8192, 10), 1024, 256)
 DEVICE = "cuda"
 
 
@@ -73,23 +70,6 @@ def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any
     }
 
 
-def long(steps: int = 10_000) -> dict[str, Any]:
-    """Microseconds per step in the first and the last thousand steps, and the growth of memory in bytes."""
-    result: dict[str, Any] = {}
-    for kind, capture in (("eager", False), ("recorded", True)):
-        step = own_step("smw-ng", SMALL, _batch(SMALL), capture=capture)
-        for _ in range(100):
-            step()
-        before = torch.cuda.memory_allocated()
-        thousands = [_seconds(step, 1000) for _ in range(steps // 1000)]
-        result[kind] = {
-            "us_first_1000": 1e6 * thousands[0],
-            "us_last_1000": 1e6 * thousands[-1],
-            "bytes_gained": torch.cuda.memory_allocated() - before,
-        }
-    return result
-
-
 def precision() -> dict[str, Any]:
     """For smw-gn with a small damping: time of a step, and relative error of p against all in float64."""
     inputs, targets = batch = _batch(PRECISE)
@@ -104,30 +84,6 @@ def precision() -> dict[str, Any]:
         name: {"us": 1e6 * seconds[name], "error": errors[name], "over_sgd": seconds[name] / seconds["sgd"]}
         for name in kinds
     }
-
-
-def mixed() -> dict[str, Any]:
-    """Milliseconds of steps in float32 and with passes in bfloat16, and the relative error of p in the latter."""
-    inputs, targets = batch = _batch(MIXED)
-    model, loss = MIXED.build().to(DEVICE), MIXED.loss()
-    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def cast_sgd() -> None:
-        plain.zero_grad()
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            value = loss(model(inputs), targets)
-        value.backward()
-        plain.step()
-
-    steps = {
-        "sgd": loop_step(plain, model, loss, batch),
-        "sgd bfloat16": cast_sgd,
-        "smw-ng": own_step("smw-ng", MIXED, batch, lr=1e-3),
-        "smw-ng bfloat16": own_step("smw-ng", MIXED, batch, lr=1e-3, autocast=torch.bfloat16),
-    }
-    exact, rounded = (_direction("smw-ng", MIXED, batch, autocast=dtype) for dtype in (None, torch.bfloat16))
-    result: dict[str, Any] = {"error_of_p": _error(rounded, exact)}
-    return result | {name: {"ms": 1e3 * value} for name, value in _medians(steps, rounds=7, block=5).items()}
 
 
 def _direction(name: str, network: Network, batch: Batch, **settings: Any) -> Tensor:
@@ -151,9 +107,8 @@ def _medians(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float
     return median_seconds(steps, rounds, warmup=block, block=block, clock=_clock)
 
 
-def _seconds(step: Step, times: int = 1) -> float:
-    """Seconds per step, of several steps in a row."""
-    return median_seconds({"": step}, repeats=1, warmup=0, block=times, clock=_clock)[""]
+def _seconds(step: Step) -> float:
+    return median_seconds({"": step}, repeats=1, warmup=0, clock=_clock)[""]
 
 
 def _clock() -> float:
@@ -167,9 +122,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "large": partial(_one_step, LARGE, None),
     # A row has 10^9 numbers, and products of rows need more digits.
     "largest": partial(_one_step, LARGEST, torch.float64),
-    "long": long,
     "precision": precision,
-    "mixed": mixed,
 }
 
 

@@ -13,15 +13,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Step, loop_step
-
-GN, NG = "exact GN", "exact NG"
+from benchmarks.common import Step
 
 
 @dataclass(frozen=True)
@@ -53,21 +51,17 @@ class Peer:
 
     name: str
     make: Callable[[Task], Step]
-    versus: str  # the optimizer of woodbury that it is timed beside
-    computes: str  # GN or NG if it has the same p as that optimizer, else another name
+    versus: str  # the optimizer of woodbury with the same p
     package: str | None = None  # its name for pip; None: torch itself
-    exceptions: dict[str, str] = field(default_factory=dict)  # loss -> what it computes for that loss instead
-
-    def computes_for(self, loss: nn.Module) -> str:
-        return self.exceptions.get(type(loss).__name__, self.computes)
+    squares_only: bool = False  # whether its p is another one for cross entropy
 
 
 PEERS: dict[str, Peer] = {}
 
 
-def _peer(name: str, versus: str, computes: str, **about: Any) -> Callable[[Callable[[Task], Step]], Any]:
+def _peer(name: str, versus: str, **about: Any) -> Callable[[Callable[[Task], Step]], Any]:
     def register(make: Callable[[Task], Step]) -> Callable[[Task], Step]:
-        PEERS[name] = Peer(name, make, versus, computes, **about)
+        PEERS[name] = Peer(name, make, versus, **about)
         return make
 
     return register
@@ -76,7 +70,7 @@ def _peer(name: str, versus: str, computes: str, **about: Any) -> Callable[[Call
 # -- torch alone, with all rows of U in memory --------------------------------------------------------------------
 
 
-@_peer("torch.func rows, GN", "smw-gn", GN)
+@_peer("torch.func rows, GN", "smw-gn")
 def _functional_gauss_newton(task: Task) -> Step:
     """U by vector-Jacobian products with the columns of S, by `vmap` over the samples."""
 
@@ -96,7 +90,7 @@ def _functional_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("torch.func gradients, NG", "smw-ng", NG)
+@_peer("torch.func gradients, NG", "smw-ng")
 def _functional_natural_gradient(task: Task) -> Step:
     """U by `vmap(grad(loss))`, the recipe of torch's documentation."""
 
@@ -116,10 +110,7 @@ def _functional_natural_gradient(task: Task) -> Step:
 # -- other libraries --------------------------------------------------------------------------------------------
 
 
-_OTHER_SQUARES = {"CrossEntropyLoss": "GN of √loss"}
-
-
-@_peer("torch-levenberg-marquardt", "smw-gn", GN, package="torch-levenberg-marquardt", exceptions=_OTHER_SQUARES)
+@_peer("torch-levenberg-marquardt", "smw-gn", package="torch-levenberg-marquardt", squares_only=True)
 def _torch_levenberg_marquardt(task: Task) -> Step:
     """Its own training step, which evaluates the new loss. Its squares lack a factor 2: half the damping."""
     training = importlib.import_module("torch_levenberg_marquardt.training")
@@ -127,7 +118,7 @@ def _torch_levenberg_marquardt(task: Task) -> Step:
     losses = importlib.import_module("torch_levenberg_marquardt.loss")
     module = training.LevenbergMarquardtModule(
         task.model,
-        loss_fn=losses.CrossEntropyLoss() if task.classes else losses.MSELoss(),
+        loss_fn=losses.MSELoss(),
         damping_strategy=damping.StandardDampingStrategy(task.damping / 2, dec_factor=1.0, inc_factor=1.0),
         learning_rate=1.0,
         attempts_per_step=1,
@@ -155,7 +146,7 @@ def _backpack_rows(task: Task, extension: str, attribute: str, leading: int) -> 
     return rows
 
 
-@_peer("BackPACK, SqrtGGNExact", "smw-gn", GN, package="backpack-for-pytorch")
+@_peer("BackPACK, SqrtGGNExact", "smw-gn", package="backpack-for-pytorch")
 def _backpack_gauss_newton(task: Task) -> Step:
     """BackPACK gives U, divided by sqrt(n), the columns of S in front of the samples."""
     rows = _backpack_rows(task, "SqrtGGNExact", "sqrt_ggn_exact", leading=2)
@@ -167,7 +158,7 @@ def _backpack_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("BackPACK, BatchGrad", "smw-ng", NG, package="backpack-for-pytorch")
+@_peer("BackPACK, BatchGrad", "smw-ng", package="backpack-for-pytorch")
 def _backpack_natural_gradient(task: Task) -> Step:
     rows = _backpack_rows(task, "BatchGrad", "grad_batch", leading=1)
     n = len(task.inputs)
@@ -178,7 +169,7 @@ def _backpack_natural_gradient(task: Task) -> Step:
     return step
 
 
-@_peer("ASDL, SMW empirical NG", "smw-ng", NG, package="asdfghjkl")
+@_peer("ASDL, SMW empirical NG", "smw-ng", package="asdfghjkl")
 def _asdl(task: Task) -> Step:
     smw = importlib.import_module("asdl.precondition.smw")
     config = smw.SmwEmpNaturalGradientConfig(data_size=len(task.inputs), damping=task.damping)
@@ -194,7 +185,7 @@ def _asdl(task: Task) -> Step:
     return step
 
 
-@_peer("TorchJD, Gram of outputs", "smw-gn", GN, package="torchjd")
+@_peer("TorchJD, Gram of outputs", "smw-gn", package="torchjd")
 def _torchjd_gauss_newton(task: Task) -> Step:
     """J J^T from its engine, times S on both sides, and one backward pass for p."""
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
@@ -213,7 +204,7 @@ def _torchjd_gauss_newton(task: Task) -> Step:
     return step
 
 
-@_peer("TorchJD, Gram of losses", "smw-ng", NG, package="torchjd")
+@_peer("TorchJD, Gram of losses", "smw-ng", package="torchjd")
 def _torchjd_natural_gradient(task: Task) -> Step:
     engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
 
@@ -228,7 +219,7 @@ def _torchjd_natural_gradient(task: Task) -> Step:
     return step
 
 
-@_peer("curvlinops, CG on the GGN", "smw-gn", GN, package="curvlinops-for-pytorch")
+@_peer("curvlinops, CG on the GGN", "smw-gn", package="curvlinops-for-pytorch")
 def _curvlinops_conjugate_gradient(task: Task) -> Step:
     """Without a matrix, up to a relative residual of 1e-5 or 1000 iterations."""
     curvlinops = importlib.import_module("curvlinops")
@@ -246,34 +237,6 @@ def _curvlinops_conjugate_gradient(task: Task) -> Step:
         _move(task, inverse @ gradients)
 
     return step
-
-
-@_peer("curvlinops, KFAC inverse", "smw-gn", "KFAC", package="curvlinops-for-pytorch")
-def _curvlinops_kfac(task: Task) -> Step:
-    curvlinops = importlib.import_module("curvlinops")
-
-    def step() -> None:
-        kfac = curvlinops.KFACLinearOperator(
-            task.model,
-            task.loss,
-            task.parameters,
-            [(task.inputs, task.targets)],
-            fisher_type="type-2",
-            separate_weight_and_bias=False,
-            check_deterministic=False,
-        )
-        inverse = curvlinops.KFACInverseLinearOperator(kfac, damping=task.damping, use_heuristic_damping=True)
-        _move(task, inverse @ _gradients(task))
-
-    return step
-
-
-@_peer("SINGD, dense", "smw-ng", "Kronecker, running", package="singd")
-def _singd(task: Task) -> Step:
-    """With a new preconditioner at every step."""
-    optim = importlib.import_module("singd.optim.optimizer")
-    optimizer = optim.SINGD(task.model, lr=0.1, momentum=0.0, damping=task.damping, T=1)
-    return loop_step(optimizer, task.model, task.loss, (task.inputs, task.targets))
 
 
 # -- parts of several steps ---------------------------------------------------------------------------------------

@@ -1,23 +1,18 @@
 """Steps of other libraries beside woodbury's: seconds, memory, and the difference between the two p.
 
-In one process per peer, its step and woodbury's are timed in turns, from the same parameters on the same batch; p
-is the change of the parameters in the first step. A second process measures memory: by how much the peak of the
-resident set in a first step exceeds what was resident just before it.
+In one process per peer, its step and woodbury's are timed in turns, from the same parameters on the same batch. p
+is the change of the parameters in the first step, memory by how much the peak of the resident set grew in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Command, Network, Step, add_quick, positive, say, table
-from benchmarks.peer_steps import GN, NG, PEERS, Peer, Task
-from woodbury._memory import available_bytes
+from benchmarks.peer_steps import PEERS, Peer, Task
+from woodbury._bytes import available_bytes
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import installed_versions, this_machine
 
@@ -35,10 +30,6 @@ _START_SECONDS = 45.0  # for a process to import libraries and build its model
 _BUSY_FACTOR = 3.0  # wall time over CPU time that a process may take on a busy machine
 _ROUNDS = 30  # of timing, at most
 _OWN_STEPS = 3  # of woodbury per round
-
-# An allocator that holds on to freed memory hides a part of the next peak. With these settings mimalloc (torch's
-# own on ARM) and glibc return it at once; that takes time, so memory is not measured in the timed process.
-RETURNS_MEMORY = {"MIMALLOC_PURGE_DELAY": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 # The whole batch enters the curvature.
 PROBLEMS = {
@@ -62,8 +53,8 @@ def _own_step(name: str) -> Callable[[Task], Step]:
 
 # Our own steps as peers of themselves: for their memory, and to see how far the clock finds equals apart.
 OWN = {
-    "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn", GN),
-    "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng", NG),
+    "woodbury.GaussNewton": Peer("woodbury.GaussNewton", _own_step("smw-gn"), "smw-gn"),
+    "woodbury.NaturalGradient": Peer("woodbury.NaturalGradient", _own_step("smw-ng"), "smw-ng"),
 }
 
 
@@ -72,8 +63,8 @@ def bench_peers(
 ) -> dict[str, Any]:
     """{"machine", "versions", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}.
 
-    An entry has "peer", "computes", "status" and, where that is "ok", "memory" and what `measure` returns. limit:
-    CPU seconds of timing per peer. names and problems choose some of `PEERS` and `PROBLEMS`.
+    An entry has "peer", "status" and, where that is "ok", what `measure` returns. limit: CPU seconds
+    of timing per peer. names and problems choose some of `PEERS` and `PROBLEMS`.
     """
     known = OWN | PEERS
     result: dict[str, Any] = {"machine": this_machine(), "versions": installed_versions(), "limit": limit}
@@ -82,8 +73,9 @@ def bench_peers(
         network = (SMALL if small else PROBLEMS)[key]
         entries = []
         for name in names or known:
-            entry: dict[str, Any] = {"peer": name, "computes": known[name].computes_for(network.loss())}
-            entry |= _measure_in_processes(known[name], key, limit, small)
+            if known[name].squares_only and network.loss_type is not nn.MSELoss:
+                continue
+            entry: dict[str, Any] = {"peer": name} | _measure_in_process(known[name], key, limit, small)
             entries.append(entry)
             outcome = f"{1e3 * entry['seconds']:.1f} ms" if entry["status"] == "ok" else entry["status"]
             say(f"{key}: {name}: {outcome}")
@@ -97,17 +89,14 @@ def bench_peers(
     return result
 
 
-def _measure_in_processes(peer: Peer, key: str, limit: float, small: bool) -> dict[str, Any]:
-    about: dict[str, Any] = {}
-    if peer.package is not None:
-        try:
-            about["version"] = importlib.metadata.version(peer.package)
-        except importlib.metadata.PackageNotFoundError:
-            return {"status": f"not installed: pip install {peer.package}"}
-    about |= _run_process(key, peer.name, limit, small)
-    if about["status"] == "ok":
-        about["memory"] = _run_process(key, peer.name, limit, small, memory=True).get("memory")
-    return about
+def _measure_in_process(peer: Peer, key: str, limit: float, small: bool) -> dict[str, Any]:
+    if peer.package is None:
+        return _run_process(key, peer.name, limit, small)
+    try:
+        version = importlib.metadata.version(peer.package)
+    except importlib.metadata.PackageNotFoundError:
+        return {"status": f"not installed: pip install {peer.package}"}
+    return {"version": version} | _run_process(key, peer.name, limit, small)
 
 
 # -- one peer, in a process of its own ------------------------------------------------------------------------
@@ -117,15 +106,17 @@ def measure(peer: Peer, network: Network, limit: float, warmup: Network, damping
     """Time the step of a peer in turns with woodbury's, in this process.
 
     Returns "status" and, where that is "ok", "seconds" and "woodbury" (medians of CPU time), their "ratio",
-    "difference" (|p - p'| / |p|, None if the peer computes another p) and "rounds" (0 if the limit allowed only
-    the first step, which is slower).
+    "difference" (|p - p'| / |p|), "memory" in bytes and "rounds" (0 if the limit allowed only the first step,
+    which is slower).
     """
-    _warm_up(peer, warmup)
+    for make in (_own_step(peer.versus), peer.make):  # in a first step libraries load much of themselves
+        make(make_task(warmup))()
     theirs, ours = make_task(network, damping), make_task(network, damping)
     step, own_step = peer.make(theirs), _own_step(peer.versus)(ours)
     start = _flat(theirs.model)
-    started = time.process_time()
+    started, resident = time.process_time(), _peak_bytes()
     first = _step_seconds(step, theirs.model, start)
+    memory = _peak_bytes() - resident
     if first > limit:
         return {"status": f"over {limit:g} s"}
     own_step()
@@ -138,39 +129,16 @@ def measure(peer: Peer, network: Network, limit: float, warmup: Network, damping
             break
         seconds.append(_step_seconds(step, theirs.model, start))
         own_seconds += [_step_seconds(own_step, ours.model, start) for _ in range(_OWN_STEPS)]
-    same = peer.computes_for(ours.loss) in (GN, NG)
     middle, own_middle = median(seconds or [first]), median(own_seconds)
     return {
         "status": "ok",
         "seconds": middle,
         "woodbury": own_middle,
         "ratio": middle / own_middle,
-        "difference": float((p - own_p).norm() / own_p.norm()) if same else None,
+        "difference": float((p - own_p).norm() / own_p.norm()),
+        "memory": memory,
         "rounds": len(seconds),
     }
-
-
-def measure_memory(peer: Peer, network: Network, warmup: Network) -> int | None:
-    """Bytes that a first step of a peer takes at its peak, in a process started with `RETURNS_MEMORY`.
-
-    None if the system does not report memory or the allocator holds on to what is freed.
-    """
-    _warm_up(peer, warmup)
-    step = peer.make(make_task(network))
-    gc.collect()
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)  # free memory that is held would hide a part of the peak
-    if not _sees_memory():
-        return None
-    before = _reset_peak()
-    step()
-    return max(0, _status("VmHWM") - before)
-
-
-def _warm_up(peer: Peer, network: Network) -> None:
-    """Take a first step, in which libraries load much of themselves."""
-    for make in (_own_step(peer.versus), peer.make):
-        make(make_task(network))()
 
 
 def _step_seconds(step: Step, model: nn.Module, start: Tensor) -> float:
@@ -186,36 +154,19 @@ def _flat(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().double()
 
 
-def _sees_memory() -> bool:
-    """Whether the resident set grows by a new tensor and shrinks when it is freed."""
-    size = 2**24
-    try:
-        before = _reset_peak()
-        torch.ones(size // 4)
-        return _status("VmHWM") - before > 0.9 * size and _status("VmRSS") - before < 0.1 * size
-    except OSError:  # a system without such files
-        return False
+def _peak_bytes() -> int:
+    """The most bytes that this process ever had resident; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _reset_peak() -> int:
-    """Bytes resident now; the peak starts again from there."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
-def _run_process(key: str, name: str, limit: float, small: bool, memory: bool = False) -> dict[str, Any]:
+def _run_process(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
     """What `main` prints in a new process, or {"status": why there is nothing}."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", key, name, str(limit)]
-    command += [str(int(flag)) for flag in (small, memory)]
-    environment = os.environ | (RETURNS_MEMORY if memory else {})
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", key, name, str(limit), str(int(small))]
     timeout, root = _BUSY_FACTOR * limit + _START_SECONDS, Path(__file__).parent.parent
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=root)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=root)
     except subprocess.TimeoutExpired:
         return {"status": f"over {limit:g} s"}
     if done.returncode != 0:
@@ -225,19 +176,15 @@ def _run_process(key: str, name: str, limit: float, small: bool, memory: bool = 
     return answer
 
 
-def main(key: str, name: str, limit: str, small: str, memory: str) -> None:
+def main(key: str, name: str, limit: str, small: str) -> None:
     """The process of one peer: prints one JSON object."""
-    available = available_bytes(torch.device("cpu"))
-    with suppress(ImportError):  # not on Windows
-        import resource
+    import resource  # not on Windows
 
-        if available is not None:  # allocations beyond this fail, before the kernel kills the process
-            resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available), resource.RLIM_INFINITY))
+    available = available_bytes(torch.device("cpu"))
+    if available is not None:  # allocations beyond this fail, before the kernel kills the process
+        resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available), resource.RLIM_INFINITY))
     peer, network = (OWN | PEERS)[name], (SMALL if small == "1" else PROBLEMS)[key]
-    if memory == "1":
-        print(json.dumps({"memory": measure_memory(peer, network, SMALL[key])}))
-    else:
-        print(json.dumps(measure(peer, network, float(limit), SMALL[key])))
+    print(json.dumps(measure(peer, network, float(limit), SMALL[key])))
 
 
 # -- the command ----------------------------------------------------------------------------------------------
@@ -250,10 +197,9 @@ def peer_tables(result: dict[str, Any]) -> str:
         rows = [
             {
                 "step": entry["peer"],
-                "computes": entry["computes"],
                 "seconds": entry["seconds"],
                 "x woodbury": entry["ratio"],
-                "MiB": None if entry["memory"] is None else entry["memory"] / 2**20,
+                "MiB": entry["memory"] / 2**20,
                 "p differs": entry["difference"],
             }
             for entry in problem["peers"]
@@ -261,7 +207,7 @@ def peer_tables(result: dict[str, Any]) -> str:
         ]
         others = [f"{entry['peer']}: {entry['status']}" for entry in problem["peers"] if entry["status"] != "ok"]
         title = "{network}, {loss}, {samples} samples, {parameters:,} parameters".format(**problem)
-        tables.append("\n".join([table(title, rows, left=2), *others]))
+        tables.append("\n".join([table(title, rows), *others]))
     return "\n\n".join(tables)
 
 

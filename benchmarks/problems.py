@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Batch, chain
-from benchmarks.models import Recurrent
 from woodbury.experiments.data import load_dataset, split, standardise
 from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, Files
 
@@ -96,6 +95,18 @@ class _Transformer(nn.Module):
     def forward(self, sequences: Tensor) -> Any:
         places = torch.arange(sequences.shape[1], device=sequences.device).expand_as(sequences)
         return self.head(self.layer(self.symbols(sequences) + self.places(places)).mean(1))
+
+
+class Recurrent(nn.Module):
+    """The output of a recurrent layer at the last time step, through a Linear layer."""
+
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.inner = kind(inputs, width, batch_first=True)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.head(self.inner(inputs)[0][:, -1])
 
 
 _LETTERS, _CONTEXT = " abcdefghijklmnopqrstuvwxyz", 8

@@ -9,10 +9,9 @@ Adam got. Seconds are CPU time of the process, which must have one thread. Losse
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,17 +34,6 @@ from woodbury.runs.storage import one_line
 ADAM_CONSTANT, ADAM, SGD, WOODBURY = "adam-1e-3", "adam", "sgd", "woodbury"
 METHODS = (ADAM_CONSTANT, ADAM, SGD, WOODBURY)
 EQUAL_SECONDS = "woodbury-seconds"  # the method of a record: woodbury in the CPU seconds of Adam
-# for --woodbury: settings of `woodbury.fit` that show what the parts of a step give
-SETTINGS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "without-memory": {"memory": 0},
-    "without-metric": {"metric": None},
-    "without-both": {"memory": 0, "metric": None},
-    "one-batch": {"batches_per_step": 1},
-    "growing": {"batches_per_step": "grow"},
-}
-CURVE_POINTS, CURVE_SAMPLES = 12, 6000  # of a run, at most
-_DEARER = 4  # a step of woodbury than one of Adam, about: for the places of the curve's points
 
 Record = dict[str, Any]
 
@@ -58,13 +46,11 @@ class _Samples(Dataset[Batch]):
 
     def __init__(self, pair: Batch) -> None:
         self.pair = pair
-        self.drawn = 0  # so far
 
     def __len__(self) -> int:
         return len(self.pair[0])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        self.drawn += len(indices)
         return self.pair[0][indices], self.pair[1][indices]
 
 
@@ -90,35 +76,10 @@ def evaluate(model: nn.Module, loss: nn.Module, pair: Batch, kind: str) -> tuple
     return total / count, wrong / count if kind == CLASSIFICATION else total / count
 
 
-class Watch:
-    """Called after every step: counts steps, now and then evaluates the loss, and takes the time without that."""
-
-    def __init__(self, evaluate_loss: Callable[[], float], every: int, samples: Any = None) -> None:
-        self.evaluate_loss, self.every, self.samples = evaluate_loss, every, samples
-        self.steps, self.drawn = 0, 0  # samples drawn for steps: not for the loss at the end
-        self.curve: list[list[float]] = []  # CPU seconds, loss
-        self._started, self._outside = time.process_time(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        """CPU seconds since the start, without those of the evaluations."""
-        return time.process_time() - self._started - self._outside
-
-    def __call__(self, *ignored: object) -> None:
-        self.steps += 1
-        self.drawn = 0 if self.samples is None else self.samples.drawn
-        if self.steps % self.every == 0:
-            seconds, before = self.seconds, time.process_time()
-            self.curve.append([seconds, self.evaluate_loss()])
-            self._outside += time.process_time() - before
-
-
 # -- one run --------------------------------------------------------------------------------------------------
 
 
-def train_first_order(
-    task: Task, loader: DataLoader[Batch], method: str, rate: float, epochs: int, callback: Callable[[], object]
-) -> None:
+def train_first_order(task: Task, loader: DataLoader[Batch], method: str, rate: float, epochs: int) -> None:
     """The usual loop with Adam or SGD: a constant rate, or one that decays linearly to 0 over all steps."""
     parameters = task.model.parameters()
     optimizer: torch.optim.Optimizer = (
@@ -132,7 +93,6 @@ def train_first_order(
             optimizer.zero_grad()
             task.loss(task.model(inputs), targets).backward()
             optimizer.step()
-            callback()
             step += 1
 
 
@@ -143,50 +103,41 @@ def run(
     seed: int,
     rate: float | None = None,
     seconds: float | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> Record:
     """The record of one run, over all epochs of the problem or for so many seconds; an error is part of it."""
 
-    def train_loss(samples: int | None = None) -> float:
-        pair = task.train[0][:samples], task.train[1][:samples]
-        return evaluate(task.model, task.loss, pair, problem.kind)[0]
+    def train_loss() -> float:
+        return evaluate(task.model, task.loss, task.train, problem.kind)[0]
 
     loader = batches(task.train, problem.batch, seed)
-    samples: Any = loader.dataset
-    steps = problem.epochs * len(loader) / (_DEARER if method == EQUAL_SECONDS else 1)
-    budget = {"epochs": problem.epochs} if seconds is None else {"seconds": seconds}
+    budget: dict[str, Any] = {"epochs": problem.epochs} if seconds is None else {"seconds": seconds}
     start, failure = train_loss(), None
     torch.manual_seed(seed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        watch = Watch(partial(train_loss, CURVE_SAMPLES), math.ceil(steps / CURVE_POINTS), samples)
+        started = time.process_time()
         try:
             if rate is not None:
-                train_first_order(task, loader, method, rate, problem.epochs, watch)
+                train_first_order(task, loader, method, rate, problem.epochs)
             else:
-                options = {**budget, **(settings or {})}
-                fit(task.model, task.loss, loader, seed=seed, callback=watch, progress=False, **options)
+                fit(task.model, task.loss, loader, seed=seed, progress=False, **budget)
         except Exception as error:  # that of a user's run; the other runs go on
             failure = f"{type(error).__name__}: {one_line(error)}"
-        taken = watch.seconds
+        taken = time.process_time() - started
     test_loss, test_figure = evaluate(task.model, task.loss, task.test, problem.kind)
     return {
         "kind": problem.kind,
         "method": method,
         "rate": rate,
         "seed": seed,
-        "epochs": watch.drawn / len(samples),
-        "steps": watch.steps,
         "seconds": taken,
         "start_loss": start,
         "train_loss": train_loss(),
         "test_loss": test_loss,
         "test_figure": test_figure,
-        "test_samples": len(task.test[0]),
         "finite": all(bool(parameter.isfinite().all()) for parameter in task.model.parameters()),
         "error": failure,
         "warnings": sorted({one_line(entry.message) for entry in caught if isinstance(entry.message, Warning)}),
-        "curve": [[0.0, start], *watch.curve],
     }
 
 
@@ -203,45 +154,37 @@ def run_problem(
     seeds: Sequence[int],
     methods: Sequence[str] = METHODS,
     data_dir: Path | None = None,
-    settings: Mapping[str, Any] | None = None,
-    earlier: Sequence[Record] = (),
 ) -> list[Record]:
-    """The records of these methods and seeds; `earlier`: records of Adam and SGD that need not be made again."""
+    """The records of these methods and seeds."""
     rates = {ADAM_CONSTANT: (1e-3,), ADAM: problem.adam_rates, SGD: problem.sgd_rates}
     pairs = [(method, rate) for method in rates if method in methods for rate in rates[method]]
     task = problem.make(0, data_dir)
-    steps = problem.epochs * math.ceil(len(task.train[0]) / problem.batch)
-    known = {(old["method"], old["rate"], old["seed"]): old for old in earlier if old["steps"] == steps}
     # The first steps, in which torch loads much of itself, are not measured.
     inputs, targets = (values[: 2 * problem.batch] for values in task.train)
     for method in methods:
         rate = None if method == WOODBURY else 1e-3
-        run(replace(problem, epochs=1), replace(task, train=(inputs, targets)), method, 0, rate, settings=settings)
+        run(replace(problem, epochs=1), replace(task, train=(inputs, targets)), method, 0, rate)
     records = []
     for seed in seeds:
         make = partial(problem.make, seed, data_dir)
-        own = [
-            known.get((method, rate, seed)) or run(problem, make(), method, seed, rate) for method, rate in pairs
-        ]
-        adam = [record for record in own if record["method"] == ADAM]
+        found = [run(problem, make(), method, seed, rate) for method, rate in pairs]
+        adam = [record for record in found if record["method"] == ADAM]
         if WOODBURY in methods:
-            own.append(run(problem, make(), WOODBURY, seed, settings=settings))
+            found.append(run(problem, make(), WOODBURY, seed))
         if WOODBURY in methods and adam:
-            own.append(run(problem, make(), EQUAL_SECONDS, seed, None, equal_seconds(adam), settings))
-        records += own
+            found.append(run(problem, make(), EQUAL_SECONDS, seed, seconds=equal_seconds(adam)))
+        records += found
     return records
 
 
-def bench_problems(
-    names: Sequence[str] = (), jobs: int = 1, earlier: Sequence[Record] = (), **options: Any
-) -> Iterator[list[Record]]:
+def bench_problems(names: Sequence[str] = (), jobs: int = 1, **options: Any) -> Iterator[list[Record]]:
     """The records of one problem after the other; by default of all that are not `by_name_only`.
 
     A problem whose data is absent is left out, with a line on stderr. With several jobs, as many processes run
     problems. options: those of `run_problem`.
     """
     names = names or [name for name, problem in PROBLEMS.items() if not problem.by_name_only]
-    work = partial(_bench_problem, earlier=earlier, **options)
+    work = partial(_bench_problem, **options)
     # New processes, which read OMP_NUM_THREADS before they load torch.
     pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else None
     with pool or nullcontext():
@@ -253,11 +196,10 @@ def bench_problems(
             yield answer
 
 
-def _bench_problem(name: str, earlier: Sequence[Record], **options: Any) -> list[Record] | str:
+def _bench_problem(name: str, **options: Any) -> list[Record] | str:
     """The records of a problem, or why there are none."""
-    old = [record for record in earlier if record["problem"] == name]
     try:
-        records = run_problem(PROBLEMS[name], earlier=old, **options)
+        records = run_problem(PROBLEMS[name], **options)
     except DataError as error:
         return one_line(error)
     except ModuleNotFoundError as error:

@@ -1,53 +1,43 @@
-"""The command `problems`: what the records of `benchmarks.rivals` say, as tables and a figure."""
+"""The command `problems`: what the records of `benchmarks.rivals` say, as tables."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import fmean, median
 from typing import Any
 
-from benchmarks.common import Command, positive, say, table
-from benchmarks.problems import CLASSIFICATION, PROBLEMS, REGRESSION
+from benchmarks.common import Command, positive, table
+from benchmarks.problems import CLASSIFICATION, PROBLEMS
 from benchmarks.rivals import (
     ADAM,
     ADAM_CONSTANT,
     EQUAL_SECONDS,
     METHODS,
-    SETTINGS,
     SGD,
     WOODBURY,
     Record,
     bench_problems,
 )
-from woodbury._style import STYLE
 from woodbury.runs.config import installed_versions, this_machine
 from woodbury.runs.storage import round_numbers
 
-WITHIN = 1.5  # times the training loss of tuned Adam: the bar on every problem
-
 Entry = dict[str, Any]
-
-
-def read_records(path: Path) -> list[Record]:
-    """The records of a file with one JSON object per line."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
     """What the records say, by problem and over all of them:
 
-        {"problems": {name: {"kind", method: entry}}, "bars": {bar: (reached, asked)}, "faults": lines}
+        {"problems": {name: {"kind", method: entry}}, "faults": lines}
 
     The rate of a method is the one with the lowest training loss, a median over the seeds. Its entry has
 
-        train_loss, seconds, steps               medians over the seeds
-        test, test_range, test_variance          mean, smallest and largest, variance over the seeds
+        train_loss, seconds                      medians over the seeds
+        test, test_range                         mean, smallest and largest over the seeds
         rate, edge                               the rate, and whether it is the lowest or highest tried
-        left                                     train_loss over that at the start, the largest over the seeds
         ratio, seconds_ratio                     train_loss and seconds over those of tuned Adam (woodbury alone)
     """
     rows: dict[str, Entry] = {}
@@ -55,14 +45,14 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
     for record in records:
         rows.setdefault(record["problem"], {"kind": record["kind"]})
         groups.setdefault((record["problem"], record["method"]), []).append(record)
-    for (problem, method), own in groups.items():
-        rows[problem][method] = _entry(own)
+    for (problem, method), runs in groups.items():
+        rows[problem][method] = _entry(runs)
     for row in rows.values():
         for method in (WOODBURY, EQUAL_SECONDS):
             if method in row and ADAM in row:
                 row[method]["ratio"] = row[method]["train_loss"] / row[ADAM]["train_loss"]
                 row[method]["seconds_ratio"] = row[method]["seconds"] / row[ADAM]["seconds"]
-    return {"problems": rows, "bars": _bars(list(rows.values())), "faults": faults(records)}
+    return {"problems": rows, "faults": faults(records)}
 
 
 def _entry(records: Sequence[Record]) -> Entry:
@@ -76,14 +66,9 @@ def _entry(records: Sequence[Record]) -> Entry:
         "rate": rate,
         "edge": len(rates) > 1 and rate in (rates[0], rates[-1]),
         "train_loss": losses[rate],
-        "left": max(figure_of(run, "train_loss") / run["start_loss"] for run in runs),
         "seconds": median(run["seconds"] for run in runs),
-        "steps": median(run["steps"] for run in runs),
         "test": fmean(tests),
         "test_range": (min(tests), max(tests)),
-        "test_variance": variance(tests) if len(tests) > 1 and max(tests) < math.inf else 0.0,
-        "test_samples": runs[0]["test_samples"],
-        "seeds": len(runs),
     }
 
 
@@ -91,50 +76,6 @@ def figure_of(record: Record, key: str) -> float:
     """A figure of a run, infinity if it is not a number or the run ended with an error."""
     value = record[key]
     return math.inf if value is None or math.isnan(value) or record["error"] is not None else float(value)
-
-
-def _bars(rows: Sequence[Entry]) -> dict[str, tuple[int, int]]:
-    tuned = [(row[WOODBURY], row) for row in rows if "ratio" in row.get(WOODBURY, {})]
-    timed = [(row[EQUAL_SECONDS], row) for row in rows if "ratio" in row.get(EQUAL_SECONDS, {})]
-    untuned = [row for row in rows if ADAM_CONSTANT in row]
-
-    def below_constant(method: str) -> tuple[int, int]:
-        asked = [row for row in untuned if method in row]
-        return _share(row[method]["train_loss"] < row[ADAM_CONSTANT]["train_loss"] for row in asked)
-
-    return {
-        "equal epochs: training loss not above that of tuned Adam": _share(own["ratio"] <= 1 for own, _ in tuned),
-        f"equal epochs: training loss within {WITHIN} times that of tuned Adam": _share(
-            own["ratio"] <= WITHIN for own, _ in tuned
-        ),
-        "equal seconds, regressions: training loss not above that of tuned Adam": _share(
-            own["ratio"] <= 1 for own, row in timed if row["kind"] == REGRESSION
-        ),
-        "equal seconds, classifications: test error not above that of tuned Adam beyond noise": _share(
-            not is_above(own, row[ADAM]) for own, row in timed if row["kind"] == CLASSIFICATION
-        ),
-        "equal epochs: training loss below that of Adam at 1e-3": below_constant(WOODBURY),
-        "equal seconds: training loss below that of Adam at 1e-3": below_constant(EQUAL_SECONDS),
-    }
-
-
-def _share(answers: Iterable[bool]) -> tuple[int, int]:
-    values = list(answers)
-    return sum(values), len(values)
-
-
-def noise(entry: Entry, reference: Entry) -> float:
-    """Two standard errors of the difference of two mean test errors: 2 sqrt(v / n + v' / n' + q (1 - q) / N).
-
-    v and n: variance over n seeds of each; q: error of the reference on the N test samples that both share.
-    """
-    seeds = sum(part["test_variance"] / part["seeds"] for part in (entry, reference))
-    return 2 * math.sqrt(seeds + reference["test"] * (1 - reference["test"]) / reference["test_samples"])
-
-
-def is_above(entry: Entry, reference: Entry) -> bool:
-    """Whether the mean test error lies above that of the reference by more than `noise`."""
-    return bool(entry["test"] > reference["test"] + noise(entry, reference))
 
 
 def faults(records: Sequence[Record]) -> list[str]:
@@ -154,24 +95,23 @@ def faults(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-# -- tables and the figure ------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------------------
 
-# method: its name in tables, and colour and style of its line
-_LOOKS = {
-    ADAM_CONSTANT: ("Adam 1e-3", "#999999", "-"),
-    ADAM: ("Adam tuned", "#56B4E9", "-"),
-    SGD: ("SGD tuned", "#E69F00", "-"),
-    WOODBURY: ("woodbury, equal epochs", "#D55E00", "-"),
-    EQUAL_SECONDS: ("woodbury, equal seconds", "#D55E00", "--"),
+_TITLES = {
+    ADAM_CONSTANT: "Adam 1e-3",
+    ADAM: "Adam tuned",
+    SGD: "SGD tuned",
+    WOODBURY: "woodbury, equal epochs",
+    EQUAL_SECONDS: "woodbury, equal seconds",
 }
 
 
 def problems_tables(summary: dict[str, Any]) -> str:
-    """Training losses, test figures and, below them, on how many problems each bar is reached, and the faults."""
+    """Training losses, test figures and, below them, the faults."""
     training, test = [], []
     for name, row in summary["problems"].items():
         losses, figures = {"problem": name, "kind": row["kind"]}, {"problem": name, "kind": row["kind"]}
-        for method, (text, _, _) in _LOOKS.items():
+        for method, text in _TITLES.items():
             entry, heading = row.get(method, {}), text.replace(", ", "\n").replace(" ", "\n")
             losses[heading] = entry.get("train_loss")
             if method in (ADAM, SGD):
@@ -185,8 +125,7 @@ def problems_tables(summary: dict[str, Any]) -> str:
     title = "Training loss, median over the seeds; *: the edge of the rates tried; x: over those of tuned Adam"
     tables = [table(title, training, left=2)]
     tables.append(table("Test error or test loss, mean (smallest to largest) over the seeds", test, left=2))
-    bars = [f"{reached} of {asked}: {bar}" for bar, (reached, asked) in summary["bars"].items() if asked]
-    return "\n\n".join([*tables, "\n".join([*bars, *summary["faults"]])])
+    return "\n\n".join([*tables, *summary["faults"]])
 
 
 def _test(kind: str, entry: Entry) -> str:
@@ -194,36 +133,6 @@ def _test(kind: str, entry: Entry) -> str:
     unit, factor = (" %", 100) if kind == CLASSIFICATION else ("", 1)
     mean, low, high = (f"{factor * value:.3g}" for value in (entry["test"], *entry["test_range"]))
     return f"{mean}{unit} ({low} to {high})"
-
-
-def draw_problems(records: Sequence[Record]) -> Any:
-    """A panel per problem: training loss against CPU seconds, a line per seed, at the best rate of each method."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    rows = summarise(records)["problems"]
-    columns = min(5, len(rows))
-    height = math.ceil(len(rows) / columns)
-    with matplotlib.rc_context(STYLE):
-        whole, drawn = Figure(figsize=(3 * columns, 2.4 * height + 0.7), layout="constrained"), {}
-        for place, (name, row) in enumerate(rows.items(), start=1):
-            panel, losses = whole.add_subplot(height, columns, place), []
-            own = [record for record in records if record["problem"] == name]
-            for record in own:
-                if record["rate"] != row[record["method"]]["rate"]:
-                    continue
-                text, colour, style = _LOOKS[record["method"]]
-                points = [(seconds, loss) for seconds, loss in record["curve"] if loss is not None and loss > 0]
-                losses += [loss for _, loss in points]
-                (drawn[text],) = panel.plot(
-                    *zip(*points, strict=True), color=colour, linestyle=style, linewidth=1.2
-                )
-            panel.set_yscale("log")
-            # What runs away above the start is cut off.
-            panel.set_ylim(min(losses) / 1.3, 1.5 * max(record["start_loss"] for record in own))
-            panel.set_title(f"{name}: training loss, CPU seconds", fontsize=9)
-        whole.legend(drawn.values(), drawn, loc="outside lower center", ncols=min(columns, 5))
-    return whole
 
 
 # -- the command ----------------------------------------------------------------------------------------------
@@ -240,33 +149,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=1, metavar="NUMBER", help=text)
     text = "folder with MNIST and covtype (default: that of WOODBURY_DATA); without it these are left out"
     parser.add_argument("--data-dir", type=Path, metavar="FOLDER", help=text)
-    text = "folder for records.jsonl and bench-problems.png (default runs/problems)"
+    text = "folder for records.jsonl, a line per run (default runs/problems)"
     parser.add_argument("--out", type=Path, default=Path("runs/problems"), metavar="FOLDER", help=text)
-    text = "the records.jsonl of an earlier run: its runs of Adam and SGD are not made again"
-    parser.add_argument("--rivals", type=Path, metavar="FILE", help=text)
-    text = f"settings of woodbury, one of {', '.join(SETTINGS)}"
-    parser.add_argument("--woodbury", choices=SETTINGS, default="defaults", metavar="SETTINGS", help=text)
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    """The summary; status 1 if a run of woodbury has a fault. The records and a figure of them go to a folder."""
-    settings = {"data_dir": options.data_dir, "settings": SETTINGS[options.woodbury]}
-    earlier = read_records(options.rivals) if options.rivals else []
+    """The summary; status 1 if a run of woodbury has a fault. The records go to a folder."""
+    wanted = {"seeds": range(options.seeds), "methods": options.methods, "data_dir": options.data_dir}
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "records.jsonl"
-    with path.open("w") as file:
-        for records in bench_problems(
-            options.only, options.jobs, earlier, seeds=range(options.seeds), methods=options.methods, **settings
-        ):
-            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in records)
+    records: list[Record] = []
+    with (options.out / "records.jsonl").open("w") as file:
+        for found in bench_problems(options.only, options.jobs, **wanted):
+            file.writelines(json.dumps(round_numbers(record)) + "\n" for record in found)
             file.flush()
-    records = read_records(path)
+            records += found
     if not records:
         raise SystemExit("problems: the data of all these problems is absent")
-    try:
-        draw_problems(records).savefig(options.out / "bench-problems.png", dpi=130)
-    except ModuleNotFoundError as error:
-        say(f'no figure: that needs {error.name}: pip install "woodbury[experiments]"')
     return {"machine": this_machine(), "versions": installed_versions()} | summarise(records)
 
 

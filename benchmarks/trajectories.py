@@ -1,15 +1,16 @@
 """What `benchmarks.beside` runs once per version: a few steps of every optimizer on six tiny problems, in float64.
 
-    PYTHONPATH=SRC python -m benchmarks.trajectories SRC FILE steps 1,5,20 [--only PROBLEM ...] [--starts NUMBER]
-    PYTHONPATH=SRC python -m benchmarks.trajectories SRC FILE operations
+    PYTHONPATH=SRC python -m benchmarks.trajectories SRC FILE JSON
 
+JSON is {"steps": numbers of steps, "only": names of problems, "starts": how many}, or {} to count operations.
 It imports torch and the public names of woodbury alone, so that other commits can run it.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -25,7 +26,7 @@ import woodbury
 
 Settings = Mapping[str, Any]
 _FEW_ROUNDINGS = 1e-15
-NUMBERS = ("loss", "predicted", "ratio", "damping")  # of a StepInfo, compared beside the parameters
+NUMBERS = ("loss", "damping")  # of a StepInfo, compared beside the parameters
 
 
 class Problem(NamedTuple):
@@ -286,24 +287,17 @@ def count_operations(settings: str) -> int | None:
 # -- the command ----------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trajectories")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("what", choices=["steps", "operations"])
-    parser.add_argument("steps", nargs="?", default="1")
-    parser.add_argument("--only", nargs="+", default=[])
-    parser.add_argument("--starts", type=int, default=1)
-    options = parser.parse_args()
-    if not Path(woodbury.__file__).resolve().is_relative_to(options.source.resolve()):
-        parser.error(f"woodbury comes from {woodbury.__file__}, not from {options.source}")
+def main(source: str, file: str, asked: str) -> None:
+    if not Path(woodbury.__file__).resolve().is_relative_to(Path(source).resolve()):
+        raise SystemExit(f"woodbury comes from {woodbury.__file__}, not from {source}")
     torch.set_default_dtype(torch.float64)
-    if options.what == "operations":
-        torch.save({name: count_operations(settings) for name, settings in OPERATIONS.items()}, options.file)
+    wanted = json.loads(asked)
+    if wanted:
+        steps, only = wanted["steps"], wanted["only"]
+        torch.save([run_all(steps, only, start) for start in range(wanted["starts"])], file)
     else:
-        steps = [int(step) for step in options.steps.split(",")]
-        torch.save([run_all(steps, options.only, start) for start in range(options.starts)], options.file)
+        torch.save({name: count_operations(settings) for name, settings in OPERATIONS.items()}, file)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

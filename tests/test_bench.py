@@ -21,7 +21,6 @@ from benchmarks import (
     common,
     gpu,
     laplacian,
-    models,
     peer_steps,
     peers,
     processes,
@@ -122,18 +121,6 @@ def test_laplacian_times_two_ways_to_the_same_numbers(printed, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=100 * 100 * EPS)
 
 
-def test_models_are_timed_beside_adam_and_need_the_fallback_only_where_it_is_named(printed, monkeypatch):
-    for name, value in {"_WORDS": 5, "_LENGTH": 3, "_WIDTH": 4, "_SAMPLES": 3}.items():
-        monkeypatch.setattr(models, name, value)
-    result = printed("models", "--quick")
-    assert list(result) == list(models.MODELS)
-    assert all(set(row) == {"Adam", "NaturalGradient"} and min(row.values()) > 0 for row in result.values())
-    for build, draw, settings in models.MODELS.values():
-        optimizer = woodbury.NaturalGradient(build(), nn.CrossEntropyLoss(), **settings)
-        optimizer.step(*draw())
-        assert (optimizer._plan().findings.fallback_method is not None) == bool(settings)
-
-
 # -- growth ---------------------------------------------------------------------------------------------------
 
 
@@ -176,15 +163,14 @@ def test_scale_fits_every_sweep(printed, monkeypatch):
 def test_peers_that_compute_the_same_p_agree(peer, key, monkeypatch):
     """The goal is 1e-4 in float32; rows by torch, on networks this small, have smaller rounding errors."""
     network = peers.SMALL[key]
+    if peer.squares_only and network.loss_type is not nn.MSELoss:
+        pytest.skip("another p")
     monkeypatch.setattr(peers, "_ROUNDS", 1)
     try:
         entry = peers.measure(peer, network, limit=30.0, warmup=network)
     except ModuleNotFoundError:
         pytest.skip(f"{peer.package} is not installed")
     assert entry["ratio"] == entry["seconds"] / entry["woodbury"] > 0
-    if peer.computes_for(network.loss()) not in (peer_steps.GN, peer_steps.NG):
-        assert entry["difference"] is None
-        return
     assert entry["difference"] <= (1e-5 if peer.package is None else 1e-4)
     if peer.package is None:  # also with several outputs, at a small damping
         several = replace(peers.SMALL["classes"], loss_type=network.loss_type)
@@ -194,7 +180,7 @@ def test_peers_that_compute_the_same_p_agree(peer, key, monkeypatch):
 
 @pytest.mark.slow
 def test_peers_are_measured_in_processes_and_a_missing_one_is_reported(printed, monkeypatch):
-    absent = peer_steps.Peer("absent", lambda task: None, "smw-gn", peer_steps.GN, "no-such-peer")
+    absent = peer_steps.Peer("absent", lambda task: None, "smw-gn", "no-such-peer")
     monkeypatch.setitem(peer_steps.PEERS, "absent", absent)
     monkeypatch.setattr(peers, "_START_SECONDS", 500.0)  # on a busy machine
     names = ["--peer", "absent", "--peer", "torch.func rows, GN"]
@@ -203,43 +189,40 @@ def test_peers_are_measured_in_processes_and_a_missing_one_is_reported(printed, 
     missing, timed = result["problems"]["million"]["peers"]
     assert missing["status"] == "not installed: pip install no-such-peer" and "seconds" not in missing
     assert timed["status"] == "ok" and timed["difference"] <= 1e-5 and timed["ratio"] > 0
-    assert timed["memory"] is None or timed["memory"] >= 0
+    assert timed["memory"] >= 0
 
 
 @pytest.mark.parametrize("message, status", [("Traceback\nTypeError: no", "TypeError: no"), ("", "killed")])
 def test_a_peer_that_fails_is_reported(monkeypatch, message, status):
     done = subprocess.CompletedProcess([], 1, stdout="", stderr=message)
     monkeypatch.setattr(peers.subprocess, "run", lambda *arguments, **options: done)
-    assert peers._run_process("classes", "SINGD, dense", 30.0, small=True) == {"status": f"failed: {status}"}
+    assert peers._run_process("classes", "absent", 30.0, small=True) == {"status": f"failed: {status}"}
 
 
 HOLDS_64_MIB = """
 import torch
 from benchmarks import peer_steps, peers
-torch.ones(2**26)
-peer = peer_steps.Peer("", lambda task: lambda: torch.ones(2**24), "smw-gn", "nothing")
-print(peers.measure_memory(peer, peers.SMALL["classes"], warmup=peers.SMALL["classes"]))
+peer = peer_steps.Peer("", lambda task: lambda: torch.ones(task.inputs.numel() * 2**20), "smw-gn")
+tiny, larger = peers.Network((1, 2), 1, 1), peers.Network((16, 2), 1, 1)
+print(peers.measure(peer, larger, 30.0, warmup=tiny)["memory"])
 """
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the peak memory from /proc")
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak memory from /proc")
 @pytest.mark.slow
-def test_memory_of_a_step_is_its_peak_or_none_if_freed_memory_is_held(monkeypatch):
-    """A step that holds 64 MiB for a moment, in a process whose peak has been higher before."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | peers.RETURNS_MEMORY
+def test_memory_of_a_step_is_its_peak():
+    """A step that holds 64 MiB for a moment."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HOLDS_64_MIB]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
     assert 60 * 2**20 < int(done.stdout) < 80 * 2**20
-    held, ones = [], torch.ones
-    monkeypatch.setattr(peers.torch, "ones", lambda *sizes: held.append(ones(*sizes)))
-    assert not peers._sees_memory()
 
 
 # -- another commit beside the work tree ----------------------------------------------------------------------
 
 
-def _trajectory(parameter=2.0, ratio=0.5, condition=3.0):
-    info = {"loss": 4.0, "predicted": 1.0, "ratio": ratio, "damping": 1.0}
+def _trajectory(parameter=2.0, condition=3.0):
+    info = {"loss": 4.0, "damping": 1.0}
     parameters = {"a": torch.ones(4), "b": torch.tensor([parameter], dtype=torch.float64)}
     return {"size": 100, "condition": condition, "steps": {2: {"parameters": parameters, **info}}}
 
@@ -258,8 +241,7 @@ def test_rounding_explains_what_its_bound_says_and_no_more():
     (entries,) = beside.compare(_trajectory(2.0 + rounding), here, [_trajectory()]).values()
     assert entries["parameters"]["bound"] == pytest.approx(rounding, rel=1e-6, abs=0)
     assert entries["parameters"]["difference"] == pytest.approx(rounding / 2, rel=0.01, abs=0)  # |a| = 2
-    assert entries["ratio"]["bound"] == pytest.approx(8 * rounding, rel=1e-6, abs=0)  # 4 / (0.5 * 1)
-    assert entries["ratio"]["difference"] == 0.0
+    assert entries["loss"]["difference"] == 0.0
     (noisy,) = beside.compare(_trajectory(2.1), here, [_trajectory(), _trajectory(2.0 + 1e-6)]).values()
     assert noisy["parameters"]["bound"] == pytest.approx(8 * 0.5e-6)
     (lost,) = beside.compare(_trajectory(2.1), here, [_trajectory(3.0)]).values()
@@ -267,9 +249,9 @@ def test_rounding_explains_what_its_bound_says_and_no_more():
 
 
 def test_a_difference_after_the_fewest_steps_is_a_fault_and_what_a_commit_lacks_is_none(monkeypatch, capsys):
-    def versions(source, *arguments):
+    def versions(source, starts, **asked):
         run, failed = _trajectory(), {"error": "TypeError: no memory"}
-        if "--starts" in arguments:
+        if starts > 1:
             return [{("mlp", "one"): run, ("mlp", "two"): run}] * 4
         return [{("mlp", "one"): _trajectory(2.1), ("mlp", "two"): failed}]
 
@@ -293,7 +275,7 @@ def test_the_work_tree_is_equal_to_itself(monkeypatch, capsys):
 
 
 def test_operations_are_counted_in_both_versions(printed, monkeypatch):
-    def versions(source, what):
+    def versions(source):
         return {name: trajectories.count_operations(settings) for name, settings in settings_of_steps.items()}
 
     settings_of_steps = {"plain": "", "momentum": "momentum=0.9", "new": "not_there=1"}
@@ -334,8 +316,7 @@ def test_a_measurement_starts_a_process_with_one_thread(monkeypatch):
     [
         (["step", "--repeats", "0"], "--repeats: must be a whole number from 1 on, got '0'"),
         (["gpu", "tiny"], "no part 'tiny': one of small, large"),
-        (["problems", "--rivals", "absent.jsonl"], "absent.jsonl: No such file or directory"),
-        (["problems", "--woodbury", "none"], "argument --woodbury: invalid choice: 'none'"),
+        (["problems", "--only", "none"], "argument --only: invalid choice: 'none'"),
         (["paint"], "invalid choice: 'paint'"),
         ([], "arguments are required: COMMAND"),
     ],
@@ -350,16 +331,15 @@ def test_wrong_usage_is_named_and_ends_with_status_2(arguments, message, monkeyp
 def test_parts_of_gpu_run_on_the_cpu_with_a_tiny_network(printed, monkeypatch):
     """What they do on a device but for its clock and its memory."""
     tiny = Network((4, 3, 2), 6, 3)
-    for name in ("SMALL", "PRECISE", "MIXED"):
+    for name in ("SMALL", "PRECISE"):
         monkeypatch.setattr(gpu, name, tiny)
     large = partial(gpu._one_step, tiny, torch.float64)
-    parts = {"large": large, "largest": large, "long": partial(gpu.long, steps=1000)}
+    parts = {"large": large, "largest": large}
     monkeypatch.setattr(gpu, "PARTS", gpu.PARTS | parts)
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "_clock", time.perf_counter)
-    monkeypatch.setattr(gpu, "_seconds", lambda step, times=1: common.median_seconds({"": step}, 1, warmup=0)[""])
     monkeypatch.setattr(gpu, "_medians", lambda steps, rounds, block: common.median_seconds(steps, 1, warmup=1))
-    answers = {"is_available": True, "get_device_name": "none", "memory_allocated": 0, "max_memory_allocated": 0}
+    answers = {"is_available": True, "get_device_name": "none", "max_memory_allocated": 0}
     answers |= {"reset_peak_memory_stats": None, "empty_cache": None}
     for name, answer in answers.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
@@ -368,8 +348,6 @@ def test_parts_of_gpu_run_on_the_cpu_with_a_tiny_network(printed, monkeypatch):
     assert result["small"]["sgd"]["over_sgd"] == 1.0 and {"smw-gn", "smw-gn recorded"} < set(result["small"])
     assert result["large"]["parameters"] == 23 and result["large"]["residual"] < 1e-4
     assert 0 <= result["precision"]["gram float64"]["error"] < 1
-    assert 0 < result["mixed"]["error_of_p"] < 1 and result["mixed"]["smw-ng bfloat16"]["ms"] > 0
-    assert result["long"]["recorded"]["bytes_gained"] == 0 and result["long"]["eager"]["us_last_1000"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -392,21 +370,6 @@ def test_tables_are_aligned_plain_text():
 # -- several processes ----------------------------------------------------------------------------------------
 
 
-def test_time_inside_another_phase_counts_there_alone():
-    watch = processes.Stopwatch()
-
-    def step():
-        with watch.phase("outer"):
-            watch.messages += 1
-            with watch.phase("inner"):
-                watch.messages += 10
-            watch.messages += 2
-
-    totals = watch.measure(step)
-    assert {phase: own[2] for phase, own in totals.items()} == {"other": 0, "outer": 3, "inner": 10}
-    assert all(own[0] >= 0 for own in totals.values())
-
-
 @pytest.mark.slow
 def test_the_bytes_that_are_counted_are_those_of_rows_gram_matrix_and_parameters(printed):
     """12-8-4 in float32, 16 samples: one row each, or 3 rows of 8 of them and per process a sum of the others."""
@@ -415,13 +378,13 @@ def test_the_bytes_that_are_counted_are_those_of_rows_gram_matrix_and_parameters
     inputs, outputs = 12 + 8, 8 + 4  # of both layers
     sizes = {"smw-ng": (16, 16, 16), "smw-gn": (8, 24, 24 + 2)}  # curvature samples, rows, columns of K
     for entry in result["processes"]:
-        assert entry["seconds"] == pytest.approx(sum(entry["phases"].values()), rel=1e-4)  # of five digits
+        assert entry["seconds"] > 0
         if entry["processes"] == 1:
-            assert sum(entry["bytes"].values()) == entry["ddp_bytes"] == entry["messages"] == 0
+            assert entry["bytes"] == entry["ddp_bytes"] == 0
             continue
         samples, rows, columns = sizes[entry["method"]]
-        assert entry["bytes"]["sum p"] == entry["ddp_bytes"] == 4 * (13 * 8 + 9 * 4)
-        assert entry["bytes"]["gather Gram"] == 4 * rows * columns / 2
-        # and the names of what is gathered, under a kilobyte
-        assert 0 <= entry["bytes"]["gather rows"] - 4 * (samples * inputs + rows * outputs) / 2 < 1000
-    assert "smw-gn" in processes.processes_tables(result)
+        assert entry["ddp_bytes"] == 4 * (13 * 8 + 9 * 4)
+        gathered = 4 * (samples * inputs + rows * outputs) / 2 + 4 * rows * columns / 2
+        # and the names of what is gathered, and single numbers: little more than a kilobyte
+        assert 0 <= entry["bytes"] - gathered - entry["ddp_bytes"] < 1200
+    assert "smw-gn" in processes.processes_table(result)

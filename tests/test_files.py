@@ -28,7 +28,7 @@ from woodbury._files import as_bytes
 from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
 from woodbury.experiments.train import InterruptedRunError, train
-from woodbury.runs import checkpoint, report
+from woodbury.runs import report, storage
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import Records
 from woodbury.runs.storage import FORMAT, RunFolderError
@@ -110,7 +110,7 @@ class _RunsCode:
 def test_a_checkpoint_cannot_run_code_and_is_not_unpickled_unless_its_checksum_agrees(tmp_path, monkeypatch):
     folder = unfinished(tmp_path / "run")
     path = folder / "checkpoint.pt"
-    checkpoint.write_checkpoint(path, {"model": _RunsCode(tmp_path / "made")})
+    storage.write_checkpoint(path, {"model": _RunsCode(tmp_path / "made")})
     refusal(lambda: resume(folder), path, "delete it to train from the start")
     assert not (tmp_path / "made").exists()
     path.write_bytes(path.read_bytes()[:-1])
@@ -124,9 +124,9 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tmp_path):
     before = (folder / "records.jsonl").read_bytes()
     shutil.copy(other / "checkpoint.pt", folder)
     refusal(lambda: resume(folder), "cannot resume from", "records.jsonl has changed since the checkpoint")
-    values = checkpoint.read_checkpoint(other / "checkpoint.pt")
+    values = storage.read_checkpoint(other / "checkpoint.pt")
     values["model"]["0.bias"] = torch.zeros(5)
-    checkpoint.write_checkpoint(folder / "checkpoint.pt", values)
+    storage.write_checkpoint(folder / "checkpoint.pt", values)
     refusal(lambda: resume(folder), "cannot resume from", "0.bias", "delete checkpoint.pt to train from the start")
     assert (folder / "records.jsonl").read_bytes() == before
 
@@ -149,7 +149,7 @@ def test_want_of_memory_is_not_taken_for_damage(tmp_path, monkeypatch):
     def full(*arguments: Any, **options: Any) -> None:
         raise MemoryError
 
-    for place, name in ((torch, "load"), (training._Run, "_go_to")):
+    for place, name in ((torch, "load"), (torch.nn.Module, "load_state_dict")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, full)
             with pytest.raises(MemoryError):

@@ -213,7 +213,7 @@ def test_state_whose_every_tensor_is_on_the_gpu_goes_on(kind):
 
 
 def is_recorded(optimizer):
-    return bool(optimizer._replay.recordings._recordings)
+    return bool(optimizer._recordings._recordings)
 
 
 def recorded(name, kind, **settings):
@@ -256,7 +256,7 @@ def test_batches_of_several_shapes_are_recorded_each():
             a = ordinary.step(plain.inputs[:size], plain.targets[:size]).as_dict()
             b = optimizer.step(problem.inputs[:size], problem.targets[:size]).as_dict()
             assert a == b
-    assert len(optimizer._replay.recordings._recordings) == 2
+    assert len(optimizer._recordings._recordings) == 2
 
 
 def test_a_recorded_optimizer_can_be_copied():
@@ -278,7 +278,7 @@ def test_random_numbers_capture_false_and_large_steps_take_ordinary_steps(monkey
         optimizer = woodbury.NaturalGradient(model, nn.CrossEntropyLoss(), **settings)
         for _ in range(5):
             optimizer.step(*vectors())
-        assert optimizer._replay is None if settings else not is_recorded(optimizer)
+        assert optimizer._recordings is None if settings else not is_recorded(optimizer)
 
 
 def test_batches_that_no_graph_can_read_take_ordinary_steps():
@@ -571,7 +571,7 @@ def test_steps_leave_the_buffers_of_one_pass_or_of_before(capture, accepted):
         assert bool(info.accepted) is accepted
         for name, value in model.named_buffers():
             assert torch.equal(value, twin.get_buffer(name)), name
-    assert bool(optimizer._replay and optimizer._replay.recordings._recordings) is capture
+    assert bool(optimizer._recordings and optimizer._recordings._recordings) is capture
 
 
 class Waves(nn.Module):
@@ -624,7 +624,7 @@ def test_a_search_takes_the_step_of_the_cpu(name):
         optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=search, weight_decay=0.01)
         direction = optimizer.direction(inputs, targets, held_out=(inputs[some], targets[some]))
         info = optimizer.step(inputs, targets)
-        assert info.accepted and optimizer._replay is None
+        assert info.accepted and optimizer._recordings is None
         made.append((flatten(direction).cpu(), info.length.item()))
     assert made[0][1] == made[1][1]
     # "residual" has a SiLU, whose second derivative comes from differences: sqrt(eps)

@@ -21,7 +21,7 @@ ROOMS = [
         "_vector",
         "_random",
         "_process",
-        "_memory",
+        "_bytes",
         "_files",
         "_forward_mode",
         "_batch",
@@ -95,7 +95,7 @@ FLOORS = {
     "experiments": [["files", "presets"], ["data"], ["train"]],
     "runs": [
         ["storage", "looks", "readings"],
-        ["config", "checkpoint", "records"],
+        ["config", "records"],
         ["recorder", "run"],
         ["medians"],
         ["panels", "verdict"],

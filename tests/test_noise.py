@@ -502,22 +502,13 @@ def test_functions_are_losses():
 # -- the benchmark --------------------------------------------------------------------------------------------
 
 
-def test_networks_side_by_side_take_the_steps_of_adam():
+def test_adam_stops_early_and_ends_where_its_validation_loss_was_lowest(monkeypatch):
+    monkeypatch.setattr(noise, "PATIENCE", 20)
     problem = noise.PROBLEMS["few"]
-    batch, model = problem.draw(20, 0), problem.network(0)
-    networks, expected = noise.Networks(model, problem.loss), []
-    for _ in range(3):
-        networks.step(batch)
-    for rate in noise.RATES:
-        model = problem.network(0)
-        optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-        for _ in range(3):
-            optimizer.zero_grad()
-            problem.loss(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-        expected.append(values(model))
-    bound = 3 * bounds.rounding(20)
-    torch.testing.assert_close(networks.flat.detach(), torch.stack(expected), rtol=bound, atol=bound)
+    train, validation, model = problem.draw(60, 0), problem.draw(20, 1), problem.network(0)
+    before = noise.loss_on(model, problem.loss, validation)
+    lowest = noise.run_adam(problem, model, train, validation)
+    assert lowest == noise.loss_on(model, problem.loss, validation) < before
 
 
 def test_the_benchmark_compares_with_adam(monkeypatch, capsys):

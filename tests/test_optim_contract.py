@@ -221,7 +221,7 @@ def test_is_a_torch_optimizer_that_schedulers_drive(kind):
 def test_first_order_rivals_do_what_torch_does(kind):
     problem, twin = problems.make("softmax"), problems.make("softmax")
     optimizer = build(kind, problem, lr=0.1)
-    plain = type(optimizer.optimizer)(twin.model.parameters(), lr=0.1)
+    plain = getattr(torch.optim, type(optimizer).__name__)(twin.model.parameters(), lr=0.1)
     for lr, size in ((0.1, 7), (0.5, 3), (0.01, 1)):
         optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = lr
         info = optimizer.step(problem.inputs[:size], problem.targets[:size])

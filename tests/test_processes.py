@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -214,9 +216,10 @@ def with_a_fault(rank, world):
         optimizer.verify(inputs, targets)
     except ValueError as error:
         messages.append(str(error))
-    for settings in ({"search": woodbury.CurvedSearch()}, {"solver": "products"}):
+    alone = ("smw-gn", {"search": woodbury.CurvedSearch()}), ("smw-gn", {"solver": "products"}), ("sgd", {})
+    for name, settings in alone:
         try:
-            woodbury.GaussNewton(model, nn.CrossEntropyLoss(), **settings)
+            OPTIMIZERS[name](model, nn.CrossEntropyLoss(), **settings)
         except ValueError as error:
             messages.append(str(error))
     return messages, same, bool(optimizer.step(inputs, targets).accepted)
@@ -226,7 +229,7 @@ def test_an_error_of_one_process_is_an_error_of_all():
     first, second = processes.run(with_a_fault, 2)
     for messages, same, accepted in (first, second):
         assert same and accepted
-        assert len(messages) == 6 and all("one process" in message for message in messages[3:])
+        assert len(messages) == 7 and all("one process" in message for message in messages[3:])
     assert "shapes cannot be multiplied" in second[0][0] and "nan or inf" in second[0][1]
     for shown, cause in zip(
         first[0][:3], ("shapes cannot be multiplied", "nan or inf", "at least one"), strict=True
@@ -300,15 +303,12 @@ def test_a_process_that_is_killed_ends_the_others_with_a_message(tmp_path):
     assert "last checkpoint" in survivor.stdout and time.monotonic() - started < 100
 
 
-def test_for_one_process_nothing_is_exchanged():
+def test_for_one_process_nothing_is_exchanged_and_no_group_has_another_name():
     tensor = torch.randn(3)
     assert ALONE.sum(tensor) is tensor and ALONE.same(tensor) is tensor and ALONE.gather(tensor) == [tensor]
     assert ALONE.sums(1.0, 2.0) == [1.0, 2.0] and ALONE.bytes_given == 0
     with pytest.raises(KeyError), ALONE.together():
         raise KeyError
-
-
-def test_what_several_processes_cannot_do_is_refused():
     with pytest.raises(ValueError, match="process_group"):
         woodbury.GaussNewton(mlp(), nn.MSELoss(), process_group="all")
 
@@ -684,7 +684,6 @@ DIFFERENT = {
     "method": (lambda: made(woodbury.NaturalGradient), "method"),
     "search": (lambda: made(search=woodbury.CurvedSearch()), "search"),
     "forward": (lambda: made(forward=interrupted_forward(0)), "forward"),
-    "first order": (lambda: OPTIMIZERS["sgd"](classifier(dtype=torch.float32), nn.CrossEntropyLoss()), "method"),
 }
 
 
@@ -749,3 +748,36 @@ def test_processes_that_differ_raise_the_same_error():
     for name, cause in [(name, case[-1]) for name, case in (DIFFERENT | CHANGED).items()]:
         assert first[name].startswith("ValueError: processes that train together must have the same"), first[name]
         assert cause in first[name], (name, first[name])
+
+
+def run_python(*arguments, **environment):
+    """A new interpreter that imports what this one does."""
+    more = {"OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **environment}
+    whole = {**os.environ, **{name: str(value) for name, value in more.items()}}
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=whole)
+
+
+ENDS = """
+import os
+from pathlib import Path
+
+import torch
+import woodbury
+
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = woodbury.NaturalGradient(model, torch.nn.MSELoss())  # imports torch._dynamo, and that much else
+torch.distributed.all_reduce(torch.ones(1))
+threads = lambda: [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+assert any("gloo" in name for name in threads()), threads()
+torch.distributed.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at its threads in /proc")
+def test_no_thread_of_a_destroyed_group_is_left_to_abort_the_end_of_the_process():
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": processes.free_port()}
+    done = run_python("-c", ENDS, **alone)
+    assert done.returncode == 0, done.stderr

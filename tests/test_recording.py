@@ -49,7 +49,7 @@ def on_a_device(state, device):
 
 def replay(optimizer, problem):
     request = Request(problem.inputs, problem.targets)
-    return optimizer._replayed(optimizer._replay, optimizer._context(), request)
+    return optimizer._replayed(optimizer._recordings, optimizer._context(), request)
 
 
 def refuse(number):
@@ -92,7 +92,7 @@ def test_what_no_graph_can_hold_leaves_the_draws_alone(monkeypatch):
     for _ in range(recording.WARM_UP + 2):
         assert replay(optimizer, problem) is None
     assert torch.equal(optimizer.state["generator"], before)
-    assert isinstance(optimizer.state["damping"], float) and optimizer._replay.recordings._given_up
+    assert isinstance(optimizer.state["damping"], float) and optimizer._recordings._given_up
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -143,5 +143,5 @@ def test_only_batches_a_graph_can_read_have_a_shape():
 
 def test_a_copy_starts_without_recordings():
     optimizer = woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss())
-    optimizer._replay.recordings.add(Key("a", 0), object())
-    assert copy.deepcopy(optimizer)._replay.recordings.find(Key("a", 0)) is None
+    optimizer._recordings.add(Key("a", 0), object())
+    assert copy.deepcopy(optimizer)._recordings.find(Key("a", 0)) is None

@@ -11,7 +11,7 @@ import reference
 import woodbury
 from cases import every_pair
 from fuzz.models import Parts
-from woodbury._memory import available_bytes
+from woodbury._bytes import available_bytes
 from woodbury._vector import flatten
 from woodbury.model.capture import GraphCapture
 from woodbury.model.chain import ChainCapture

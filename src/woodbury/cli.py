@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 import platform
 import signal
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -37,16 +35,13 @@ except ModuleNotFoundError as error:
 
 from woodbury._version import __version__
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.parallel.group import LostProcessError, all_processes
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM  # which stop a run after a step
 _INTERRUPTED = 130  # the status of a program ended by Ctrl-C
-_LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # what torchrun puts into the environment
 PRESET = "the preset's"  # a default that depends on the data set
-_PATIENCE = timedelta(minutes=30)  # of a process that waits for another, which may be loading data
 
 
 def main() -> None:
@@ -125,7 +120,9 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
             float, typer.Option(min=0.0, help="Time between two checkpoints; 0 saves one after every step.")
         ] = CHECKPOINT_SECONDS,
     ) -> None:
-        with _one_line_errors(out), _processes(device):
+        with _one_line_errors(out):
+            if device == "cuda" and not torch.cuda.is_available():
+                _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
             _check_name("data set", dataset, known)
             changed = _read_settings(settings or []) | ({} if lr is None else {"lr": lr})
             fields = {"epochs": epochs, "batch_size": batch_size, "device": device, "dtype": dtype}
@@ -165,24 +162,6 @@ def report_runs(
 # -- parts of the commands ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _processes(device: str) -> Iterator[None]:
-    """Join the processes that torchrun has started, if it has; ends with a message if the device is not there."""
-    on_gpu, launched = device == "cuda", os.environ.keys() >= _LAUNCHED
-    if on_gpu and not torch.cuda.is_available():
-        _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if on_gpu and launched:
-        local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= devices:
-            _fail(f"--nproc-per-node is more than the {devices} CUDA devices here: start one process per device")
-        torch.cuda.set_device(local)
-    if launched:
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=_PATIENCE)
-    yield
-    if launched:  # after an error the end of the process does it: others may wait
-        torch.distributed.destroy_process_group()
-
-
 def _names(optimizers: str) -> list[str]:
     """The optimizers that an option names."""
     names = list(dict.fromkeys(name.strip() for name in optimizers.split(",") if name.strip()))
@@ -208,34 +187,22 @@ def _config(
 def _train_and_report(
     configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
 ) -> None:
-    """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is.
-
-    Of several processes the first alone shows and writes anything.
-    """
-    group, dataset, finished = all_processes(), configs[0].dataset, True
-    for is_first in (True, False):  # for the others the files are there by then
-        with group.together():
-            if (group.rank == 0) is is_first:
-                data = load_dataset(dataset, data_dir)  # may fail: before a folder is created
-    with group.together():
-        folder = folder_to_resume(out, configs) if resume and group.rank == 0 else None
-        if folder is None and group.rank == 0:
-            folder = new_folder(out, dataset)
-    folder = group.object_of_first(folder)
+    """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
+    data = load_dataset(configs[0].dataset, data_dir)  # may fail: before a folder is created
+    folder = folder_to_resume(out, configs) if resume else None
+    folder = new_folder(out, configs[0].dataset) if folder is None else folder
     shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
+    finished = True
     try:
-        with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs), group.rank == 0) as show:
+        with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs)) as show:
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
                 train(config, run_folder(folder, config), shown, stop=stop, **shared)
     except InterruptedRunError:
         finished = False
-    with group.together():  # torchrun ends all processes when one of them has ended without success
-        if group.rank == 0:
-            _report([folder], folder)
-            if not finished:
-                _say(f"interrupted: the same command with --resume continues in {folder}")
+    _report([folder], folder)
     if not finished:
+        _say(f"interrupted: the same command with --resume continues in {folder}")
         raise typer.Exit(_INTERRUPTED)
 
 
@@ -249,10 +216,10 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
 
 
 @contextmanager
-def _progress_bar(runs: int, visible: bool) -> Iterator[Callable[[int, RunConfig, Progress], None]]:
+def _progress_bar(runs: int) -> Iterator[Callable[[int, RunConfig, Progress], None]]:
     """Show one bar over all runs; yields a function of the number of a run, the run and its `Progress`."""
     columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn())
-    with bars.Progress(*columns, console=console, disable=not visible) as shown:
+    with bars.Progress(*columns, console=console) as shown:
         task = shown.add_task("", total=None)
 
         def show(index: int, config: RunConfig, now: Progress) -> None:
@@ -290,14 +257,11 @@ def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
 
 @contextmanager
 def _one_line_errors(out: Path) -> Iterator[None]:
-    """End with one line and status 2 after an error that a user can resolve, 1 where another process failed."""
+    """End with one line and status 2 after an error that a user can resolve."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *where: _say(str(message))
             yield
-    except LostProcessError as error:
-        _say(" ".join(str(error).split()))
-        raise typer.Exit(1) from None
     except (DataError, RunFolderError) as error:
         _fail(str(error))
     except OSError as error:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from woodbury.optim import GaussNewton, NaturalGradient, SecondOrder
-from woodbury.rivals import KFAC, HessianFree, adam, sgd
+from woodbury.rivals import KFAC, SGD, Adam, HessianFree
 
 _block_diagonal = partial(NaturalGradient, blocks="layer")
 _block_diagonal.__doc__ = "SMW-NG-BD: SMW-NG with a block-diagonal F, one block and one small system a layer."
@@ -20,8 +20,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "smw-ng-bd": _block_diagonal,
     "hf": HessianFree,
     "kfac": KFAC,
-    "sgd": sgd,
-    "adam": adam,
+    "sgd": SGD,
+    "adam": Adam,
 }
 
 
@@ -31,6 +31,6 @@ def default_arguments(name: str) -> dict[str, Any]:
     A constructor hands those that all second-order optimizers have on to `SecondOrder`; both are read.
     """
     make: Any = OPTIMIZERS[name]
-    constructors = [make] if inspect.isfunction(make) else [SecondOrder, make]
+    constructors = [make] if make in (SGD, Adam) else [SecondOrder, make]
     parameters = [own for each in constructors for own in inspect.signature(each).parameters.values()]
     return {own.name: own.default for own in parameters if own.default is not inspect.Parameter.empty}

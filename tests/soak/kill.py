@@ -37,7 +37,7 @@ import torch
 import woodbury
 from tests import processes
 from woodbury.fit import checkpoint as fit_checkpoint
-from woodbury.runs import checkpoint
+from woodbury.runs import storage
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps
@@ -80,7 +80,7 @@ def timeless(records: Path) -> list[dict[str, Any]]:
 
 def with_copies(copies: Path, function: Callable[..., None], *arguments: object) -> None:
     """The function, which keeps a copy of each checkpoint as it is written, under the number of its file."""
-    for module in (checkpoint, fit_checkpoint):
+    for module in (storage, fit_checkpoint):
 
         def write_and_copy(path: Path, content: bytes, *rest: Any, write: Any = module.write_whole) -> None:
             (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)

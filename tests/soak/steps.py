@@ -114,8 +114,8 @@ def main():
         if any(b > a + bound for a, b, bound in bounds):
             print("  grown")
             grown = True
-        if optimizer._replay is not None and arguments.device != "cpu":
-            print(f"  recordings: {len(optimizer._replay.recordings._recordings)}")
+        if optimizer._recordings is not None and arguments.device != "cpu":
+            print(f"  recordings: {len(optimizer._recordings._recordings)}")
     return 1 if grown else 0
 
 

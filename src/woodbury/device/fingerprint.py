@@ -77,7 +77,7 @@ def of_value(value: Any, depth: int = 1) -> Hashable:
     if depth > 0 and isinstance(value, FunctionType | MethodType):
         return of_function(value, depth - 1)
     if depth > 0 and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__"):
-        return Same(value), tuple([(name, of_value(own, depth - 1)) for name, own in vars(value).items()])
+        return Same(value), tuple([(name, of_value(part, depth - 1)) for name, part in vars(value).items()])
     return Same(value)
 
 

@@ -87,13 +87,13 @@ class Replays:
 
     def _record(self, kind: _Kind, function: Callable[..., Any], leaves: list[Any], structure: Any) -> bool:
         """Record a call; it computes nothing yet. Whether that is possible."""
-        own = [recording.buffers_like(leaf) for leaf in leaves]
-        buffers = [leaf.detach() for leaf in own if isinstance(leaf, Tensor)]
+        copies = [recording.buffers_like(leaf) for leaf in leaves]
+        buffers = [leaf.detach() for leaf in copies if isinstance(leaf, Tensor)]
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             graph, results, constants = recording.record_graph(
-                lambda: function(*pytree.tree_unflatten(own, structure)), buffers[0].device, self._pool
+                lambda: function(*pytree.tree_unflatten(copies, structure)), buffers[0].device, self._pool
             )
         except torch.OutOfMemoryError:
             raise
@@ -107,4 +107,4 @@ class Replays:
 def _agree(replayed: Any, ordinary: Any) -> bool:
     """A replay runs no Python: what that changes from call to call, random numbers say, shows here."""
     pairs = zip(pytree.tree_leaves(replayed), pytree.tree_leaves(ordinary), strict=True)
-    return all(bool((ours - own).abs().max() <= _AGREES * own.abs().max()) for ours, own in pairs)
+    return all(bool((ours - theirs).abs().max() <= _AGREES * theirs.abs().max()) for ours, theirs in pairs)

@@ -91,20 +91,22 @@ class Recordings:
         alike = [old for old in self._recordings if old.fixed == key.fixed]
         return len(alike) < _MAX_RECORDINGS
 
-    def ordinary_step_ended(self, device: torch.device) -> None:
-        """Note whether a step of this kind is too large to be worth recording."""
+    def ordinary_step_ended(self, device: torch.device, drew_numbers: bool = False) -> None:
+        """Note what a step has shown: whether it is too large to be worth recording, or draws random numbers."""
         if self._running is not None:
             key, before = self._running
             if bytes_ever_allocated(device) - before > WORTH_RECORDING:
                 self._large_kinds.add(key)
             self._running = None
+        if drew_numbers:
+            self.give_up()
 
     def find(self, key: Key) -> Recording | None:
         return self._recordings.get(key)
 
     def add(self, key: Key, recording: Recording) -> None:
         """Keep a recording, and drop those whose fixed part of the key differs."""
-        self._recordings = {old: own for old, own in self._recordings.items() if old.fixed == key.fixed}
+        self._recordings = {old: kept for old, kept in self._recordings.items() if old.fixed == key.fixed}
         self._recordings[key] = recording
 
     def give_up(self) -> None:

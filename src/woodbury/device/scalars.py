@@ -134,9 +134,9 @@ def _uncomputed(results: Sequence[Number]) -> list[Number]:
     while stack:
         number = stack[-1]
         missing = [
-            own
-            for own in number.operands
-            if isinstance(own, Number) and own.value is None and id(own) not in order
+            operand
+            for operand in number.operands
+            if isinstance(operand, Number) and operand.value is None and id(operand) not in order
         ]
         if missing:
             stack.extend(reversed(missing))
@@ -147,7 +147,7 @@ def _uncomputed(results: Sequence[Number]) -> list[Number]:
 
 def _evaluate(number: Number) -> Tensor:
     """The value of a number whose operands have values."""
-    values = [own.tensor() if isinstance(own, Number) else own for own in number.operands]
+    values = [operand.tensor() if isinstance(operand, Number) else operand for operand in number.operands]
     if number.operation in _ON_TENSORS_ONLY:
         like = next(value for value in values if isinstance(value, Tensor))
         values = [v if isinstance(v, Tensor) else like.new_full((), v, dtype=torch.float64) for v in values]
@@ -283,7 +283,7 @@ def _program(results: Sequence[Number]) -> tuple[str, list[Tensor], dict[str, fl
 
     lines = []
     for index, number in enumerate(_uncomputed(results)):
-        operands = [name_of(own) for own in number.operands]
+        operands = [name_of(operand) for operand in number.operands]
         names[id(number)] = f"t{index}"
         lines.append(f"T t{index} = {_OPERATIONS[number.operation][0].format(*operands)};")
     outputs = [f"o{index} = {names[id(number)]};" for index, number in enumerate(results)]

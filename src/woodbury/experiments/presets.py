@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from woodbury.optimizers import OPTIMIZERS, default_arguments
-from woodbury.parallel.group import all_processes
 from woodbury.policies.plain import change, from_plain, to_plain
 from woodbury.runs.config import RunConfig
 
@@ -42,8 +41,8 @@ class Preset:
         preset = {name: value for name, value in shared.items() if name in known}
         preset |= self.settings.get(optimizer, {})
         full = full_settings(optimizer, {**preset, **(settings or {})})
-        own = ("widths", "batch_size", "epochs", "evaluations")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in own}
+        names = ("widths", "batch_size", "epochs", "evaluations")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields |= {name: value for name, value in others.items() if value is not None}
         return RunConfig(dataset, optimizer, full, seed=seed, **fields)
 
@@ -76,9 +75,6 @@ def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]
 def try_settings(config: RunConfig) -> None:
     """Raise what these settings would raise in a run, by a step on a random batch of the same size."""
     settings = config.optimizer_settings()
-    if settings["process_group"] is not None and all_processes().size > 1:
-        raise ValueError("process_group is for one process: torchrun starts several that train one model")
-    settings["process_group"] = "self"  # each process tries for itself
     with torch.random.fork_rng(devices=[]):
         inputs, targets = torch.randn(config.batch_size, 2), torch.randint(2, (config.batch_size,))
         model = nn.Linear(2, 2)

@@ -2,17 +2,12 @@
 
 A run that is killed at any moment resumes from its last checkpoint. The key `seconds` in a record is the time
 spent inside `optimizer.step` so far, without evaluation and writing.
-
-Where torch.distributed has several processes (`torchrun`), each of them calls `train`: all draw the same batches,
-and each takes its part of every one. The first alone evaluates, shows progress and has the folder; an error of one
-is an error of all, and so is a stop. A run may go on with another number of processes.
 """
 
 import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,11 +20,9 @@ from woodbury._files import as_bytes, write_whole
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
-from woodbury.parallel.group import ALONE, Group, all_processes
-from woodbury.runs.checkpoint import read_checkpoint, write_checkpoint
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
-from woodbury.runs.storage import RunFolderError, one_line
+from woodbury.runs.storage import RunFolderError, one_line, read_checkpoint, write_checkpoint
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
 CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
@@ -65,42 +58,26 @@ def train(
     Args:
         config: the run.
         folder: where its files go.
-        progress: called after every step, by the first process.
+        progress: called after every step.
         data: the data set, if it has been loaded already.
         resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
             bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
-        stop: called after every step; if true, for any of the processes, a checkpoint is saved and
-            `InterruptedRunError` raised.
+        stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
         checkpoint_seconds: how much time passes between two checkpoints; 0 saves one after every step.
     """
-    group = all_processes()
-    writes = group.rank == 0
-    with group.together():
-        opened = _open(folder, resume) if writes else None
-    with nullcontext() if opened is None else opened as records:
-        with group.together():
-            complete = writes and _is_done(config, folder)
-        if group.of_first([complete])[0]:
+    folder.mkdir(parents=True, exist_ok=resume)
+    with Records(folder) as records:
+        if _is_done(config, folder):
             return
-        with group.together():
-            own = load_dataset(config.dataset) if data is None else data
-        run = _Run(config, own, group)
+        run = _Run(config, load_dataset(config.dataset) if data is None else data)
         run.restore(folder / _CHECKPOINT, records)
         run.finish(folder, records, progress, stop, checkpoint_seconds)
-        with group.together():
-            if records is not None:
-                model = as_bytes(run.model.state_dict())
-                write_whole(folder / _MODEL, model)
-                records.sync()
-                checksums = {RECORDS_FILE: records.sha256, _MODEL: hashlib.sha256(model).hexdigest()}
-                mark_complete(folder, checksums)  # before the checkpoint goes
-                (folder / _CHECKPOINT).unlink(missing_ok=True)
-
-
-def _open(folder: Path, resume: bool) -> Records:
-    """The records of a run, in a new folder or the one to resume; no other process has them."""
-    folder.mkdir(parents=True, exist_ok=resume)
-    return Records(folder)
+        model = as_bytes(run.model.state_dict())
+        write_whole(folder / _MODEL, model)
+        records.sync()
+        checksums = {RECORDS_FILE: records.sha256, _MODEL: hashlib.sha256(model).hexdigest()}
+        mark_complete(folder, checksums)  # before the checkpoint goes
+        (folder / _CHECKPOINT).unlink(missing_ok=True)
 
 
 def _is_done(config: RunConfig, folder: Path) -> bool:
@@ -117,8 +94,8 @@ def _is_done(config: RunConfig, folder: Path) -> bool:
 class _Run:
     """A run under way: everything that a checkpoint holds."""
 
-    def __init__(self, config: RunConfig, data: Dataset, group: Group = ALONE) -> None:
-        self.config, self.group = config, group
+    def __init__(self, config: RunConfig, data: Dataset) -> None:
+        self.config = config
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
         self.train_set = _to_device(data.train_inputs, data.train_targets, device, dtype)
         self.test_set = _to_device(data.test_inputs, data.test_targets, device, dtype)
@@ -132,13 +109,13 @@ class _Run:
     def finish(
         self,
         folder: Path,
-        records: Records | None,
+        records: Records,
         progress: Callable[[Progress], None],
         stop: Callable[[], bool],
         checkpoint_seconds: float,
     ) -> None:
-        """Train from the current state to the end; the first of the processes has the records."""
-        config, group, (inputs, targets) = self.config, self.group, self.train_set
+        """Train from the current state to the end."""
+        config, (inputs, targets) = self.config, self.train_set
         steps = config.epochs * self.per_epoch
         marks = {round(part * self.per_epoch / config.evaluations) for part in range(1, config.evaluations + 1)}
         order = torch.Generator("cpu").manual_seed(config.seed)  # the same batches for every optimizer
@@ -149,23 +126,21 @@ class _Run:
             batches = torch.randperm(len(inputs), generator=order, device="cpu").split(config.batch_size)
             done = max(0, self.step - epoch * self.per_epoch)  # of these, before the checkpoint
             for number, batch in enumerate(batches[done:], start=done + 1):
-                index = batch.tensor_split(group.size)[group.rank].to(inputs.device)
+                index = batch.to(inputs.device)
                 try:
                     values = self._step(inputs[index], targets[index])
                 except NonFiniteLossError:  # no step can lead back: the run ends here, with the loss on record
                     self._evaluate(records)
                     return
-                stopping = group.sums(stop())[0] > 0 and self.step < steps  # told to one, all of them stop
-                with group.together():
-                    if records is not None:
-                        place = {"epoch": epoch + 1, "step": self.step, "seconds": self.seconds}
-                        records.write({"kind": "step", **place, **values})
-                        progress(Progress(self.step, steps, values["loss"], values["damping"]))
-                    if number in marks:
-                        self._evaluate(records)
-                    if stopping or time.monotonic() - saved >= checkpoint_seconds:
-                        self.save(folder / _CHECKPOINT, records)
-                        saved = time.monotonic()
+                stopping = stop() and self.step < steps
+                place = {"epoch": epoch + 1, "step": self.step, "seconds": self.seconds}
+                records.write({"kind": "step", **place, **values})
+                progress(Progress(self.step, steps, values["loss"], values["damping"]))
+                if number in marks:
+                    self._evaluate(records)
+                if stopping or time.monotonic() - saved >= checkpoint_seconds:
+                    self.save(folder / _CHECKPOINT, records)
+                    saved = time.monotonic()
                 if stopping:
                     raise InterruptedRunError
 
@@ -182,10 +157,8 @@ class _Run:
             values["iterations"] = self.optimizer.iterations
         return values
 
-    def _evaluate(self, records: Records | None) -> None:
+    def _evaluate(self, records: Records) -> None:
         """Record the loss and the error on both sets, at the end of an epoch or a part of one."""
-        if records is None:
-            return
         epoch = self.step / self.per_epoch
         place = {"epoch": int(epoch) if epoch.is_integer() else epoch, "step": self.step, "seconds": self.seconds}
         record = {"kind": "epoch", **place}
@@ -193,49 +166,38 @@ class _Run:
             record[f"{name}_loss"], record[f"{name}_error"] = evaluate(self.model, self.loss, inputs, targets)
         records.write(record)
 
-    def save(self, path: Path, records: Records | None) -> None:
+    def save(self, path: Path, records: Records) -> None:
         """Write a checkpoint, with the records before it on disk."""
-        if records is not None:
-            records.sync()
-            write_checkpoint(path, self._values(records))
-
-    def _values(self, records: Records) -> dict[str, Any]:
-        """What a checkpoint holds."""
-        return {
+        records.sync()
+        values = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
             "records": (records.length, records.sha256),
         }
+        write_checkpoint(path, values)
 
-    def restore(self, path: Path, records: Records | None) -> None:
+    def restore(self, path: Path, records: Records) -> None:
         """Go back to the checkpoint, or to the start if there is none, and remove later records.
 
-        The first of the processes reads it, however many there were when it was written. Raises RunFolderError,
-        and leaves all files as they are, if it is damaged or of another run.
+        Raises RunFolderError, and leaves all files as they are, if it is damaged or of another run.
         """
-        with self.group.together():
-            values = read_checkpoint(path) if records is not None and path.exists() else None
-        values = self.group.object_of_first(values) or {"records": (0, None)}
-        with self.group.together():
-            try:
-                if "model" in values:
-                    self._go_to(values)
-                if records is not None:
-                    records.go_back(*values["records"])
-            except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
-                raise
-            except Exception as error:  # other records, or what torch says of a state that it cannot take
-                raise RunFolderError(
-                    f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
-                ) from None
-
-    def _go_to(self, values: dict[str, Any]) -> None:
-        """Take over the values of a checkpoint."""
-        self.model.load_state_dict(values["model"])
-        self.optimizer.load_state_dict(values["optimizer"])
-        self.step, self.seconds = values["step"], values["seconds"]
+        if not path.exists():
+            records.go_back(0)
+            return
+        values = read_checkpoint(path)
+        try:
+            self.model.load_state_dict(values["model"])
+            self.optimizer.load_state_dict(values["optimizer"])
+            self.step, self.seconds = values["step"], values["seconds"]
+            records.go_back(*values["records"])
+        except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
+            raise
+        except Exception as error:  # other records, or what torch says of a state that it cannot take
+            raise RunFolderError(
+                f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
+            ) from None
 
 
 def mlp(widths: Sequence[int], seed: int) -> nn.Sequential:

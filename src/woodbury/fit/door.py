@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from woodbury.fit.checkpoint import Where
 from woodbury.fit.descent import PLAIN
@@ -39,6 +38,7 @@ from woodbury.fit.sources import (
     split_off,
 )
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
+from woodbury.losses.rules import FUNCTIONS
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
@@ -285,20 +285,8 @@ def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Ten
     return pair, other, split
 
 
-# losses of torch.nn.functional, by the classes that are the same
-_FUNCTIONS: dict[Any, type[nn.Module]] = {
-    functional.mse_loss: nn.MSELoss,
-    functional.huber_loss: nn.HuberLoss,
-    functional.smooth_l1_loss: nn.SmoothL1Loss,
-    functional.cross_entropy: nn.CrossEntropyLoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.poisson_nll_loss: nn.PoissonNLLLoss,
-    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
-}
-
-
 def _as_module(loss: Any) -> Any:
-    kinds = [kind for function, kind in _FUNCTIONS.items() if function is loss]
+    kinds = [kind for function, kind in FUNCTIONS.items() if function is loss]
     return kinds[0]() if kinds else loss
 
 

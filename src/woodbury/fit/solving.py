@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from woodbury import _random
-from woodbury._memory import available_bytes
+from woodbury._bytes import available_bytes
 from woodbury.fit.descent import use_search
 from woodbury.fit.equations import TermSource
 from woodbury.fit.limits import Limits

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
-from woodbury.loop.seen import FUNCTIONS, Recognised, TapedLoss, recognise, same_loss
+from woodbury.loop.seen import Recognised, TapedLoss, recognise, same_loss
 from woodbury.loop.tape import Base, LossesInside, Node, state_of
-from woodbury.losses.rules import loss_rule
+from woodbury.losses.rules import FUNCTIONS, loss_rule
 from woodbury.losses.scaled import ScaledLoss
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
@@ -154,13 +154,13 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     sizes = [_batch.sample_count(call.inputs) for call in calls]
     seen = [recognise(call.root, call.base, size) for call, size in zip(calls, sizes, strict=True)]
     random = first.random if len(calls) == 1 else None
-    if any(own is None for own in seen):
+    if any(each is None for each in seen):
         return _of_any_loss(calls, sizes, factor)
-    found = [own for own in seen if own is not None]
+    found = [each for each in seen if each is not None]
     loss = found[0].loss
-    if any(not same_loss(loss, own.loss) for own in found[1:]):
+    if any(not same_loss(loss, each.loss) for each in found[1:]):
         raise ValueError("the micro-batches before one step have different losses")
-    layouts = {(call.place, call.inside, own.classes_last) for call, own in zip(calls, found, strict=True)}
+    layouts = {(call.place, call.inside, each.classes_last) for call, each in zip(calls, found, strict=True)}
     if len(layouts) != 1:
         raise ValueError("the micro-batches before one step use the outputs of the model in different ways")
     ((place, inside, classes_last),) = layouts
@@ -169,7 +169,7 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
     inputs, targets = first.inputs, found[0].targets
     if len(calls) > 1:
         inputs = _batch.join([call.inputs for call in calls], sizes)
-        targets = torch.cat([own.targets for own in found])
+        targets = torch.cat([each.targets for each in found])
     loss, scale = _mean_of_all(loss, found, factor)
     loss = known if same_loss(loss, known) else loss
     if not _is_one(scale, found[0]):
@@ -179,19 +179,19 @@ def join(calls: Sequence[ModelCall], factor: float, known: nn.Module) -> SeenBat
 
 def _mean_of_all(loss: Any, found: Sequence[Recognised], factor: float) -> tuple[nn.Module, float]:
     """The loss over all micro-batches, c times a mean, with the factor c; a sum is left as it is."""
-    factors = [own.factor * factor for own in found]
+    factors = [each.factor * factor for each in found]
     if loss_rule(loss).is_sum(loss):
         if all(map(_is_one, factors, found)):
             return loss, 1.0
         loss = copy.copy(loss)
         loss.reduction = "mean"
-        terms = [_term_count(loss, own) for own in found]
+        terms = [_term_count(loss, each) for each in found]
         weights = factors
     else:
         if len(found) == 1:
             return loss, factors[0]
-        terms = [_term_count(loss, own) for own in found]
-        weights = [own / count for own, count in zip(factors, terms, strict=True)]  # of each term of the sum
+        terms = [_term_count(loss, each) for each in found]
+        weights = [weight / count for weight, count in zip(factors, terms, strict=True)]  # of each term of the sum
     if max(weights) > (1 + 1e-6) * min(weights):
         warnings.warn(
             "micro-batches of different sizes were accumulated, each as a mean: the step gives every sample the "

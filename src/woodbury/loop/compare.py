@@ -53,16 +53,16 @@ def compare(
         for piece in seen.pieces:
             with again(piece):
                 found.append(rebuilt_gradient(model, piece, list(parameters.values())))
-    mine, errors = ([sum(own) for own in zip(*parts, strict=True)] for parts in zip(*found, strict=True))
+    mine, errors = ([sum(pieces) for pieces in zip(*parts, strict=True)] for parts in zip(*found, strict=True))
     theirs = [
-        torch.zeros_like(own) if gradient is None else gradient.detach().double() / seen.expected
-        for own, gradient in zip(mine, seen.gradients, strict=True)
+        torch.zeros_like(ours) if gradient is None else gradient.detach().double() / seen.expected
+        for ours, gradient in zip(mine, seen.gradients, strict=True)
     ]
     if group.size > 1:  # DistributedDataParallel leaves the mean over all processes
-        means, errors = [group.sum(own) / group.size for own in mine], [group.sum(own) for own in errors]
+        means, errors = [group.sum(part) / group.size for part in mine], [group.sum(part) for part in errors]
         mine = min(mine, means, key=lambda gradient: _distance(gradient, theirs))
     names = list(parameters)
-    missing = [name for name, own in zip(names, seen.gradients, strict=True) if own is None]
+    missing = [name for name, gradient in zip(names, seen.gradients, strict=True) if gradient is None]
     with group.together():
         return common_factor(names, mine, errors, theirs, lambda wrong: _cause(seen, missing, wrong))
 
@@ -87,18 +87,18 @@ def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Ten
     def send_back(columns: Tensor) -> Gradient:
         columns = (columns / count).to(raw.dtype).reshape(raw.shape)
         found = torch.autograd.grad(raw, parameters, columns, retain_graph=True, materialize_grads=True)
-        return [own.double() for own in found]
+        return [part.double() for part in found]
 
     gradient = send_back(residual)
-    eps = max(torch.finfo(dtype).eps for dtype in (fewest_digits(raw), *(own.dtype for own in parameters)))
+    eps = max(torch.finfo(dtype).eps for dtype in (fewest_digits(raw), *(each.dtype for each in parameters)))
     spread = eps * _sizes(lambda point: rule.residual(loss, point, targets), outputs, residual)
     generator = torch.Generator(device="cpu").manual_seed(0)
     errors = [torch.zeros((), dtype=torch.float64, device=device) for _ in parameters]
     for unit in (3.0, 5.0):
         signs = torch.randint(2, residual.shape, generator=generator, device="cpu").to(residual) * 2 - 1
         other = send_back(unit * (residual + signs * spread))
-        changes = [(own / unit - mine).norm() for own, mine in zip(other, gradient, strict=True)]
-        errors = [torch.maximum(own, change) for own, change in zip(errors, changes, strict=True)]
+        changes = [(changed / unit - mine).norm() for changed, mine in zip(other, gradient, strict=True)]
+        errors = [torch.maximum(error, change) for error, change in zip(errors, changes, strict=True)]
     return gradient, errors
 
 
@@ -121,25 +121,25 @@ def common_factor(
 
     Raises an error that names the parameters if there is no such c; `cause` says why that may be.
     """
-    if not all(bool(torch.isfinite(own).all()) for own in mine):
+    if not all(bool(torch.isfinite(gradient).all()) for gradient in mine):
         return 1.0  # the step says which samples are to blame
-    share = torch.stack(errors).square().sum() / sum(own.numel() for own in mine)
-    bounds = [FACTOR * (error + (share * own.numel()).sqrt()) for error, own in zip(errors, mine, strict=True)]
+    share = torch.stack(errors).square().sum() / sum(gradient.numel() for gradient in mine)
+    bounds = [FACTOR * (error + (share * part.numel()).sqrt()) for error, part in zip(errors, mine, strict=True)]
 
     def differences(factor: float) -> dict[str, float]:
         """Of the parameters for which their gradient is not `factor` times mine, relative to the larger one."""
         wrong = {}
-        for name, own, other, bound in zip(names, mine, theirs, bounds, strict=True):
-            difference = (other - factor * own).norm()
+        for name, ours, other, bound in zip(names, mine, theirs, bounds, strict=True):
+            difference = (other - factor * ours).norm()
             if not difference <= factor * bound:
-                wrong[name] = float(difference / torch.maximum(other.norm(), factor * own.norm()))
+                wrong[name] = float(difference / torch.maximum(other.norm(), factor * ours.norm()))
         return wrong
 
     wrong = differences(1.0)
     if not wrong:
         return 1.0
-    size = sum(float(own.square().sum()) for own in mine)
-    product = sum(float((own * other).sum()) for own, other in zip(mine, theirs, strict=True))
+    size = sum(float(gradient.square().sum()) for gradient in mine)
+    product = sum(float((ours * other).sum()) for ours, other in zip(mine, theirs, strict=True))
     factor = product / size if size else 0.0
     if factor > 0 and not differences(factor):
         return factor
@@ -162,7 +162,7 @@ def _cause(seen: Seen, missing: Collection[str], wrong: Collection[str]) -> str:
 
 
 def _distance(a: Gradient, b: Gradient) -> float:
-    return float(sum((own - other).square().sum() for own, other in zip(a, b, strict=True)))
+    return float(sum((one - other).square().sum() for one, other in zip(a, b, strict=True)))
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -18,19 +18,8 @@ from torch.nn import functional as F
 
 from woodbury import _random
 from woodbury.loop.tape import Base, Node
-from woodbury.losses.rules import LossRule, register_loss
+from woodbury.losses.rules import FUNCTIONS, LossRule, register_loss
 
-FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
-    F.cross_entropy: nn.CrossEntropyLoss,
-    F.nll_loss: nn.NLLLoss,
-    F.mse_loss: nn.MSELoss,
-    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    F.huber_loss: nn.HuberLoss,
-    F.smooth_l1_loss: nn.SmoothL1Loss,
-    F.l1_loss: nn.L1Loss,
-    F.poisson_nll_loss: nn.PoissonNLLLoss,
-    F.gaussian_nll_loss: nn.GaussianNLLLoss,
-}
 _PER_CLASS = (F.cross_entropy, F.nll_loss)
 _MOST_OUTPUTS = 1024  # per sample, whose Hessian is formed
 
@@ -134,8 +123,8 @@ def check_taped(loss: TapedLoss) -> None:
         if not slope.requires_grad:
             return
         products = [
-            torch.autograd.grad((slope * own).sum(), point, retain_graph=True)[0]
-            for own in (vector, signs * vector)
+            torch.autograd.grad((slope * direction).sum(), point, retain_graph=True)[0]
+            for direction in (vector, signs * vector)
         ]
     error = (signs * products[0] - products[1]).abs().max()
     # the second derivative of one sample is exact to rounding; operations in float32 inside have fewer digits
@@ -179,7 +168,7 @@ def recognise(root: Node, base: Base, samples: int) -> Recognised | None:
         targets = torch.stack(
             [targets, torch.as_tensor(variance, device=targets.device).to(targets).expand_as(targets)], 1
         )
-    if {"size_average", "reduce"} & options.keys() or any(isinstance(own, Node) for own in options.values()):
+    if {"size_average", "reduce"} & options.keys() or any(isinstance(value, Node) for value in options.values()):
         return None
     loss = _module(kind, options)
     if loss is None:
@@ -249,13 +238,13 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def _module(kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module | None:
     """A loss with these options, None if the module does not have one of them."""
-    tensors = {name: own for name, own in options.items() if isinstance(own, Tensor)}
-    plain = {name: own for name, own in options.items() if name not in tensors}
+    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in options.items() if name not in tensors}
     loss = kind(**plain)
     if not tensors.keys() <= loss._buffers.keys():
         return None
-    for name, own in tensors.items():
-        loss._buffers[name] = own
+    for name, value in tensors.items():
+        loss._buffers[name] = value
     return loss
 
 
@@ -273,5 +262,5 @@ def same_loss(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _options(loss: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in vars(loss).items() if not name.startswith("_") and name != "training"}
-    return {**own, **{name: value for name, value in loss._buffers.items() if value is not None}}
+    plain = {name: value for name, value in vars(loss).items() if name[0] != "_" and name != "training"}
+    return {**plain, **{name: value for name, value in loss._buffers.items() if value is not None}}

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from woodbury import _random
 from woodbury.loop.calls import ModelCall, Seen, differentiable, join
-from woodbury.loop.seen import FUNCTIONS
 from woodbury.loop.tape import LossesInside, Node, Taped, tape
+from woodbury.losses.rules import FUNCTIONS
 from woodbury.model.compiled import WrittenCall
 from woodbury.model.graph import graph_edges
 
@@ -102,8 +102,8 @@ class Watcher:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._off or not torch.is_grad_enabled() or self._open:
             return
-        hooks, own = module._forward_hooks, self._handles[1].id
-        hooks[own] = hooks.pop(own)  # the last: hooks that were added since belong to the model
+        hooks, place = module._forward_hooks, self._handles[1].id
+        hooks[place] = hooks.pop(place)  # the last: hooks that were added since belong to the model
         device = self._probe.device
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         args, kwargs = pytree.tree_map(_without_tape, (args, dict(kwargs)))
@@ -175,8 +175,8 @@ class Watcher:
         return None
 
     def after_backward(self, root: Node) -> None:
-        own = self._probe.grad
-        self._gradient = None if own is None else own.detach().clone()
+        gradient = self._probe.grad
+        self._gradient = None if gradient is None else gradient.detach().clone()
         self._left = _identities(self._parameters)
 
     def _changes_since(self) -> list[tuple[bool, int, int]]:
@@ -210,7 +210,7 @@ class Watcher:
             changes,
             object() if factor is None else None,  # which is not the same in any other step
         )
-        is_touched = any(own != (True, 0, 0) for own in changes[-1])
+        is_touched = any(change != (True, 0, 0) for change in changes[-1])
         cause = "They, or parameters, were changed between loss.backward() and step()" if is_touched else ELSE
         return Seen(batch, pieces, gradients, (factor or 1.0) / scale, what, cause)
 
@@ -252,10 +252,10 @@ def _meant_by(factor: float, gradients: Sequence[Tensor | None], root: Node) -> 
     single = 8 * torch.finfo(torch.float32).eps  # in which a GradScaler computes
     if abs(scale * factor - 1) <= single:
         return 1 / scale
-    own = [gradient.detach() for gradient in gradients if gradient is not None]
-    precision = 16 * math.sqrt(len(own)) * max(torch.finfo(gradient.dtype).eps for gradient in own)
+    present = [gradient.detach() for gradient in gradients if gradient is not None]
+    precision = 16 * math.sqrt(len(present)) * max(torch.finfo(gradient.dtype).eps for gradient in present)
     whole = round(1 / factor)
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in own))
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in present))
     more = 1e-6 * factor * scale
     largest = norm + more  # as clip_grad_norm_ has it: norm = largest / (before + 1e-6) before
     is_round = abs(largest - float(f"{largest:.2g}")) <= precision * largest + single * more
@@ -282,7 +282,7 @@ def _is_nonzero(gradient: Tensor | None) -> bool:
 def _identities(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """Of the gradient of each parameter, with its version and that of the parameter."""
     pairs = [(parameter.grad, parameter._version) for parameter in parameters]
-    return [(0, 0, own) if gradient is None else (id(gradient), gradient._version, own) for gradient, own in pairs]
+    return [(0, 0, count) if grad is None else (id(grad), grad._version, count) for grad, count in pairs]
 
 
 def _reaches(tensor: Tensor, wanted: set[int]) -> bool:
@@ -296,7 +296,7 @@ def _hook_counts(model: nn.Module, parameters: Sequence[Tensor]) -> list[int]:
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     counts = [len(getattr(module, name)) for module in model.modules() for name in names]
-    return counts + [len(getattr(own, kind, None) or ()) for own in parameters for kind in kinds]
+    return counts + [len(getattr(parameter, kind, None) or ()) for parameter in parameters for kind in kinds]
 
 
 def run_closure(

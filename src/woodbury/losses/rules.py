@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from woodbury.device.scalars import Scalar, is_known
 from woodbury.losses.factors import DenseFactor, Factor
@@ -27,6 +28,19 @@ from woodbury.losses.factors import DenseFactor, Factor
 RuleType = TypeVar("RuleType", bound="type[LossRule]")
 
 _RULES: dict[type[nn.Module], LossRule] = {}
+
+# losses of torch.nn.functional, and the modules that stand for them
+FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.l1_loss: nn.L1Loss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss,
+}
 
 
 class LossRule(ABC):

@@ -12,7 +12,7 @@ from torch import Tensor
 from woodbury import _batch
 from woodbury._batch import Batch
 from woodbury.device.scalars import Scalar, is_known
-from woodbury.quadratic.passes import Batches, NonFiniteLossError, NonFiniteSampleError, Piece
+from woodbury.quadratic.passes import NonFiniteLossError, NonFiniteSampleError, Piece
 from woodbury.quadratic.quadratic import Problem
 
 NO_STEP = (
@@ -60,7 +60,9 @@ def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
     cause is the error that the loss of the batch gave rise to, None if that is finite. On the CPU only.
     """
     batch, parameters = problem.batch, problem.plan.parameters.values()
-    if problem.plan.device.type != "cpu" or not all(bool(torch.isfinite(own).all()) for own in parameters):
+    if problem.plan.device.type != "cpu" or not all(
+        bool(torch.isfinite(parameter).all()) for parameter in parameters
+    ):
         return
     bad = _bad_samples(problem, batch)
     # every sample, with a finite loss: it is not the samples, but numbers that overflow, say
@@ -72,13 +74,6 @@ def name_bad_samples(problem: Problem, cause: Exception | None) -> None:
             f"index {_batch.in_words(bad)} of the batch",
             bad,
         ) from cause
-    if problem.full is not None:
-        place = _bad_sample_of(problem, problem.full)
-        if place is not None:
-            raise NonFiniteLossError(
-                f"the loss or the gradient at the current parameters is not finite for sample {place[1]} of batch "
-                f"{place[0]} of full=: nothing was changed. Leave it out of the loader"
-            ) from cause
 
 
 def check_solved(problem: Problem, predicted: Scalar, doubts: Doubts, to_take: bool) -> None:
@@ -117,16 +112,6 @@ def _bad_samples(problem: Problem, batch: Batch) -> list[int]:
         return search(torch.arange(batch.samples, device="cpu"))
     except Exception:  # a model may not take some of the samples alone: then it is not known
         return []
-
-
-def _bad_sample_of(problem: Problem, full: Batches) -> tuple[int, int] | None:
-    """The first batch of a loader with a bad sample, and the place of that there, if they can be told."""
-    for number, (inputs, targets) in enumerate(full):
-        samples = _batch.sample_count(inputs)
-        bad = _bad_samples(problem, Batch(inputs, targets, samples, samples))
-        if bad:
-            return number, min(bad)
-    return None
 
 
 def _is_finite(problem: Problem, piece: Piece, outputs: Tensor) -> bool:

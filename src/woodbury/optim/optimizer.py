@@ -18,6 +18,7 @@ from woodbury import _random
 from woodbury._batch import Batch
 from woodbury._choice import FALLBACKS, part_named
 from woodbury._vector import Parts
+from woodbury.device.recording import Recordings
 from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
 from woodbury.loop.compare import Comparison, compare
@@ -31,7 +32,7 @@ from woodbury.model.plan import Plan
 from woodbury.optim.faults import Doubts
 from woodbury.optim.info import StepInfo
 from woodbury.optim.problems import Context, Problems, Request
-from woodbury.optim.recorded import RecordedStep, Replay
+from woodbury.optim.recorded import RecordedStep
 from woodbury.optim.settings import (
     Settings,
     check_model_and_loss,
@@ -124,7 +125,7 @@ class SecondOrder(torch.optim.Optimizer):
         # Refuses now what no pass is needed for, rather than at the first step.
         self._plan()
         self._doubts = Doubts(self.settings.method)
-        self._replay = Replay() if self.settings.is_recordable else None
+        self._recordings = Recordings() if self.settings.is_recordable else None
         self.state["damping"] = to_device(self.damping.initial, self._context().device)
         self.state["generator"] = self._problems.group.same(_random.new_state(seed))
         self.state["largest_batch"] = 0
@@ -260,22 +261,23 @@ class SecondOrder(torch.optim.Optimizer):
     def _step(self, context: Context, request: Request) -> StepInfo:
         transaction = context.transaction
         try:
-            replay = self._replay if context.device.type == "cuda" and self._problems.group.size == 1 else None
+            alone = context.device.type == "cuda" and self._problems.group.size == 1
+            recordings = self._recordings if alone else None
             plain = request.subset is None and request.full is None
-            if replay is not None and plain and context.settings.is_recordable:
-                info = self._replayed(replay, context, request)
+            if recordings is not None and plain and context.settings.is_recordable:
+                info = self._replayed(recordings, context, request)
                 if info is not None:
                     return info
             info = self._posed(context, request).take(self._done)
-            if replay is not None:
+            if recordings is not None:
                 random = transaction.random
-                replay.ordinary_step_ended(context.device, random is not None and _random.drawn_since(random))
+                recordings.ordinary_step_ended(context.device, random is not None and _random.drawn_since(random))
             return info
         except BaseException:  # bad input, or an interrupt
             transaction.end()
             raise
 
-    def _replayed(self, replay: Replay, context: Context, request: Request) -> StepInfo | None:
+    def _replayed(self, recordings: Recordings, context: Context, request: Request) -> StepInfo | None:
         """A step from a CUDA graph, recorded first if it is time; None if it is not."""
 
         def take(plan: Plan, batch: Batch, rates: list[Any]) -> StepInfo:
@@ -283,7 +285,7 @@ class SecondOrder(torch.optim.Optimizer):
             posed = self._problems.problem(inner, plan, batch, request, rates)
             return Step(inner, *posed, self._doubts).take(lambda info: None)
 
-        taken = replay.take(RecordedStep(context, self._problems, request, take), self._done)
+        taken = RecordedStep(context, self._problems, request, take).replay(recordings, self._done)
         return self.last if taken else None
 
     def _posed(self, context: Context, request: Request) -> Step:
@@ -355,7 +357,7 @@ class SecondOrder(torch.optim.Optimizer):
         return kept | {
             "state": _as_plain(self.state),
             "_problems": self._problems.fresh_copy(),
-            "_replay": None,
+            "_recordings": None,
             "_watcher": None,
             "_called": self.model,
         }
@@ -363,7 +365,7 @@ class SecondOrder(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._problems.group = self._new_group()
-        self._replay = Replay() if self.settings.is_recordable else None
+        self._recordings = Recordings() if self.settings.is_recordable else None
         self._watcher = self._new_watcher()
 
     def __repr__(self) -> str:

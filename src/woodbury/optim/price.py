@@ -24,7 +24,7 @@ FEWEST_ROWS = 16
 
 def affordable_rows(samples: int, parameters: Iterable[Tensor]) -> int:
     """R for a batch of so many samples."""
-    shapes = [own.shape for own in parameters]
+    shapes = [parameter.shape for parameter in parameters]
     size = sum(shape.numel() for shape in shapes)
     width = sum(shape[0] + shape[1:].numel() for shape in shapes if len(shape) > 1)
     budget = 12.0 * samples * size + FREE

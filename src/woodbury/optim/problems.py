@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from woodbury import _batch, _random
 from woodbury._batch import Batch
-from woodbury._memory import available_bytes, in_words
+from woodbury._bytes import available_bytes, in_words
 from woodbury._vector import Vector, like
 from woodbury.curvature import OwnScale
 from woodbury.device.scalars import as_number, is_known, to_device
@@ -170,7 +170,7 @@ class Problems:
             held_out=None if request.held_out is None else tuple(request.held_out),
             random=None if chain is not None else transaction.random,
             state=context.state,
-            check_memory=partial(self._check_memory, settings),
+            check_room=partial(self._check_room, settings),
         )
         return problem, hyper
 
@@ -203,8 +203,8 @@ class Problems:
     def _read_rule(self, loss: nn.Module) -> None:
         """Read the rule of the loss again if an option of the loss, or the loss itself, has changed."""
         attributes = vars(loss)
-        buffers = [own for own in attributes["_buffers"].values() if own is not None]
-        versions = [own._version for own in buffers]
+        buffers = [buffer for buffer in attributes["_buffers"].values() if buffer is not None]
+        versions = [buffer._version for buffer in buffers]
         if self._options is not None:
             before, known, tensors, numbers = self._options
             try:  # values that are the same object are not compared
@@ -216,7 +216,7 @@ class Problems:
         self.rule = loss_rule(loss)
         self._options = loss, dict(attributes), buffers, versions
 
-    def _check_memory(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
+    def _check_room(self, settings: Settings, problem: Problem, raw: Tensor) -> None:
         """Raise before anything is allocated if the rows of S2 and the small system cannot fit."""
         batch, plan = problem.batch, problem.plan
         self._columns = k = settings.curvature.column_count(self.rule, raw.shape)
@@ -321,7 +321,7 @@ def _center(plan: Plan, hyper: Hyperparameters, stored: Mapping[str, Tensor]) ->
     if not stored or not hyper.any_momentum:
         return None
     # others were not trained before
-    known = {name: like(stored[name], own) for name, own in plan.parameters.items() if name in stored}
+    known = {name: like(stored[name], parameter) for name, parameter in plan.parameters.items() if name in stored}
     if not known:
         return None
     before = plan.space.pack(known)

@@ -21,103 +21,44 @@ Take = Callable[[Plan, Batch, list[Any]], StepInfo]  # an ordinary step with the
 
 
 class RecordedStep:
-    """The step of a batch that a recording may hold."""
+    """The step of a batch that a recording may hold: after two ordinary ones of a kind the third is recorded."""
 
     def __init__(self, context: Context, problems: Problems, request: Request, take: Take) -> None:
         problems.check_surroundings(context)
         self.context, self._problems, self._take = context, problems, take
-        self.inputs, self.targets, self.device = request.inputs, request.targets, context.device
+        self._inputs, self._targets, self._device = request.inputs, request.targets, context.device
         self._plan = problems.plan(context)
-        self.rates = [group["lr"] for group in context.groups]
-        self.moving = moving_state(context.state, self.device)
-        self._samples = count_samples(self.inputs, self.targets)
+        self._rates = [group["lr"] for group in context.groups]
+        self._moving = moving_state(context.state, self._device)
+        self._samples = count_samples(self._inputs, self._targets)
         self._curvature_samples = problems.curvature_count(context, self._samples)
 
-    def key(self) -> Key | None:
-        """What must be the same for a recording to be valid; None where no graph can read the batch."""
-        shape = recording.shape_of(self.inputs, self.targets, self.device)
-        if shape is None:
-            return None
-        fixed = fingerprint_of(self.context, self._problems, self._plan, self.moving)
-        return Key(fixed, (shape, self._curvature_samples))
-
-    def is_on_device(self) -> bool:
-        """Whether all of the model is."""
-        return all(parameter.device == self.device for parameter in self.context.model.parameters())
-
-    def draw(self) -> Tensor | None:
-        """The order of the samples, drawn anew; None for the order they have."""
-        if self._curvature_samples == self._samples:
-            return None
-        state = self.context.state
-        order, state["generator"] = self._problems.orders.draw(self._samples, state["generator"], self.device)
-        return order
-
-    def record(self) -> Recording:
-        """A recording of the step, which computes nothing yet and leaves no numbers behind."""
-        transaction = self.context.transaction
-        transaction.watch(self._plan, None)
-        try:
-            return recording.record(
-                self.inputs,
-                self.targets,
-                rates=self.rates,
-                state=self.moving,
-                device=self.device,
-                dtype=torch.promote_types(self._plan.dtype, torch.float32),
-                run=self._run,
-            )
-        except BaseException:
-            transaction.undo()
-            raise
-        finally:
-            self.context.state.update(self.moving)
-
-    def _run(
-        self, inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """The numbers of a step on these buffers, and the new state."""
-        own = self.context.state
-        own.update(state)
-        batch = Batch(inputs, targets, self._samples, self._curvature_samples)
-        numbers = self._take(self._plan, batch, rates)._numbers
-        # the others have their defaults: nothing with a search is recorded
-        shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
-        return shown, {name: own[name] for name in state}
-
-
-class Replay:
-    """Takes steps from recordings: after two ordinary ones of a kind the third is recorded, and replayed."""
-
-    def __init__(self) -> None:
-        self.recordings = Recordings()
-
-    def take(self, step: RecordedStep, done: Callable[[StepInfo], None]) -> bool:
+    def replay(self, recordings: Recordings, done: Callable[[StepInfo], None]) -> bool:
         """Whether the step was taken from a recording, made first if it is time; else take an ordinary one.
 
         `done` hears of the step as part of the move, perhaps twice.
         """
-        key = step.key()
+        key = self._key()
         if key is None:
             return False
-        found = self.recordings.find(key)
+        found = recordings.find(key)
         if found is None:
-            if not self.recordings.is_due(key, step.device):
+            if not recordings.is_due(key, self._device):
                 return False
-            if not step.is_on_device():
-                self.recordings.give_up()
+            if any(parameter.device != self._device for parameter in self.context.model.parameters()):
+                recordings.give_up()
                 return False
-        order = step.draw()
+        order = self._draw()
         if found is None:
             try:
-                found = step.record()
+                found = self._record()
             except RuntimeError:  # what no graph holds: a wait for the device
-                self.recordings.give_up()
+                recordings.give_up()
                 return False
-            self.recordings.add(key, found)
-        for name, value in step.moving.items():
+            recordings.add(key, found)
+        for name, value in self._moving.items():
             recording.overwrite(found.state[name], value)
-        found.load(step.inputs, step.targets, order, step.rates)
+        found.load(self._inputs, self._targets, order, self._rates)
         graph, numbers, launched = found.graph, found.numbers, False
 
         def finish() -> None:
@@ -126,15 +67,57 @@ class Replay:
             launched = launched or graph.replay() is None  # type: ignore[func-returns-value]
             done(StepInfo.later(numbers.clone()))
 
-        step.context.state.update(found.state)
-        step.context.transaction.commit(finish)
+        self.context.state.update(found.state)
+        self.context.transaction.commit(finish)
         return True
 
-    def ordinary_step_ended(self, device: torch.device, drew_numbers: bool) -> None:
-        """Note what an ordinary step has shown: its size, and whether it draws random numbers."""
-        self.recordings.ordinary_step_ended(device)
-        if drew_numbers:
-            self.recordings.give_up()
+    def _key(self) -> Key | None:
+        """What must be the same for a recording to be valid; None where no graph can read the batch."""
+        shape = recording.shape_of(self._inputs, self._targets, self._device)
+        if shape is None:
+            return None
+        fixed = fingerprint_of(self.context, self._problems, self._plan, self._moving)
+        return Key(fixed, (shape, self._curvature_samples))
+
+    def _draw(self) -> Tensor | None:
+        """The order of the samples, drawn anew; None for the order they have."""
+        if self._curvature_samples == self._samples:
+            return None
+        state = self.context.state
+        order, state["generator"] = self._problems.orders.draw(self._samples, state["generator"], self._device)
+        return order
+
+    def _record(self) -> Recording:
+        """A recording of the step, which computes nothing yet and leaves no numbers behind."""
+        transaction = self.context.transaction
+        transaction.watch(self._plan, None)
+        try:
+            return recording.record(
+                self._inputs,
+                self._targets,
+                rates=self._rates,
+                state=self._moving,
+                device=self._device,
+                dtype=torch.promote_types(self._plan.dtype, torch.float32),
+                run=self._run,
+            )
+        except BaseException:
+            transaction.undo()
+            raise
+        finally:
+            self.context.state.update(self._moving)
+
+    def _run(
+        self, inputs: Any, targets: Tensor | None, rates: list[Tensor], state: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The numbers of a step on these buffers, and the new state."""
+        current = self.context.state
+        current.update(state)
+        batch = Batch(inputs, targets, self._samples, self._curvature_samples)
+        numbers = self._take(self._plan, batch, rates)._numbers
+        # the others have their defaults: nothing with a search is recorded
+        shown = torch.stack([as_double(value) for value in numbers[: len(Numbers._fields) - 3]])
+        return shown, {name: current[name] for name in state}
 
 
 def moving_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from woodbury.curvature import Curvature
+from woodbury.losses.rules import FUNCTIONS
 from woodbury.model.fallback import Forward
 from woodbury.policies.damping import Damping, is_relative
 from woodbury.policies.search import CurvedSearch
@@ -158,10 +159,10 @@ def read_settings(
     lr: dict[str, float | Tensor] = {}
     momentum: dict[str, float] = {}
     decay: dict[str, float] = {}
-    for index, (group, own) in enumerate(zip(groups, names, strict=True)):
-        lr.update(dict.fromkeys(own, group["lr"] if rates is None else rates[index]))
-        momentum.update(dict.fromkeys(own, group["momentum"]))
-        decay.update(dict.fromkeys(own, group["weight_decay"]))
+    for index, (group, members) in enumerate(zip(groups, names, strict=True)):
+        lr.update(dict.fromkeys(members, group["lr"] if rates is None else rates[index]))
+        momentum.update(dict.fromkeys(members, group["momentum"]))
+        decay.update(dict.fromkeys(members, group["weight_decay"]))
     return Hyperparameters(lr, momentum, decay, any(momentum.values()), any(decay.values()))
 
 
@@ -230,19 +231,6 @@ def check_whole_number(name: str, value: Any, least: int | None = None) -> None:
         raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
 
 
-_MODULES_OF_FUNCTIONS = {
-    "mse_loss": "MSELoss",
-    "cross_entropy": "CrossEntropyLoss",
-    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
-    "nll_loss": "NLLLoss",
-    "l1_loss": "L1Loss",
-    "smooth_l1_loss": "SmoothL1Loss",
-    "huber_loss": "HuberLoss",
-    "poisson_nll_loss": "PoissonNLLLoss",
-    "gaussian_nll_loss": "GaussianNLLLoss",
-}
-
-
 def check_model_and_loss(model: Any, loss: Any) -> None:
     """Raise an error that says what to write unless these are a model and a loss."""
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -263,7 +251,7 @@ def check_model_and_loss(model: Any, loss: Any) -> None:
         )
     if not isinstance(loss, nn.Module):
         name = getattr(loss, "__name__", type(loss).__name__)
-        known = _MODULES_OF_FUNCTIONS.get(name)
+        known = next((kind.__name__ for function, kind in FUNCTIONS.items() if function is loss), None)
         instead = f": write torch.nn.{known}()" if known else ", such as torch.nn.CrossEntropyLoss()"
         raise TypeError(f"the second argument must be the loss as a module (an nn.Module), got {name}{instead}")
     if isinstance(model, _Loss) and not isinstance(loss, _Loss):

@@ -27,9 +27,9 @@ PROCESS_GROUPS = {None: False, "self": True}  # by name: whether a step is one p
 def find_group(process_group: Any, model: nn.Module) -> Group:
     """The processes whose samples are one batch: those of torch.distributed, unless each trains for itself."""
     by_name = process_group is None or isinstance(process_group, str)
-    own = by_name and part_named("process_group", process_group, PROCESS_GROUPS)
-    group = ALONE if own else all_processes(process_group)
-    if isinstance(model, DistributedDataParallel) and own:
+    is_alone = by_name and part_named("process_group", process_group, PROCESS_GROUPS)
+    group = ALONE if is_alone else all_processes(process_group)
+    if isinstance(model, DistributedDataParallel) and is_alone:
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, and process_group='self' asks for a model of each "
             "process's own: pass the module inside"
@@ -95,8 +95,8 @@ def borrow_sample(
         return None
     samples = _count(batch[0])
     both = common(), _describe_batch(batch, samples)
-    counts, commons, batches = group.gather_numbers(samples, *(zlib.crc32(repr(own).encode()) for own in both))
-    if len(set(commons)) > 1 or len({own for own, number in zip(batches, counts, strict=True) if number}) > 1:
+    counts, commons, batches = group.gather_numbers(samples, *(zlib.crc32(repr(words).encode()) for words in both))
+    if len(set(commons)) > 1 or len({code for code, number in zip(batches, counts, strict=True) if number}) > 1:
         group.check_same({**both[0], **both[1]})
     state["largest_batch"] = max(sum(counts), state["largest_batch"])
     if 0 not in counts:

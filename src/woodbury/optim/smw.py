@@ -5,7 +5,6 @@ The two methods of the paper differ in the factor S only (`woodbury.curvature`).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -68,16 +67,6 @@ class _SampleSpace(SecondOrder):
     def solver(self) -> str:
         """The name of the solver."""
         return self.settings.solver.name
-
-    @property
-    def solver_tolerance(self) -> float | None:
-        """The relative residual at which an iterative solver stops."""
-        return self.settings.solver.tolerance
-
-    @solver_tolerance.setter
-    def solver_tolerance(self, tolerance: float | None) -> None:
-        solver = SOLVERS[self.solver](tolerance)
-        self.settings = replace(self.settings, solver=solver)
 
     @property
     def metric(self) -> str | None:

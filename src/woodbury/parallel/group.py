@@ -83,16 +83,16 @@ class Group:
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         self.bytes_given += padded.nbytes
         self._run(torch.distributed.all_gather, everyone, padded)
-        return [own[..., :length] for own, length in zip(everyone, lengths, strict=True)]
+        return [whole[..., :length] for whole, length in zip(everyone, lengths, strict=True)]
 
     def gather_numbers(self, *numbers: int) -> list[tuple[int, ...]]:
         """Whole numbers by process: for each that was given, those of all processes."""
         if self.size == 1:
             return [(number,) for number in numbers]
-        own = torch.tensor(numbers, device=self._device())
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        self.bytes_given += own.nbytes
-        self._run(torch.distributed.all_gather, everyone, own)
+        mine = torch.tensor(numbers, device=self._device())
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self.bytes_given += mine.nbytes
+        self._run(torch.distributed.all_gather, everyone, mine)
         return [tuple(column) for column in torch.stack(everyone, 1).tolist()]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -124,15 +124,15 @@ class Group:
                 raise
             self._meet({}, error)
 
-    def check_same(self, own: Mapping[str, str | None]) -> None:
+    def check_same(self, words: Mapping[str, str | None]) -> None:
         """Raise on all processes unless what they hold by name is the same; None goes with everything."""
         if self.size > 1:
-            self._meet(own, None)
+            self._meet(words, None)
 
-    def _meet(self, own: Mapping[str, str | None], error: Exception | None) -> None:
+    def _meet(self, words: Mapping[str, str | None], error: Exception | None) -> None:
         """Raise the error of one process, or say what differs, on all of them."""
         told = None if error is None else (type(error).__name__, str(error))
-        everyone, errors = zip(*self.gather_objects((dict(own), told)), strict=True)
+        everyone, errors = zip(*self.gather_objects((dict(words), told)), strict=True)
         for rank, other in enumerate(errors):
             if other is not None:
                 raised = _TOLD.get(other[0], RuntimeError)(other[1])

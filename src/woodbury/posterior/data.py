@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
-from woodbury._memory import available_bytes, in_words
+from woodbury._bytes import available_bytes, in_words
 from woodbury.curvature import GaussNewtonMatrix
 from woodbury.linalg import plus_diagonal
 from woodbury.losses.rules import LossRule, loss_rule, prepare
@@ -63,7 +63,7 @@ class TrainingData:
             assert factor.e is not None
             self.total = float(self._rule.terms(summed, outputs, prepared).double().sum())
             self.e, self._rest_columns = factor.e.flatten().double(), factor.rest
-            _check_memory(captured.plan, len(self.e))
+            _check_room(captured.plan, len(self.e))
             return factor.columns(), 1.0
 
         options: dict[str, Any] = self._options
@@ -196,7 +196,7 @@ def _as_sum(loss: nn.Module, rule: LossRule) -> nn.Module:
     return summed
 
 
-def _check_memory(plan: Plan, row_count: int) -> None:
+def _check_room(plan: Plan, row_count: int) -> None:
     """Raise before the matrix is formed if it cannot fit: with its copies and its factor, four of them."""
     needed = 4 * 8 * min(row_count, plan.size) ** 2
     if needed < _WORTH_ASKING:

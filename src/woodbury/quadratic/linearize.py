@@ -65,7 +65,7 @@ def _quadratic(problem: Problem) -> Quadratic:
     source: Seeds | Factor
     with group.together():
         if forms_rows:
-            problem.check_memory(problem, first.capture.raw)
+            problem.check_room(problem, first.capture.raw)
             source = problem.curvature.seeds(*own, batch.curvature)
         else:
             source = problem.curvature.factor(*own)

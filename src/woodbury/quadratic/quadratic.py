@@ -127,7 +127,7 @@ class Problem:
     held_out: tuple[Any, Tensor | None] | None  # other samples, on which a search judges the step
     random: Snapshot | None  # before the first pass through the model, if it may draw random numbers
     state: Mapping[str, Any]  # of the optimizer
-    check_memory: Callable[[Problem, Tensor], None]  # hears of the outputs before rows are formed
+    check_room: Callable[[Problem, Tensor], None]  # hears of the outputs before rows are formed
 
     @property
     def plan(self) -> Plan:

@@ -1,7 +1,7 @@
 """Methods to compare with: Hessian-free, KFAC, SGD and Adam behind the same contract."""
 
-from woodbury.rivals.first_order import FirstOrder, adam, sgd
+from woodbury.rivals.first_order import SGD, Adam, FirstOrder
 from woodbury.rivals.hessian_free import HessianFree
 from woodbury.rivals.kfac import KFAC
 
-__all__ = ["KFAC", "FirstOrder", "HessianFree", "adam", "sgd"]
+__all__ = ["KFAC", "SGD", "Adam", "FirstOrder", "HessianFree"]

@@ -64,12 +64,12 @@ class _Kronecker(Damped):
         with group.together():
             sides = {name: self._sides(name, form) for name, form in forms.items()}
         with full_precision():
-            fresh = {name: kronecker_factors(*own, quadratic.divisor) for name, own in sides.items()}
+            fresh = {name: kronecker_factors(*pair, quadratic.divisor) for name, pair in sides.items()}
             if group.size > 1:
                 share = quadratic.passes.share_of(quadratic.batch.curvature)
                 fresh = {
-                    name: {"inputs": group.sum(share * own["inputs"]), "grads": group.sum(own["grads"])}
-                    for name, own in fresh.items()
+                    name: {"inputs": group.sum(share * factors["inputs"]), "grads": group.sum(factors["grads"])}
+                    for name, factors in fresh.items()
                 }
             good = torch.isfinite(as_double(quadratic.loss))
             gains, inverses, usable = self._updated(fresh, good)
@@ -99,10 +99,10 @@ class _Kronecker(Damped):
         usable = good
         for name, new in fresh.items():
             old = averages.get(name, {})
-            if old and any(old[side].shape != own.shape for side, own in new.items()):  # one was frozen or thawed
+            if old and any(old[side].shape != new[side].shape for side in new):  # one was frozen or thawed
                 old = {}
                 stored.pop(name, None)
-            averages[name] = {side: _mixed(old.get(side), own, weight, good) for side, own in new.items()}
+            averages[name] = {side: _mixed(old.get(side), matrix, weight, good) for side, matrix in new.items()}
             if name in stored and not due:
                 used[name] = stored[name] = {key: value.to(new["inputs"]) for key, value in stored[name].items()}
                 continue
@@ -125,12 +125,13 @@ class _Kronecker(Damped):
         predicted: Scalar = 0.0
         for name, form in forms.items():
             names = [layers[name].parameters[local] for local in form.parameters]  # W, b
-            sides = [gradient[own].unsqueeze(1) if gradient[own].dim() == 1 else gradient[own] for own in names]
+            slopes = [gradient[parameter] for parameter in names]
+            sides = [slope.unsqueeze(1) if slope.dim() == 1 else slope for slope in slopes]
             matrix = sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)  # (o, i + 1)
             step, decrease = kronecker_step(matrix, inverses[name])
             predicted = predicted + scalar(decrease)
             pieces = step.split([side.shape[1] for side in sides], dim=1)
-            parts |= {own: piece.reshape(gradient[own].shape) for own, piece in zip(names, pieces, strict=True)}
+            parts |= {key: piece.reshape(gradient[key].shape) for key, piece in zip(names, pieces, strict=True)}
         p = quadratic.space.pack(parts)
         if quadratic.decay is not None:
             predicted = predicted - 0.5 * quadratic.decay.curvature(p)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from woodbury._files import write_whole
-from woodbury.parallel.group import all_processes
 from woodbury.policies.plain import from_plain
 from woodbury.runs.storage import FORMAT, RunFolderError, check_format, read_file
 
@@ -33,13 +32,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def this_machine() -> dict[str, Any]:
-    """What the seconds of a run depend on: processor, threads, GPU, processes."""
+    """What the seconds of a run depend on: processor, threads, GPU."""
     return {
         "system": platform.system(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "processes": all_processes().size,
     }
 
 
@@ -119,9 +117,9 @@ class RunConfig:
 
         Versions and machine may differ.
         """
-        own, others = _compared(self), _compared(asked)
-        for name in own | others:
-            there, here = own.get(name), others.get(name)
+        ours, others = _compared(self), _compared(asked)
+        for name in ours | others:
+            there, here = ours.get(name), others.get(name)
             if there != here:
                 reason = f"it has {name} {there}, and {here} was asked for"
                 raise RunFolderError(f"cannot resume {folder}: {reason}; start in another folder")

@@ -31,9 +31,9 @@ def draw(runs: Sequence[Run]) -> Figure:
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, hspace=0.04)
         figure = Figure(figsize=(1 + 4 * columns, 3.6 * len(rows)), layout=layout)
         places = figure.subplots(len(rows), columns, squeeze=False)
-        for panel, own in zip(rows, places, strict=True):
-            _draw_panel(own[0], drawing, panel, "epochs")
-            _draw_panel(own[1], drawing, panel, "seconds")
+        for panel, row in zip(rows, places, strict=True):
+            _draw_panel(row[0], drawing, panel, "epochs")
+            _draw_panel(row[1], drawing, panel, "seconds")
         free = list(places[:, 2:].flat)
         for panel, place in zip(others, free, strict=False):
             _draw_panel(place, drawing, panel, "epochs")

@@ -35,6 +35,6 @@ def looks_of(optimizers: Sequence[str]) -> list[Look]:
     spare = itertools.cycle(dict.fromkeys(replace(look, dashed=True) for look in (*unused, *others)))
     looks: list[Look] = []
     for index, name in enumerate(optimizers):
-        own = name in _OWN and name not in optimizers[:index]
-        looks.append(_OWN[name] if own else next(spare))
+        is_first = name in _OWN and name not in optimizers[:index]
+        looks.append(_OWN[name] if is_first else next(spare))
     return looks

@@ -68,7 +68,7 @@ def _labels(optimizer: str, variants: list[list[Run]]) -> list[str]:
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({(name in table, table.get(name)) for table in tables}) > 1]
     parts = [[f"{name}={table[name]}" for name in differing if name in table] for table in tables]
-    return [" ".join([optimizer, *own])[:_LONGEST] for own in parts]
+    return [" ".join([optimizer, *part])[:_LONGEST] for part in parts]
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _ends_table(groups: Sequence[Group], wanted: Sequence[str] = _COLUMNS) -> di
     texts = [[row.get(name, _ABSENT) for name in shown] for row in rows]
     return {
         "columns": ["optimizer", *(titles[name] for name in shown)],
-        "rows": [[group.label, *own] for group, own in zip(groups, texts, strict=True)],
+        "rows": [[group.label, *cells] for group, cells in zip(groups, texts, strict=True)],
         "best": [[False, *((group.label, name) in ahead for name in shown)] for group in groups],
     }
 
@@ -167,14 +167,14 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     for run in runs:
         config, machine = run.config, run.config.machine
         device = machine.get("gpu" if config.device.startswith("cuda") else "processor")
-        counts = [f"{name} {machine[name]}" for name in ("threads", "processes") if name in machine]
+        threads = f"threads {machine['threads']}" if "threads" in machine else ""
         samples = config.settings.get("curvature_samples", "")
         values = {
             "network": config.network,
             "batch": f"{config.batch_size} samples" if config.batch_size else "",
             "curvature samples": "the whole batch" if samples is None else str(samples),
             "date": run.day,
-            "machine": ", ".join(filter(None, [device, *counts, config.dtype])),
+            "machine": ", ".join(filter(None, [device, threads, config.dtype])),
             "software": ", ".join(f"{name} {version}" for name, version in config.versions.items()),
         }
         for name, value in values.items():

@@ -45,20 +45,20 @@ class Race:
 
 def standing(values: Mapping[str, Sequence[float]]) -> Standing | None:
     """The standing of groups by their values, one per seed; None where there are not two groups to compare."""
-    values = {label: own for label, own in values.items() if own}
+    values = {label: seeds for label, seeds in values.items() if seeds}
     if len(values) < 2:
         return None
-    medians = sorted(((median(own), label) for label, own in values.items()), key=lambda entry: entry[0])
+    medians = sorted(((median(seeds), label) for label, seeds in values.items()), key=lambda entry: entry[0])
     leader = medians[0][1]
     worst = max(values[leader])
-    level = [label for label, own in values.items() if label != leader and not worst < min(own)]
-    return Standing(medians, level, all(len(own) >= ENOUGH_SEEDS for own in values.values()))
+    level = [label for label, seeds in values.items() if label != leader and not worst < min(seeds)]
+    return Standing(medians, level, all(len(seeds) >= ENOUGH_SEEDS for seeds in values.values()))
 
 
 def standings(groups: Sequence[Group]) -> dict[str, Standing]:
     """The standing in every quantity that at least two groups have, with the race as `seconds_to_target`."""
     ends = {group.label: ends_of(group) for group in groups}
-    found = {name: standing({label: own[name] for label, own in ends.items()}) for name in COMPARED}
+    found = {name: standing({label: quantities[name] for label, quantities in ends.items()}) for name in COMPARED}
     if (race := race_of(groups)) is not None:
         found["seconds_to_target"] = standing(race.seconds)
     return {name: each for name, each in found.items() if each is not None}
