@@ -365,29 +365,21 @@ def derivative_bound(model):
 
 
 @every_model
-def test_gradients_in_the_parameters(make):
-    model, points = build(make), draw()
-    params = list(model.parameters())
-    ours = torch.autograd.grad(residual(model, points).square().sum(), params)
-    theirs = torch.autograd.grad(dense_residual(model, points).square().sum(), params)
-    size = float(residual(model, points).abs().sum())
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=derivative_bound(model) * (1 + size), rtol=0)
-
-
-@every_model
-def test_gradients_of_each_sample_by_torch_func(make):
+def test_gradients_in_the_parameters_and_those_of_each_sample_by_torch_func(make):
     model, points = build(make), draw()
     params = dict(model.named_parameters())
 
     def one(values, point):
         return _call(model, residual, values, point[None]).sum()
 
-    ours = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
-    for i in range(POINTS):
-        output = dense_residual(model, points[i : i + 1]).sum()
-        for name, theirs in zip(params, torch.autograd.grad(output, list(params.values())), strict=True):
-            torch.testing.assert_close(ours[name][i], theirs, atol=derivative_bound(model), rtol=0)
+    by_func = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, points)
+    ours = torch.autograd.grad(residual(model, points).sum(), list(params.values()))
+    theirs = [
+        torch.autograd.grad(dense_residual(model, point[None]).sum(), list(params.values())) for point in points
+    ]
+    for name, own, each in zip(params, ours, map(torch.stack, zip(*theirs, strict=True)), strict=True):
+        torch.testing.assert_close(by_func[name], each, atol=derivative_bound(model), rtol=0)
+        torch.testing.assert_close(own, each.sum(0), atol=POINTS * derivative_bound(model), rtol=0)
 
 
 def _call(model, function, values, points):
@@ -397,7 +389,7 @@ def _call(model, function, values, points):
 
 
 @every_model
-def test_first_and_second_derivatives_along_a_step_by_forward_mode(make):
+def test_first_and_second_derivatives_along_a_step_by_forward_mode_and_along_many_at_once(make):
     model, points = build(make), draw()
     base = {name: p.detach() for name, p in model.named_parameters()}
     step = {name: torch.randn_like(p) for name, p in base.items()}
@@ -419,21 +411,12 @@ def test_first_and_second_derivatives_along_a_step_by_forward_mode(make):
         assert abs(float(first.flatten()[i] - slope_at)) <= rounding(model) * size
         assert abs(float(second.flatten()[i] - bend_at)) <= rounding(model) * size**2
 
-
-@every_model
-def test_many_directions_at_once(make):
-    model, points = build(make), draw()
-    base = {name: p.detach() for name, p in model.named_parameters()}
-    steps = {name: torch.randn(3, *p.shape, dtype=p.dtype) for name, p in base.items()}
-
     def push(step):
         return torch.func.jvp(lambda values: _call(model, residual, values, points), (base,), (step,))[1]
 
-    ours = torch.func.vmap(push)(steps)
-    for k in range(3):
-        single = push({name: step[k] for name, step in steps.items()})
-        size = 1 + sum(float(step[k].abs().sum()) for step in steps.values())
-        torch.testing.assert_close(ours[k], single, atol=rounding(model) * size, rtol=0)
+    both = torch.func.vmap(push)({name: torch.stack([own, -2 * own]) for name, own in step.items()})
+    for found, factor in zip(both, (1, -2), strict=True):
+        torch.testing.assert_close(found, factor * first, atol=2 * rounding(model) * size, rtol=0)
 
 
 # In an optimizer

@@ -707,12 +707,18 @@ def test_any_batch_size_at_any_step(kind):
         assert optimizer.step(*batch).accepted
 
 
-@every_second_order
-@pytest.mark.parametrize("name", ["squared", "squared-sum", "softmax-weighted-plain"])
+OF_LOADERS = ["squared", "squared-sum", "softmax-weighted-plain", "softmax-ignored", "tokens-ignored"]
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [(k, name) for k in SECOND_ORDER for name in OF_LOADERS if method(k).any_layer or name not in problems.SHARED],
+)
 def test_full_takes_gradient_loss_and_trial_over_a_loader_and_the_curvature_from_the_batch(kind, name):
+    """A mean is over what is not ignored in all of it, whatever the batches' own means are."""
     problem = problems.make(name)
     x, t = problem.inputs, problem.targets
-    loader = [(x[:4], t[:4]), (x[4:], t[4:])]
+    loader = [(x[:4], t[:4]), (x[4:6], t[4:6]), (x[6:], t[6:])]  # where some are ignored, all of the last
     optimizer = build(kind, problem, TIGHT, damping=0.1, guard=None)
     p = flatten(optimizer.direction(x[:3], t[:3], full=loader))
     chosen = flatten(optimizer.direction(x[:5], t[:5], subset=[2, 0, 1], full=loader))

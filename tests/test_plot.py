@@ -90,22 +90,6 @@ def test_metrics_and_validation_are_shown(capsys):
     assert "largest" in first and "largest" in last and "validation" in last
 
 
-def test_a_classifier_has_an_accuracy():
-    inputs, values = noisy(90)
-    classes, model = (values[:, 0] > 0).long(), network(2)
-    fit = woodbury.fit(
-        model,
-        nn.CrossEntropyLoss(),
-        (inputs, classes),
-        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).double().mean()},
-        validation=0.3,
-        progress=False,
-    )
-    own = fit.split[1]
-    right = sum(int(model(inputs[i : i + 1]).argmax()) == int(classes[i]) for i in own.tolist())
-    assert fit.metrics["accuracy"] == pytest.approx(right / len(own)) and right / len(own) > 0.7
-
-
 BAD = {
     "a name that is taken": ({"metrics": {"loss": largest_error}}, ValueError, "cannot be called 'loss'"),
     "no function": ({"metrics": {"largest": 3}}, TypeError, "functions of"),
