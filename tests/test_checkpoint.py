@@ -77,27 +77,27 @@ OTHERS = smooth(25, 3)
 TRAINING = {"epochs": 3, "curvature_samples": 5, "validation": OTHERS}
 # the model, what fit takes beside it, after how many steps it is killed
 FITS = {
-    "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 4, 9)),
-    "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 7, 13)),
+    "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 9)),
+    "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 13)),
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
-    "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 30)),
-    "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 7, 17)),
-    "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (2, 4, 6, 12, 15, 18)),
+    "evidence": (network, lambda: {"data": smooth(), "steps": 60, "weight_decay": "evidence"}, (5, 30)),
+    "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
+    "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 15, 18)),
     "own generator": (
         network,
         lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING},
-        (3, 6, 7, 13),
+        (3, 6, 13),
     ),
     "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 13)),
     "own sampler": (network, lambda: {"data": by_sampler(), **TRAINING}, (3, 8)),
-    "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 6, 11)),
-    "two batches a step": (network, lambda: {"data": loader(), **TRAINING, "batches_per_step": 2}, (2, 3, 5)),
+    "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 11)),
+    "two batches a step": (network, lambda: {"data": loader(), **TRAINING, "batches_per_step": 2}, (2, 5)),
     "workers": (
         network,
         lambda: {"data": DataLoader(TensorDataset(*smooth()), 20, shuffle=True, num_workers=1), **TRAINING},
         (4,),
     ),
-    "dropout": (lambda: network(nn.Dropout(0.3)), lambda: {"data": loader(), **TRAINING}, (4, 6, 9)),
+    "dropout": (lambda: network(nn.Dropout(0.3)), lambda: {"data": loader(), **TRAINING}, (4, 6)),
     "sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 8, "validation": OTHERS}, (2, 5)),
     "seeded sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 8, "seed": 2}, (5,)),
     "any loss": (
@@ -330,7 +330,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 8, 13, 22])
+@pytest.mark.parametrize("at", [1, 4, 13])
 @pytest.mark.parametrize("kind, place", [(kind, place) for kind, places in PLACES.items() for place in places])
 def test_an_interrupt_anywhere_leaves_the_best_parameters(kind, place, at):
     fit, model = interrupted(kind, place, at)

@@ -228,9 +228,12 @@ SUBSETS = [5, 0, 2, 3], [4], list(range(problems.N))
 
 
 def cases():
-    """Every solving method on every problem, with subset, weight decay and momentum in turn."""
+    """Every solving method on every problem, with subset, weight decay and momentum in turn.
+
+    Gauss-Newton by layer on every third: its blocks are those of smw-ng-bd, its rows those of smw-gn.
+    """
     for j, (kind, blocks) in enumerate([*((kind, None) for kind in SOLVING), ("smw-gn", "layer")]):
-        for i, name in enumerate(problems.PROBLEMS):
+        for i, name in list(enumerate(problems.PROBLEMS))[:: 3 if blocks else 1]:
             decay, momentum = (0.0, 0.1)[(i // 2 + j) % 2], (0.0, 0.7)[(i // 4 + j // 2) % 2]
             if method(kind).any_layer or name not in problems.SHARED:
                 yield kind, blocks, name, SUBSETS[(i + j) % 3], decay, momentum

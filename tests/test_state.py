@@ -255,11 +255,11 @@ def plain_chain():
 
 
 CASES = {
-    "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 17),
-    "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 23),
-    "buffers": (with_running_statistics, "smw-gn", {"curvature_samples": 4}, 83),
-    "hf": (with_running_statistics, "hf", {"curvature_samples": 4}, 419),
-    "kfac": (plain_chain, "kfac", {}, 47),
+    "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 37),
+    "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 47),
+    "buffers": (with_running_statistics, "smw-gn", {"curvature_samples": 4}, 167),
+    "hf": (with_running_statistics, "hf", {"curvature_samples": 4}, 839),
+    "kfac": (plain_chain, "kfac", {}, 97),
 }
 
 
