@@ -105,7 +105,7 @@ FITS = {
         lambda: {"data": draw, "loss": nn.HuberLoss(), "samples": 30, "steps": 6, "validation": OTHERS},
         (3,),
     ),
-    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 12}, (4, 9)),
+    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 8}, (4,)),
 }
 
 

@@ -259,8 +259,13 @@ ROWS = {name: ANSATZ[name] for name in ONE_OUTPUT}
 BARE = {"parameters": on_points(scaled, gain=parameter(0.7), shift=parameter(-0.4))}
 
 
-@pytest.mark.parametrize("residuals", [by_derivatives, by_laplacian])
-@pytest.mark.parametrize("name", [*ROWS, *BARE])
+@pytest.mark.parametrize(
+    "name, residuals",
+    [
+        *((name, by_derivatives) for name in (*ROWS, *BARE)),
+        *((name, by_laplacian) for name in ("boundary", "no rule", "residual", *BARE)),
+    ],
+)
 def test_rows_of_each_sample(name, residuals):
     """By layer rules where all parameters belong to Linear layers, by the fallback for others."""
     model, x = build({**ROWS, **BARE}[name]), draw()

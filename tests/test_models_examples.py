@@ -43,7 +43,7 @@ def test_cnn_learns_the_digits_with_every_method(tmp_path, monkeypatch):
 
 def test_language_model_learns_with_both_methods(tmp_path, capsys):
     figure = tmp_path / "language_model.png"
-    sizes = ["--context", "16", "--width", "16", "--layers", "1", "--batch", "8", "--steps", "25"]
+    sizes = ["--context", "16", "--width", "16", "--layers", "1", "--batch", "8", "--steps", "15"]
     best = language_model.main([*sizes, "--seeds", "1", "--out", str(figure)])
     assert len(best) == 2
     for label, runs in best.items():

@@ -48,7 +48,7 @@ def nonnegative_by_enumeration(matrix, linear):
     return best[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(k=st.integers(1, 6), seed=st.integers(0, 10**6))
 def test_the_minimum_over_nonnegative_coefficients_is_that_of_all_supports(k, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -27,7 +27,7 @@ import woodbury
 from benchmarks import estimators
 from woodbury.sklearn import LMClassifier, LMRegressor
 
-QUICK = {"hidden_layer_sizes": 4, "restarts": 2, "max_iter": 20}
+QUICK = {"hidden_layer_sizes": 3, "restarts": 2, "max_iter": 8}
 CHECKS = [own for kind in (LMRegressor, LMClassifier) for own in estimator_checks_generator(kind(**QUICK))]
 NAMES = [f"{type(own).__name__}-{check.func.__name__}" for own, check in CHECKS]
 

@@ -223,7 +223,7 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
         if name == "images":  # wide enough for the first layer to be known from its Gram matrix
             problem.inputs = torch.sin(torch.arange(40.0 * problems.N)).reshape(-1, 40).double()
             torch.manual_seed(0)
-            problem.model = problems.mlp(40, 50, 3).double()
+            problem.model = problems.mlp(40, 16, 3).double()
         optimizer = method(problem.model, problem.loss, lr=0.7, damping=0.1, blocks=blocks, gram_dtype=gram_dtype)
         directions.append(flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset)))
         if not pays:
