@@ -80,7 +80,7 @@ FITS = {
     "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 9)),
     "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 13)),
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
-    "evidence": (network, lambda: {"data": smooth(), "steps": 60, "weight_decay": "evidence"}, (5, 30)),
+    "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 30)),
     "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
     "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 15, 18)),
     "own generator": (
