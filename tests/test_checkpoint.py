@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import reference
 import woodbury
 from woodbury._files import sealed
 from woodbury.fit import checkpoint, run
@@ -131,11 +132,7 @@ def told(fit, model):
     """All that a fit says and leaves, without times."""
     names = ("loss", "validation", "best_step", "steps", "samples", "reason", "noise", "log_evidence")
     history = [{key: own for key, own in entry.items() if key != "seconds"} for entry in fit.history]
-    return {name: getattr(fit, name) for name in names}, history, values(model).tolist()
-
-
-def values(model):
-    return torch.cat([own.detach().flatten() for own in model.parameters()])
+    return {name: getattr(fit, name) for name in names}, history, reference.theta(model).tolist()
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -190,10 +187,10 @@ def damaged(content):
 def refused(path, message, error=ValueError, **arguments):
     """The error, with the model and torch's random numbers as they were."""
     model, settings = network(), {"data": smooth(), "steps": 3, "seed": 0, **arguments}
-    before, state = values(model), torch.get_rng_state()
+    before, state = reference.theta(model), torch.get_rng_state()
     with pytest.raises(error, match=message) as raised:
         fitted(model, settings, resume=path)
-    assert torch.equal(values(model), before) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(reference.theta(model), before) and torch.equal(torch.get_rng_state(), state)
     return str(raised.value)
 
 
@@ -232,12 +229,12 @@ def test_what_is_no_checkpoint_of_this_fit_is_refused_by_name(tmp_path):
 def test_a_checkpoint_is_not_written_over_other_files(tmp_path):
     (tmp_path / "data.csv").write_text("1, 2\n")
     model = network()
-    before = values(model)
+    before = reference.theta(model)
     with pytest.raises(ValueError, match=r"data.csv' is a file of another kind"):
         fitted(model, {"data": smooth()}, checkpoint=tmp_path / "data.csv")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         fitted(model, {"data": smooth()}, checkpoint=tmp_path / "nowhere" / "fit")
-    assert (tmp_path / "data.csv").read_text() == "1, 2\n" and torch.equal(values(model), before)
+    assert (tmp_path / "data.csv").read_text() == "1, 2\n" and torch.equal(reference.theta(model), before)
 
 
 def test_a_full_disk_is_said_and_the_fit_goes_on(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def check_exact(model, loss, x, t):
         assert reference.relative_error(ours, block) <= bounds.rounding(len(block))
 
 
-@pytest.mark.parametrize("name", ["softmax", "logistic", "logistic-many", "squared"])
+@pytest.mark.parametrize("name", ["softmax", "logistic", "logistic-many", "squared", "squared-sum", "softmax-sum"])
 def test_one_sample_is_exact(name):
     problem = problems.make(name)
     check_exact(problem.model, problem.loss, problem.inputs[:1], problem.targets[:1])
@@ -113,7 +113,7 @@ def test_step_is_factored_tikhonov_written_out(weight_decay):
         assert reference.relative_error(found, -left @ rows @ right) <= bounds.rounding(rows.numel(), condition)
 
 
-@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "one-layer"])
+@pytest.mark.parametrize("name", ["softmax", "logistic", "squared", "one-layer", "logistic-sum"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("refresh", [1, 3])
 def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh):
@@ -124,7 +124,7 @@ def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh
     )
     used = None
     for step in range(1, 6):
-        theta = reference.flat([p.detach() for p in problem.model.parameters()])
+        theta = reference.theta(problem.model)
         g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
         p = flatten(optimizer.direction(problem.inputs, problem.targets))
         info = optimizer.step(problem.inputs, problem.targets)
@@ -140,7 +140,7 @@ def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh
         assert abs(info.predicted - predicted) <= bound * (g + weight_decay * theta).norm() * p.norm()
         assert abs(info.step_norm - p.norm()) <= bound * p.norm()
         assert info.predicted > 0
-        moved = reference.flat([p.detach() for p in problem.model.parameters()]) - theta
+        moved = reference.theta(problem.model) - theta
         assert (moved - 0.1 * p).norm() <= bound * p.norm() + bounds.rounding(1) * theta.norm()
 
 
@@ -202,9 +202,9 @@ def test_factors_that_cannot_be_inverted_make_a_rejected_step_and_are_not_used_l
     optimizer = woodbury.KFAC(model, nn.CrossEntropyLoss(), damping=policy, refresh=refresh)
     failed = 0
     for _ in range(8):
-        before = reference.flat([p.detach().clone() for p in model.parameters()])
+        before = reference.theta(model)
         info = optimizer.step(x, t)
-        after = reference.flat([p.detach() for p in model.parameters()])
+        after = reference.theta(model)
         if len(optimizer.state["inverses"]) < 2:
             failed += 1
             assert not info.accepted and torch.equal(before, after)

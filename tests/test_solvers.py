@@ -70,7 +70,7 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
     assert reference.relative_error(previous, in_samples) <= bound
     assert reference.relative_error(p, expected) <= bound
     assert optimizer.verify(inputs, targets, subset=subset) <= bound
-    theta = reference.flat([q.detach() for q in reference.parameters(model).values()])
+    theta = reference.theta(model)
     info = optimizer.step(inputs, targets, subset=subset)
     torch.testing.assert_close(
         info.predicted, -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
@@ -86,7 +86,7 @@ def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kin
     optimizer = METHODS[kind](
         model, loss, damping=0.1, params=[{"params": [first], "weight_decay": 0.3}, {"params": others}]
     )
-    theta = reference.flat([q.detach() for q in model.parameters()])
+    theta = reference.theta(model)
     W = torch.zeros_like(theta)
     W[: first.numel()] = 0.3
     B = reference.curvature_matrix(reference.per_sample(model, loss, x[:5], t[:5]), kind)
