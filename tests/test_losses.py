@@ -10,9 +10,13 @@ import bounds
 import problems
 import reference
 import woodbury
+from cases import every_pair
+from woodbury._vector import flatten
 from woodbury.curvature import CURVATURES
 from woodbury.losses.rules import loss_rule
 from woodbury.optimizers import OPTIMIZERS
+
+SECOND_ORDER = {name: kind for name, kind in OPTIMIZERS.items() if name not in ("sgd", "adam")}
 
 
 def outputs_of(name, dtype=torch.float64):
@@ -207,6 +211,29 @@ def test_a_target_of_zero_mass_adds_nothing():
     assert torch.isfinite(e).all() and columns[2].abs().max() == 0 and e[2].abs().max() == 0
 
 
+@every_pair(
+    kind=["smw-gn", "smw-ng", "smw-ng-bd"],
+    tokens=[False, True],
+    options=[{}, {"weight": [0.5, 2.0, 3.0], "ignore_index": 1}, {"reduction": "sum"}],
+)
+def test_a_step_of_log_softmax_and_nll_is_that_of_logits_and_cross_entropy(kind, tokens, options):
+    """J_y^T H J_y = J_z^T H J_z and J_y^T r = J_z^T r for y = log_softmax(z)."""
+    options = {**options, "weight": torch.tensor(options["weight"]).double()} if "weight" in options else options
+    name = "tokens-smoothed" if tokens else "softmax-smoothed"
+    problem = problems.make(name)
+    p, verified = [], []
+    for model, loss in (
+        (problem.model, nn.CrossEntropyLoss(**options)),
+        (nn.Sequential(problem.model, nn.LogSoftmax(1)), nn.NLLLoss(**options)),
+    ):
+        optimizer = OPTIMIZERS[kind](model, loss, damping=0.01, curvature_samples=0.7, seed=0)
+        p.append(flatten(optimizer.direction(problem.inputs, problem.targets)))
+        verified.append(float(optimizer.verify(problem.inputs, problem.targets)))
+    bound = bounds.of_verify(optimizer, problem.inputs, problem.targets)
+    assert reference.relative_error(p[1], p[0]) <= bound
+    assert max(verified) <= bound
+
+
 def test_log_probabilities_are_checked_at_every_step():
     problem = problems.make("softmax")
     optimizer = woodbury.GaussNewton(problem.model, nn.NLLLoss())
@@ -247,6 +274,26 @@ def test_an_output_that_meets_its_target_has_a_finite_curvature_and_no_residual(
     if getattr(loss, "beta", 0.0) == 0.0 and not isinstance(loss, nn.HuberLoss):
         floor = 1e-4 * t + torch.finfo(dtype).eps
         torch.testing.assert_close(factor.columns().square().sum(1), 0.5 / floor)
+
+
+@pytest.mark.parametrize("kind", list(SECOND_ORDER))
+@pytest.mark.parametrize("name", ["squared", "softmax", "gaussian"])
+def test_a_sum_is_the_mean_times_what_that_divides_by(kind, name):
+    """f_sum = N C f and g_sum = N C g; B_sum = N C B, or N C^2 B for the empirical Fisher."""
+    problem = problems.make(name)
+    mean, total = problem.loss, copy.deepcopy(problem.loss)
+    total.reduction = "sum"
+    classes = isinstance(mean, nn.CrossEntropyLoss | nn.NLLLoss)
+    C = 1 if classes else problem.model(problem.inputs).shape[1]
+    power, steps = 2 if kind.startswith("smw-ng") else 1, []
+    for loss, damping in ((mean, 0.03), (total, 0.03 * problems.N * C**power)):
+        tight = {"progress": 1e-14, "max_iterations": 1000} if kind == "hf" else {}
+        optimizer = SECOND_ORDER[kind](
+            problem.model, loss, damping=damping, curvature_samples=0.6, seed=0, **tight
+        )
+        steps.append(flatten(optimizer.direction(problem.inputs, problem.targets)))
+    bound = bounds.of_verify(optimizer, problem.inputs, problem.targets) + (1e-5 if kind == "hf" else 0)
+    assert reference.relative_error(C ** (power - 1) * steps[1], steps[0]) <= bound
 
 
 def test_a_sum_of_ignored_targets_is_zero_and_moves_nothing():

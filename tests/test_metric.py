@@ -14,6 +14,7 @@ import woodbury
 from cases import every_pair
 from fuzz.models import Parts
 from woodbury._vector import Space
+from woodbury.layers import OuterRows
 from woodbury.quadratic.metric import FORGETTING, METRICS, POWER, SMALLEST
 from woodbury.row_matrix import rows
 
@@ -169,7 +170,7 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_verify_knows_the_metric(kind, metric):
+def test_verify_knows_the_metric_and_rows_in_units_of_adams_stay_outer_products(kind, metric):
     model, batches = problem(kind)
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), momentum=0.5, memory=2, metric=metric)
     for batch in batches:
@@ -180,6 +181,11 @@ def test_verify_knows_the_metric(kind, metric):
     units = METRICS[metric].units(packed(optimizer.state["metric"]["moments"]), matrix.plan)
     s = reference.flat(units.vector.values())
     assert residual <= bounds.of_solve((scaled * s).T @ (scaled * s), damping) * s.max() / s.min()
+    forms = units.of_rows(matrix.forms)
+    found = type(matrix)(matrix.plan, forms, matrix.row_count, matrix.scale).dense()
+    assert reference.relative_error(found, scaled * s) <= bounds.rounding(1)
+    linear = [name for name, form in matrix.forms.items() if type(form) is OuterRows]
+    assert metric != "adam" or all(type(forms[name]) is OuterRows for name in linear)
 
 
 class Curve(nn.Module):

@@ -14,6 +14,7 @@ import woodbury
 from cases import every_pair
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
+from woodbury.linalg import Solution, solve_in_sample_space
 from woodbury.row_matrix import Rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -192,6 +193,31 @@ def test_user_layer_may_return_outer_rows_without_being_a_plain_linear_layer(kin
     torch.testing.assert_close((info.loss - after).detach(), info.ratio * info.predicted)
 
 
+def test_small_system_gives_p_and_u_p_of_the_dense_problem():
+    """U p = lambda a - e, and p = p0 - Z^T c minimises the damped model around p0."""
+    n1, n2, k, size, damping = 6, 4, 3, 40, 0.07
+    m = n2 * k
+    Z = torch.randn(m + n1 - n2, size, dtype=torch.float64)
+    e, p0 = torch.randn(m, dtype=torch.float64), torch.randn(size, dtype=torch.float64)
+    U, g = Z[:m] / n2**0.5, (Z[:m].T @ e + Z[m:].sum(0)) / n1
+
+    def solve(matrix, rhs):
+        return Solution(torch.linalg.solve(matrix, rhs), True, 1)
+
+    gram, projected = (Z @ Z.T).unsqueeze(0), (Z[:m] @ p0).unsqueeze(0)
+    found = solve_in_sample_space(gram, m, n2, n1, e, projected, damping, solve)
+    c, curvature = found.coefficients, found.curvature
+    p = p0 - Z.T @ c[0]
+    expected = torch.linalg.solve(U.T @ U + damping * torch.eye(size).double(), damping * p0 - g)
+    bound = bounds.of_solve(U.T @ U, damping)
+    assert reference.relative_error(p, expected) <= bound
+    a, scaled = n2**0.5 * c[0, :m], n2**0.5 / n1 * e
+    bound *= float(scaled.norm() / (U @ p).norm())  # lambda a - e cancels
+    assert reference.relative_error(damping * a - scaled, U @ p) <= bound
+    assert float(curvature) == pytest.approx(float((U @ p).square().sum()), rel=2 * bound)
+    assert bool(found.ok)
+
+
 @pytest.mark.parametrize("kind, columns", [("gauss-newton", 9), ("empirical", 1)])
 def test_matrix_products_of_a_step_stay_within_the_papers_cost(kind, columns):
     """O(r n + r^2 sum_l m_l) with r = columns N2 rows; a Gram matrix from written-out rows takes r^2 n."""
@@ -234,6 +260,20 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
     assert infos[0].as_dict() == pytest.approx(infos[1].as_dict(), rel=bounds.of_info(infos[1], bound))
     assert reference.relative_error(*directions) <= bound
     assert reference.relative_error(*moved) <= bound
+
+
+def test_forming_pays_for_large_batches_on_wide_layers_only():
+    def rows(n, width, samples):
+        values = torch.empty(n, width, device="meta")
+        form = OuterRows(values, values, Layout(((n, 1),)))
+        form.affine = True
+        made = Rows.__new__(Rows)
+        made.forms, made.row_count = {"a": form, "b": form}, n
+        return made.forming_pays(samples)
+
+    assert rows(4096, 16384, 1024)
+    assert rows(1024, 784, 32)
+    assert not rows(60, 784, 30)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)
