@@ -282,8 +282,8 @@ def test_an_interrupt_at_any_line_leaves_what_was_before_the_step_or_comes_after
     after = everything(model, optimizer)
     assert before != after
     outcomes = set()
-    # every stride-th line, and each of the last sixty, where things are changed
-    lines = sorted({*range(1, counter.lines, stride), *range(max(1, counter.lines - 60), counter.lines + 1)})
+    # every stride-th line, and each of the last forty, where things are changed
+    lines = sorted({*range(1, counter.lines, stride), *range(max(1, counter.lines - 40), counter.lines + 1)})
     for at in lines:
         model, optimizer, inputs, targets = prepared()
         with pytest.raises(KeyboardInterrupt), Interrupter(at):
