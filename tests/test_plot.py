@@ -10,24 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
 import woodbury
+from test_checkpoint import network
+from test_checkpoint import smooth as noisy
 from woodbury.fit import Fit
 
 MSE = nn.MSELoss()
 
 
-def noisy(samples=60, seed=0):
-    draws = torch.Generator().manual_seed(seed)
-    x = 2 * torch.rand(samples, 2, generator=draws, dtype=torch.float64) - 1
-    return x, torch.sin(2 * x[:, :1]) + 0.2 * torch.randn(samples, 1, generator=draws, dtype=torch.float64)
-
-
-def network(outputs=1):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
-
-
-def loader(data=None):
-    return DataLoader(TensorDataset(*(data or noisy())), 20)
+def loader():
+    return DataLoader(TensorDataset(*noisy()), 20)
 
 
 def largest_error(outputs, targets):
