@@ -26,9 +26,10 @@ test: $(STAMP)  ## Check format and lint, then types while the tests that take s
 	wait $$types && exit $$tests
 
 test-slow: $(STAMP)  ## Run the tests marked slow, two at a time, those that take gigabytes one by one
-	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup
+	$(BIN)/pytest -m slow --numprocesses auto --maxprocesses 2 --dist loadgroup \
+		$$(grep -lE "mark.slow|every_count" tests/test_*.py)
 
-test-kernels: $(STAMP)  ## Run a tenth of the tests with bounds on rounding errors, each function at least once, with other matrix kernels
+test-kernels: $(STAMP)  ## Run each test function with bounds on rounding errors at least once, with other matrix kernels
 	$(BIN)/pytest --other-kernels -m "not slow" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test-all: test test-kernels test-slow  ## All of them: what CI runs

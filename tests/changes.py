@@ -23,6 +23,7 @@ FACTOR = 1.0
 # by name: what is done to a model, its optimizer, or by a monkeypatch
 CHANGES = {
     "an activation": lambda model, optimizer, patch: setattr(model, "act", nn.Tanh()),
+    "a frozen layer": lambda model, optimizer, patch: model.first.requires_grad_(False),
     "a slope": lambda model, optimizer, patch: setattr(model.act, "negative_slope", 0.7),
     "a hook": lambda model, optimizer, patch: model.first.register_forward_hook(lambda *given: 2 * given[-1]),
     "an attribute": lambda model, optimizer, patch: setattr(model, "scale", 3.0),

@@ -12,6 +12,11 @@ def flat(tensors):
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
+def theta(model):
+    """The trainable parameters as one vector, a copy."""
+    return flat([p.detach() for p in parameters(model).values()])
+
+
 def one(inputs, i):
     """Sample i as a batch of one."""
     return chosen(inputs, [i])
@@ -130,16 +135,16 @@ def dense_system(model, loss, inputs, targets, subset, forward=None):
     """
     samples = per_sample(model, loss, chosen(inputs, subset), targets[subset], forward)
     g = gradient(model, loss, inputs, targets, forward)
-    theta = flat([p.detach().clone() for p in parameters(model).values()])
+    start = theta(model)
 
     def solve(damping, kind, blocks="full", decay=None, shift=None):
         B = curvature_matrix(samples, kind) * (len(targets) if is_sum(loss) else 1)
         if blocks == "layer":
             B = B * block_mask(model).to(B)
         strength = damping(B) if callable(damping) else damping
-        W = torch.zeros_like(theta) if decay is None else decay
-        q = torch.zeros_like(theta) if shift is None else shift
-        return torch.linalg.solve(B + torch.diag(W + strength), strength * q - g - W * theta), B, g
+        W = torch.zeros_like(start) if decay is None else decay
+        q = torch.zeros_like(start) if shift is None else shift
+        return torch.linalg.solve(B + torch.diag(W + strength), strength * q - g - W * start), B, g
 
     return solve
 

@@ -18,11 +18,6 @@ def test_every_pair_of_values_occurs(sizes):
     assert len(set(chosen)) == len(chosen) and cases.all_pairs(*axes) == chosen
 
 
-def test_the_two_largest_axes_decide_the_number_of_cases():
-    assert len(cases.all_pairs(range(20), range(2), range(2), range(3))) == 60
-    assert len(cases.all_pairs(range(5), range(2), range(2), range(3), range(2), range(2))) <= 16
-
-
 @cases.every_pair(letter={"first": "a", "second": "b"}, number=[1, None], kind=[int, float])
 def test_a_test_gets_the_values_and_their_names(letter, number, kind, request):
     name = {"a": "first", "b": "second"}[letter]

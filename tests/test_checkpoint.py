@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import reference
 import woodbury
 from woodbury._files import sealed
 from woodbury.fit import checkpoint, run
@@ -77,27 +78,27 @@ OTHERS = smooth(25, 3)
 TRAINING = {"epochs": 3, "curvature_samples": 5, "validation": OTHERS}
 # the model, what fit takes beside it, after how many steps it is killed
 FITS = {
-    "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 4, 9)),
-    "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 7, 13)),
+    "a pair": (network, lambda: {"data": smooth(), "steps": 9}, (2, 9)),
+    "validation": (network, lambda: {"data": smooth(), "steps": 14, "validation": OTHERS}, (2, 13)),
     "a share": (network, lambda: {"data": smooth(), "steps": 8, "validation": 0.25, "seed": 4}, (3,)),
     "evidence": (network, lambda: {"data": smooth(), "steps": 90, "weight_decay": "evidence"}, (5, 30)),
-    "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 7, 17)),
-    "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (2, 4, 6, 12, 15, 18)),
+    "batches": (network, lambda: {"data": batches(), **TRAINING}, (2, 6, 17)),
+    "shuffled": (network, lambda: {"data": loader(), **TRAINING}, (4, 6, 15, 18)),
     "own generator": (
         network,
         lambda: {"data": loader(torch.Generator().manual_seed(5)), **TRAINING},
-        (3, 6, 7, 13),
+        (3, 6, 13),
     ),
     "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 13)),
     "own sampler": (network, lambda: {"data": by_sampler(), **TRAINING}, (3, 8)),
-    "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 6, 11)),
-    "two batches a step": (network, lambda: {"data": loader(), **TRAINING, "batches_per_step": 2}, (2, 3, 5)),
+    "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 11)),
+    "two batches a step": (network, lambda: {"data": loader(), **TRAINING, "batches_per_step": 2}, (2, 5)),
     "workers": (
         network,
         lambda: {"data": DataLoader(TensorDataset(*smooth()), 20, shuffle=True, num_workers=1), **TRAINING},
         (4,),
     ),
-    "dropout": (lambda: network(nn.Dropout(0.3)), lambda: {"data": loader(), **TRAINING}, (4, 6, 9)),
+    "dropout": (lambda: network(nn.Dropout(0.3)), lambda: {"data": loader(), **TRAINING}, (4, 6)),
     "sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 8, "validation": OTHERS}, (2, 5)),
     "seeded sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 8, "seed": 2}, (5,)),
     "any loss": (
@@ -105,7 +106,7 @@ FITS = {
         lambda: {"data": draw, "loss": nn.HuberLoss(), "samples": 30, "steps": 6, "validation": OTHERS},
         (3,),
     ),
-    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 12}, (4, 9)),
+    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 8}, (4,)),
 }
 
 
@@ -131,11 +132,7 @@ def told(fit, model):
     """All that a fit says and leaves, without times."""
     names = ("loss", "validation", "best_step", "steps", "samples", "reason", "noise", "log_evidence")
     history = [{key: own for key, own in entry.items() if key != "seconds"} for entry in fit.history]
-    return {name: getattr(fit, name) for name in names}, history, values(model).tolist()
-
-
-def values(model):
-    return torch.cat([own.detach().flatten() for own in model.parameters()])
+    return {name: getattr(fit, name) for name in names}, history, reference.theta(model).tolist()
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -190,10 +187,10 @@ def damaged(content):
 def refused(path, message, error=ValueError, **arguments):
     """The error, with the model and torch's random numbers as they were."""
     model, settings = network(), {"data": smooth(), "steps": 3, "seed": 0, **arguments}
-    before, state = values(model), torch.get_rng_state()
+    before, state = reference.theta(model), torch.get_rng_state()
     with pytest.raises(error, match=message) as raised:
         fitted(model, settings, resume=path)
-    assert torch.equal(values(model), before) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(reference.theta(model), before) and torch.equal(torch.get_rng_state(), state)
     return str(raised.value)
 
 
@@ -232,12 +229,12 @@ def test_what_is_no_checkpoint_of_this_fit_is_refused_by_name(tmp_path):
 def test_a_checkpoint_is_not_written_over_other_files(tmp_path):
     (tmp_path / "data.csv").write_text("1, 2\n")
     model = network()
-    before = values(model)
+    before = reference.theta(model)
     with pytest.raises(ValueError, match=r"data.csv' is a file of another kind"):
         fitted(model, {"data": smooth()}, checkpoint=tmp_path / "data.csv")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         fitted(model, {"data": smooth()}, checkpoint=tmp_path / "nowhere" / "fit")
-    assert (tmp_path / "data.csv").read_text() == "1, 2\n" and torch.equal(values(model), before)
+    assert (tmp_path / "data.csv").read_text() == "1, 2\n" and torch.equal(reference.theta(model), before)
 
 
 def test_a_full_disk_is_said_and_the_fit_goes_on(tmp_path, monkeypatch):
@@ -330,7 +327,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 8, 13, 22])
+@pytest.mark.parametrize("at", [1, 4, 13])
 @pytest.mark.parametrize("kind, place", [(kind, place) for kind, places in PLACES.items() for place in places])
 def test_an_interrupt_anywhere_leaves_the_best_parameters(kind, place, at):
     fit, model = interrupted(kind, place, at)

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import bounds
-import reference
 import woodbury
 from woodbury._vector import flatten
 
@@ -96,32 +94,18 @@ def batch(samples=N):
     [*((compile_whole, name) for name in OPTIMIZERS), *((way, "gauss-newton") for way in WAYS[1:])],
 )
 def test_steps_of_a_compiled_model_are_those_of_the_model_as_written(way, name):
-    """Bit for bit, with dropout: the same random numbers are drawn and repeated."""
+    """Bit for bit, with dropout: the same random numbers are drawn and repeated; `verify` and `rows` too."""
     model, plain, loss = way("aot_eager"), written(), nn.CrossEntropyLoss()
     optimizers = [OPTIMIZERS[name](own, loss) for own in (model, plain)]
     for samples in (N, N, 3):
         losses = []
         for optimizer in optimizers:
             torch.manual_seed(7)
-            losses.append(optimizer.step(*batch(samples)).loss)
+            losses.append((optimizer.verify(*batch(samples)), optimizer.step(*batch(samples)).loss))
         assert losses[0] == losses[1]
     assert same(model, plain)
-
-
-@every_way
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-def test_directions_of_a_compiled_model_are_dense_ones(way, method):
-    model, loss = way("aot_eager").eval(), nn.CrossEntropyLoss()
-    inputs, targets = batch()
-    optimizer = method(model, loss, damping=0.05)
-    p = flatten(optimizer.direction(inputs, targets, subset=[3, 0]))
-    expected, B, _ = reference.dense_direction(
-        written().eval(), loss, inputs, targets, [3, 0], 0.05, optimizer.curvature.name
-    )
-    assert reference.relative_error(p, expected) <= bounds.of_solve(B, 0.05)
-    assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
-    rows = woodbury.rows(model, loss, inputs, targets)
-    torch.testing.assert_close(rows.dense(), woodbury.rows(written().eval(), loss, inputs, targets).dense())
+    ours, theirs = (woodbury.rows(own.eval(), loss, *batch()).dense() for own in (model, plain))
+    assert torch.equal(ours, theirs)
 
 
 @every_way

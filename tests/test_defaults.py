@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import reference
 import woodbury
 
 N = 24
@@ -24,10 +25,6 @@ def network(outputs=2, between=()):
     return nn.Sequential(nn.Linear(3, 5, **kind), nn.Tanh(), *between, nn.Linear(5, outputs, **kind))
 
 
-def parameters(model):
-    return torch.cat([own.detach().reshape(-1) for own in model.parameters()])
-
-
 def steps(method, loss=None, count=4, between=(), **settings):
     def run():
         model, (inputs, targets) = network(between=between), data()
@@ -36,7 +33,7 @@ def steps(method, loss=None, count=4, between=(), **settings):
         for _ in range(count):
             optimizer.step(inputs, classes)
         optimizer.verify(inputs, classes)
-        return parameters(model)
+        return reference.theta(model)
 
     return run
 
@@ -52,7 +49,7 @@ def watched(criterion, how):
 
         for _ in range(4):
             optimizer.step(closure) if how == "closure" else (closure(), optimizer.step())
-        return parameters(model)
+        return reference.theta(model)
 
     return run
 
@@ -61,7 +58,7 @@ def fitted(source, outputs=2, **settings):
     def run():
         model = network(outputs)
         woodbury.fit(model, nn.MSELoss(), source(), progress=False, seed=0, **settings)
-        return parameters(model)
+        return reference.theta(model)
 
     return run
 
@@ -89,7 +86,7 @@ def least_squares():
 def posterior():
     model, (inputs, targets) = network(), data()
     found = woodbury.posterior(model, nn.MSELoss(), inputs, targets)
-    return torch.cat([found.variance(inputs).reshape(-1), parameters(model)])
+    return torch.cat([found.variance(inputs).reshape(-1), reference.theta(model)])
 
 
 def laplacian():
@@ -152,12 +149,12 @@ def default(setting):
         torch.set_default_device(device if device.type != "cpu" else None)
 
 
-@pytest.mark.parametrize("setting", ["meta", torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ENTRIES)
-def test_results_are_the_same_under_other_defaults_of_torch(name, setting):
+def test_results_are_the_same_under_other_defaults_of_torch(name):
     torch.manual_seed(0)
     expected = ENTRIES[name]()
-    torch.manual_seed(0)
-    with default(setting):
-        found = ENTRIES[name]()
-    assert found.dtype == expected.dtype and torch.equal(found, expected)
+    for setting in ("meta", torch.float16):
+        torch.manual_seed(0)
+        with default(setting):
+            found = ENTRIES[name]()
+        assert found.dtype == expected.dtype and torch.equal(found, expected), setting

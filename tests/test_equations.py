@@ -74,35 +74,11 @@ def test_residuals_of_the_solution_vanish_at_every_point_that_is_drawn(name):
     equation = EXAMPLES[name].EQUATION
     batch, targets = equation.draw(160)
     found = equation.residuals(Exact(equation), batch)
-    assert targets is None and found.shape == (160, 1)
+    assert targets is None and found.shape == (160, 1) and int(batch[1].sum()) == 120  # inside
     assert float(found.abs().max()) <= 100 * BOUNDS[name]  # the weight of residuals on the sides
     # and they do not vanish for something else
     assert (
         float(equation.residuals(nn.Linear(len(equation.low), 1).double(), batch).detach().abs().median()) > 0.01
-    )
-
-
-@every_example
-def test_points_are_where_they_should_be(name):
-    torch.manual_seed(0)
-    equation = EXAMPLES[name].EQUATION
-    (points, inside, known), _ = equation.draw(800)
-    low, high = (torch.tensor(corner, dtype=torch.float64) for corner in (equation.low, equation.high))
-    assert ((points >= low) & (points <= high)).all()
-    inside = inside.squeeze(1)
-    assert int(inside.sum()) == 600
-    at_edge = (points == low) | (points == high)
-    assert not at_edge[inside].any()
-    outside = at_edge[~inside]
-    assert (outside.sum(1) == 1).all()
-    in_time = name != "helmholtz"
-    if in_time:  # at the start, never at the end of the time
-        assert int((points[~inside, 0] == 0).sum()) == 100 and not (points[~inside, 0] == 1).any()
-    for axis in range(in_time, len(low)):  # both sides of every axis of space
-        for end in (low, high):
-            assert int((points[~inside, axis] == end[axis]).sum()) > 10
-    torch.testing.assert_close(
-        known[~inside], equation.solution(points[~inside]), rtol=0, atol=bounds.rounding(100)
     )
 
 
@@ -120,16 +96,16 @@ def test_fit_lowers_the_residuals_at_points_it_has_not_seen(name):
     torch.manual_seed(0)
     equation, loss = EXAMPLES[name].EQUATION, nn.MSELoss()
     model = equations.tanh_network((equation.widths[0], 10, 1))
-    other, _ = equation.draw(1000)
+    other, _ = equation.draw(400)
 
     @torch.no_grad()
     def mean_square():
         return float(equation.residuals(model, other).square().mean())
 
     before = mean_square()
-    settings = {"forward": equation.residuals, "steps": 12, "samples": 400, "progress": False}
+    settings = {"forward": equation.residuals, "steps": 6, "samples": 200, "progress": False}
     fit = woodbury.fit(model, loss, equation.draw, **settings)
-    assert fit.steps == 12 and mean_square() < 0.9 * before
+    assert fit.steps == 6 and mean_square() < 0.9 * before
 
 
 @every_example
@@ -139,13 +115,13 @@ def test_every_method_is_run_and_drawn(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(equations, "TEST_POINTS", 100)
     threads = torch.get_num_threads()
     try:
-        best = EXAMPLES[name].main(["--seconds", "0.2", "--seeds", "1", "--out", str(tmp_path / "figure.png")])
+        best = EXAMPLES[name].main(["--seconds", "0.05", "--seeds", "1", "--out", str(tmp_path / "figure.png")])
     finally:
         torch.set_num_threads(threads)
     assert [label.split(",")[0] for label in best] == ["woodbury.fit", "torch L-BFGS", "torch Adam"]
     for label, (curve,) in best.items():
         assert all(math.isfinite(error) for _, error in curve), label
-        assert [spent for spent, _ in curve] == sorted(spent for spent, _ in curve) and curve[-1][0] >= 0.2
+        assert [spent for spent, _ in curve] == sorted(spent for spent, _ in curve) and curve[-1][0] >= 0.05
     assert capsys.readouterr().out.count("relative error") == 3
     assert (tmp_path / "figure.png").stat().st_size > 5000
 

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import woodbury
 from woodbury.layers import RowForm
 
@@ -106,10 +104,11 @@ FLOORS = {
 CORE_MODULES = [*(f"woodbury.{room}" for room in ROOMS[: ROOMS.index("fit") + 1]), "benchmarks.__main__"]
 
 
-def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), path, path.name == "__init__.py"
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def place_of(name):
@@ -126,7 +125,6 @@ def place_of(name):
 
 def imported(path):
     """Names of woodbury's own modules that a file imports, without the leading package name."""
-    known = {name for name, _, _ in modules()}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -140,21 +138,21 @@ def imported(path):
             if name.split(".")[0] != "woodbury":
                 continue
             local = name.removeprefix("woodbury").lstrip(".")
-            while local and local not in known:
+            while local and local not in MODULES:
                 local = local.rpartition(".")[0]
             yield local
 
 
-@pytest.mark.parametrize("name, path, is_package", list(modules()), ids=lambda value: str(value)[-30:])
-def test_imports_point_downward(name, path, is_package):
-    if is_package:  # a package lists its public names from anywhere inside it
-        return
-    own = place_of(name)
-    for target in imported(path):
-        assert target, f"{name} imports the package woodbury itself"
-        room, floor = place_of(target)
-        below = room < own[0] or (room == own[0] and -1 < floor < own[1])
-        assert below, f"{name} imports {target}, which is not below it"
+def test_imports_point_downward():
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":  # a package lists its public names from anywhere inside it
+            continue
+        own = place_of(name)
+        for target in imported(path):
+            assert target, f"{name} imports the package woodbury itself"
+            room, floor = place_of(target)
+            below = room < own[0] or (room == own[0] and -1 < floor < own[1])
+            assert below, f"{name} imports {target}, which is not below it"
 
 
 def form_names():
@@ -185,34 +183,21 @@ def asked_forms(source, forms):
     return {meaning.get(name, name) for name in names} & forms
 
 
-OUTSIDE_LAYERS = [path for name, path, _ in modules() if name.split(".")[0] != "layers"]
+def test_nobody_outside_layers_asks_which_form_rows_have():
+    for name, path in MODULES.items():
+        assert name.split(".")[0] == "layers" or not asked_forms(path.read_text(), form_names()), name
 
 
-@pytest.mark.parametrize("path", OUTSIDE_LAYERS, ids=lambda path: str(path)[-30:])
-def test_nobody_outside_layers_asks_which_form_rows_have(path):
-    assert asked_forms(path.read_text(), form_names()) == set()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "isinstance(form, OuterRows | Other)",
-        "isinstance(form, (Other, layers.OuterRows))",
-        "issubclass(type(form), OuterRows)",
-        "type(form) is OuterRows",
-        "type(form) in (Other, OuterRows)",
-        "from woodbury.layers import OuterRows as Outer\nisinstance(form, Outer)",
-        "match form:\n    case OuterRows(): pass",
-    ],
-)
-def test_a_question_about_a_form_is_seen(program):
-    assert asked_forms(program, form_names()) == {"OuterRows"}
+def test_a_question_about_a_form_is_seen():
+    questions = ["isinstance(form, (Other, layers.OuterRows))", "type(form) in (Other, OuterRows)"]
+    questions += ["from woodbury.layers import OuterRows as Outer\nissubclass(type(form), Other | Outer)"]
+    for program in (*questions, "match form:\n    case OuterRows(): pass"):
+        assert asked_forms(program, form_names()) == {"OuterRows"}, program
 
 
 def test_every_place_on_the_map_is_a_module():
-    known = {name for name, _, _ in modules()}
     listed = [*ROOMS, *(f"{room}.{name}" for room, floors in FLOORS.items() for floor in floors for name in floor)]
-    assert [name for name in listed if name not in known] == []
+    assert [name for name in listed if name not in MODULES] == []
 
 
 def test_the_core_needs_torch_alone():

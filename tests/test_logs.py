@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+import bounds
 import woodbury
 from woodbury.logs import Log, TensorBoard, WandB
 from woodbury.runs import readings
@@ -81,7 +82,9 @@ def test_a_log_records_the_steps_and_epochs_of_training():
     epochs = [numbers for _, numbers in log.written if "epoch/epoch" in numbers]
     assert [numbers["epoch/train_loss"] for numbers in epochs] == [entry["loss"] for entry in fit.history]
     assert [numbers["epoch/test_loss"] for numbers in epochs] == [entry["validation"] for entry in fit.history]
-    assert [step for step, numbers in log.written if "step/loss" in numbers] == [1, 2, 3, 4, 5, 6]
+    steps = {step: numbers["step/loss"] for step, numbers in log.written if "step/loss" in numbers}
+    assert list(steps) == [1, 2, 3, 4, 5, 6]
+    assert fit.history[0]["loss"] == pytest.approx((steps[1] + steps[2]) / 2, rel=bounds.rounding(2))
 
 
 def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(monkeypatch):

@@ -1,4 +1,7 @@
-"""The examples that train a network, in a small form: the loss falls and the figure is written."""
+"""The examples that train a network, in a small form: the loss falls and the figure is written.
+
+And the scripts for loops that users have already run as they are printed.
+"""
 
 import time
 
@@ -43,7 +46,7 @@ def test_cnn_learns_the_digits_with_every_method(tmp_path, monkeypatch):
 
 def test_language_model_learns_with_both_methods(tmp_path, capsys):
     figure = tmp_path / "language_model.png"
-    sizes = ["--context", "16", "--width", "16", "--layers", "1", "--batch", "8", "--steps", "25"]
+    sizes = ["--context", "16", "--width", "16", "--layers", "1", "--batch", "8", "--steps", "15"]
     best = language_model.main([*sizes, "--seeds", "1", "--out", str(figure)])
     assert len(best) == 2
     for label, runs in best.items():
@@ -69,3 +72,28 @@ def test_precision_draws_the_best_setting_of_every_method(tmp_path, capsys, monk
     assert len(best) == 3 and all(curve[-1][1] < curve[0][1] for (curve,) in best.values())
     assert "woodbury.fit           seed 100: 1e-06 at" in capsys.readouterr().out
     assert figure.stat().st_size > 0
+
+
+def test_the_unchanged_loop_learns():
+    pytest.importorskip("sklearn")
+    import unchanged_loop
+
+    assert unchanged_loop.main(epochs=2) > 0.85
+
+
+def test_the_closure_learns():
+    import closure
+
+    assert closure.main(steps=20) < 0.25  # a constant has 0.4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_loop_of_accelerate_learns():
+    pytest.importorskip("sklearn")
+    accelerate = pytest.importorskip("accelerate")
+    import accelerate_digits
+
+    try:
+        assert accelerate_digits.main(epochs=2) < 1.0
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

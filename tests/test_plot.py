@@ -10,24 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
 import woodbury
+from test_checkpoint import network
+from test_checkpoint import smooth as noisy
 from woodbury.fit import Fit
 
 MSE = nn.MSELoss()
 
 
-def noisy(samples=60, seed=0):
-    draws = torch.Generator().manual_seed(seed)
-    x = 2 * torch.rand(samples, 2, generator=draws, dtype=torch.float64) - 1
-    return x, torch.sin(2 * x[:, :1]) + 0.2 * torch.randn(samples, 1, generator=draws, dtype=torch.float64)
-
-
-def network(outputs=1):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
-
-
-def loader(data=None):
-    return DataLoader(TensorDataset(*(data or noisy())), 20)
+def loader():
+    return DataLoader(TensorDataset(*noisy()), 20)
 
 
 def largest_error(outputs, targets):
@@ -88,22 +79,6 @@ def test_metrics_and_validation_are_shown(capsys):
     fitted("loader", progress=True)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert "largest" in first and "largest" in last and "validation" in last
-
-
-def test_a_classifier_has_an_accuracy():
-    inputs, values = noisy(90)
-    classes, model = (values[:, 0] > 0).long(), network(2)
-    fit = woodbury.fit(
-        model,
-        nn.CrossEntropyLoss(),
-        (inputs, classes),
-        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).double().mean()},
-        validation=0.3,
-        progress=False,
-    )
-    own = fit.split[1]
-    right = sum(int(model(inputs[i : i + 1]).argmax()) == int(classes[i]) for i in own.tolist())
-    assert fit.metrics["accuracy"] == pytest.approx(right / len(own)) and right / len(own) > 0.7
 
 
 BAD = {

@@ -82,13 +82,20 @@ def batch(n=N):
     bias=[True, False],
     start=[False, True],
     n=[N, LENGTH, 1],
+    frozen=["", "weight_ih_l0 bias_ih_l0", "weight_hh_l0", "bias_hh_l0 weight_ih_l0", "weight_hh_l0 bias_hh_l0"],
 )
-def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(kind, layers, both_ways, first, bias, start, n):
+def test_rows_and_steps_of_recurrent_layers_are_the_dense_ones(
+    kind, layers, both_ways, first, bias, start, n, frozen
+):
+    """Also where parts are frozen."""
     torch.manual_seed(0)
     options = {"num_layers": layers, "bidirectional": both_ways, "batch_first": first, "bias": bias}
     model = Reader(kind, start, **options).double()
     if not start:
         model.first.requires_grad_(False)
+    for name in frozen.split():
+        if bias or "weight" in name:
+            getattr(model.cell, name).requires_grad_(False)
     inputs, targets = batch(n)
     check_rows(model, LOSS, inputs, targets)
     check_directions(model, LOSS, inputs, targets, list(range(n))[::-2])
@@ -139,28 +146,6 @@ def test_steps_of_recurrent_layers_with_dropout_need_no_fallback(kind):
             assert float(info.ratio * info.predicted) == pytest.approx(float(before - after), rel=bound)
         forms = woodbury.rows(model, LOSS, inputs, targets).forms
         assert not any(isinstance(form, ExplicitRows) for form in forms.values())
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize(
-    "frozen",
-    [
-        ("weight_ih_l0", "bias_ih_l0"),
-        ("weight_hh_l0",),
-        ("bias_hh_l0", "weight_ih_l0"),
-        ("weight_hh_l0", "bias_hh_l0"),
-    ],
-    ids=lambda names: " ".join(names),
-)
-def test_any_part_may_be_frozen(kind, frozen):
-    torch.manual_seed(0)
-    model = Reader(kind, batch_first=True).double()
-    model.first.requires_grad_(False)
-    for name in frozen:
-        getattr(model.cell, name).requires_grad_(False)
-    inputs, targets = batch()
-    check_rows(model, LOSS, inputs, targets)
-    check_directions(model, LOSS, inputs, targets, [3, 1])
 
 
 class Called(nn.Module):

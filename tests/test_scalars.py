@@ -17,7 +17,6 @@ from woodbury.device.scalars import (
     compute,
     ratio_where,
     root,
-    scalar,
     scaled_if,
     where,
 )
@@ -88,11 +87,6 @@ def test_a_number_is_a_tensor_to_torch_and_to_tensors():
     assert float(torch.tensor(2.0) * a) == 4.0
 
 
-def test_on_the_cpu_numbers_are_floats():
-    assert isinstance(scalar(torch.tensor(1.0)), float)
-    assert compute(1.0, 2.0, True) == (1.0, 2.0, True)
-
-
 def test_a_number_answers_as_its_tensor_where_more_is_asked():
     (a,) = numbers([2.0])
     assert float((a + 1).clamp(max=2.5)) == 2.5
@@ -100,14 +94,6 @@ def test_a_number_answers_as_its_tensor_where_more_is_asked():
     assert float(torch.where((a > 1) | (a > 5), a, 0.0)) == 2.0 and not bool(~(a > 1))
     with pytest.raises(AttributeError):
         a.nothing  # noqa: B018
-
-
-def test_the_program_of_several_numbers_computes_each_once():
-    a, b = numbers([2.0, 3.0])
-    total = a + b
-    source, given, constants, operations = scalars._program([total * 2.0, total > a])
-    assert operations == 3 and len(given) == 2 and constants == {"c0": 2.0}
-    assert source.count("a0 + a1") == 1 and "T& o1" in source
 
 
 @pytest.mark.parametrize("rate", [1.0, 2, 0.5, torch.tensor(0.5, dtype=torch.float64)])

@@ -12,6 +12,8 @@ import problems
 import reference
 import woodbury
 from cases import every_pair
+from fuzz.cases import LogCosh
+from fuzz.models import Gain
 from woodbury._vector import flatten
 from woodbury.layers import Layout, OuterRows
 from woodbury.linalg import Solution, solve_in_sample_space
@@ -22,7 +24,6 @@ BLOCKS = ["full", "layer"]
 SUBSETS = {"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))}
 
 every_kind = pytest.mark.parametrize("kind", list(METHODS))
-every_blocks = pytest.mark.parametrize("blocks", BLOCKS)
 
 
 def dense(problem, subset, damping, kind, **options):
@@ -72,40 +73,14 @@ def test_conjugate_gradient_solvers_agree_to_their_tolerance(name, kind, blocks,
     assert reference.relative_error(q, p) <= bound
 
 
-@every_blocks
-@pytest.mark.parametrize("kind", [*METHODS, "hf"])
-@pytest.mark.parametrize("name", ["tokens-ignored", "softmax-ignored"])
-def test_counts_of_a_loader_add_up_over_its_batches(name, kind, blocks):
-    """A mean over what is not ignored in all of it, whatever the batches' own means are."""
-    problem = problems.make(name)
-    x, t = problem.inputs, problem.targets
-    if kind == "hf":
-        options = {"progress": 0.0, "max_iterations": 300}
-        optimizer = woodbury.HessianFree(problem.model, problem.loss, damping=0.1, **options)
-        kind, blocks = "gauss-newton", "full"
-    else:
-        optimizer = METHODS[kind](problem.model, problem.loss, damping=0.1, blocks=blocks)
-    loader = [(x[:4], t[:4]), (x[4:6], t[4:6]), (x[6:], t[6:])]  # all of the last is ignored
-    B = reference.curvature_matrix(reference.per_sample(problem.model, problem.loss, x[:3], t[:3]), kind)
-    if blocks == "layer":
-        B = B * reference.block_mask(problem.model)
-    g = reference.gradient(problem.model, problem.loss, x, t)
-    expected = torch.linalg.solve(B + 0.1 * torch.eye(len(g)).double(), -g)
-    p = optimizer.direction(x[:3], t[:3], full=loader)
-    by_iterations = isinstance(optimizer, woodbury.HessianFree)  # which stop at some residual
-    assert reference.relative_error(flatten(p), expected) <= (1e-7 if by_iterations else bounds.of_solve(B, 0.1))
-    before = problem.loss(problem.model(x), t)
-    info = optimizer.step(x[:3], t[:3], full=loader)
-    torch.testing.assert_close(info.loss, before.detach())
-    after = problem.loss(problem.model(x), t)  # lr = 1: the trial point is where we are
-    torch.testing.assert_close((before - after).detach(), info.ratio * info.predicted)
-
-
 @every_pair(
     kind=list(METHODS), gram_dtype=[None, torch.float64], name=["softmax", "logistic", "squared"], seed=range(3)
 )
 def test_small_damping_keeps_float32_accurate(kind, gram_dtype, name, seed):
-    """lambda = 1e-6 lambda_max with N1 = N2, on a wider network than the tiny ones."""
+    """lambda = 1e-6 lambda_max with N1 = N2, on a wider network than the tiny ones.
+
+    The subtracted form -(g - U^T (K + lambda I)^-1 U g) / lambda loses the digits that pushing through keeps.
+    """
     torch.manual_seed(seed)
     n, outputs = 40, {"softmax": 10, "logistic": 1, "squared": 3}[name]
     model = problems.mlp(50, 64, 64, outputs)
@@ -115,16 +90,19 @@ def test_small_damping_keeps_float32_accurate(kind, gram_dtype, name, seed):
         "logistic": (nn.BCEWithLogitsLoss(), torch.randint(2, (n, 1)).float()),
         "squared": (nn.MSELoss(), torch.randn(n, 3)),
     }[name]
-    gram = woodbury.rows(model, loss, inputs, targets, curvature=kind).gram()
-    damping = float(1e-6 * torch.linalg.eigvalsh(gram.double())[-1])
+    U = woodbury.rows(model, loss, inputs, targets, curvature=kind).dense()
+    K, g = U @ U.T, reference.gradient(model, loss, inputs, targets)
+    damping = float(1e-6 * torch.linalg.eigvalsh(K.double())[-1])
+    subtracted = -(g - U.T @ torch.linalg.solve(K + damping * torch.eye(len(K)), U @ g)) / damping
     single = METHODS[kind](model, loss, damping=damping, gram_dtype=gram_dtype).direction(inputs, targets)
     twin = problems.mlp(50, 64, 64, outputs).double()
     twin.load_state_dict(model.state_dict())
     wide = targets.double() if targets.is_floating_point() else targets
     double = METHODS[kind](twin, loss, damping=damping).direction(inputs.double(), wide)
     assert torch.isfinite(flatten(single)).all()
-    bound = 1e-2 if gram_dtype is None else 1e-4
-    assert reference.relative_error(flatten(single).double(), flatten(double)) <= bound
+    ours = reference.relative_error(flatten(single).double(), flatten(double))
+    assert ours <= (1e-2 if gram_dtype is None else 1e-4)
+    assert reference.relative_error(subtracted.double(), flatten(double)) >= 10 * ours
 
 
 @every_kind
@@ -154,36 +132,13 @@ def test_step_solves_the_system_of_an_independent_library(kind, dtype, part):
 
 @every_kind
 def test_user_layer_and_user_loss_take_part_exactly(kind):
-    """The documented way to add a layer and a loss of one's own (see register_layer, register_loss)."""
-
-    class Gain(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.gain = nn.Parameter(torch.rand(width) + 0.5)
-
-        def forward(self, x):
-            return self.gain * x
-
-    class Poisson(nn.Module):
-        def forward(self, outputs, targets):
-            return (outputs.exp() - targets * outputs).mean()
-
-    @woodbury.register_layer(Gain)
-    def gain_rows(layer, inputs, grads):
-        return {"gain": inputs.unsqueeze(1) * grads}
-
-    @woodbury.register_loss(Poisson)
-    class PoissonRule(woodbury.LossRule):
-        def values(self, loss, outputs, targets):
-            return (outputs.exp() - targets * outputs).mean(1)
-
-    model = nn.Sequential(nn.Linear(4, 5), Gain(5), nn.Tanh(), nn.Linear(5, 2)).double()
-    inputs, targets = torch.randn(6, 4).double(), torch.poisson(torch.ones(6, 2)).double()
+    """With a rule by register_layer, and by register_loss one that says nothing but its values."""
+    model, loss = nn.Sequential(nn.Linear(4, 5), Gain(5), nn.Tanh(), nn.Linear(5, 2)).double(), LogCosh()
+    inputs, targets = torch.randn(6, 4).double(), torch.randn(6, 2).double()
     for blocks in ("full", "layer"):
-        optimizer = METHODS[kind](model, Poisson(), damping=0.1, blocks=blocks)
+        optimizer = METHODS[kind](model, loss, damping=0.1, blocks=blocks)
         for subset in ([0, 3, 5], list(range(6))):
-            batch = model, Poisson(), inputs, targets
-            expected, B, _ = reference.dense_direction(*batch, subset, 0.1, kind, blocks)
+            expected, B, _ = reference.dense_direction(model, loss, inputs, targets, subset, 0.1, kind, blocks)
             p = optimizer.direction(inputs, targets, subset=subset)
             assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
         assert optimizer.step(inputs, targets).accepted
@@ -242,26 +197,6 @@ def test_small_system_gives_p_and_u_p_of_the_dense_problem():
     assert bool(found.ok)
 
 
-@every_kind
-def test_push_through_keeps_digits_that_the_subtracted_form_loses(kind):
-    """float32, lambda = 1e-6 lambda_max, against -(g - U^T (K + lambda I)^-1 U g) / lambda."""
-    model, loss = problems.mlp(50, 64, 64, 10), nn.CrossEntropyLoss()
-    inputs, targets = torch.randn(40, 50), torch.randint(10, (40,))
-    U = woodbury.rows(model, loss, inputs, targets, curvature=kind).dense()
-    K = U @ U.T
-    damping = float(1e-6 * torch.linalg.eigvalsh(K.double())[-1])
-    g = reference.gradient(model, loss, inputs, targets)
-    shifted = K + damping * torch.eye(len(K))
-    subtracted = -(g - U.T @ torch.linalg.solve(shifted, U @ g)) / damping
-    twin = problems.mlp(50, 64, 64, 10).double()
-    twin.load_state_dict(model.state_dict())
-    exact = flatten(METHODS[kind](twin, loss, damping=damping).direction(inputs.double(), targets))
-    single = flatten(METHODS[kind](model, loss, damping=damping).direction(inputs, targets))
-    ours = reference.relative_error(single.double(), exact)
-    assert ours <= 1e-2
-    assert reference.relative_error(subtracted.double(), exact) >= 10 * ours
-
-
 @pytest.mark.parametrize("kind, columns", [("gauss-newton", 9), ("empirical", 1)])
 def test_matrix_products_of_a_step_stay_within_the_papers_cost(kind, columns):
     """O(r n + r^2 sum_l m_l) with r = columns N2 rows; a Gram matrix from written-out rows takes r^2 n."""
@@ -293,7 +228,7 @@ def test_a_formed_step_is_the_factored_one(name, method, blocks, subset, gram_dt
         if name == "images":  # wide enough for the first layer to be known from its Gram matrix
             problem.inputs = torch.sin(torch.arange(40.0 * problems.N)).reshape(-1, 40).double()
             torch.manual_seed(0)
-            problem.model = problems.mlp(40, 50, 3).double()
+            problem.model = problems.mlp(40, 16, 3).double()
         optimizer = method(problem.model, problem.loss, lr=0.7, damping=0.1, blocks=blocks, gram_dtype=gram_dtype)
         directions.append(flatten(optimizer.direction(problem.inputs, problem.targets, subset=subset)))
         if not pays:

@@ -9,7 +9,6 @@ import bounds
 import problems
 import reference
 import woodbury
-from cases import every_pair
 from fuzz.models import Parts
 from woodbury._bytes import available_bytes
 from woodbury._vector import flatten
@@ -71,7 +70,7 @@ def test_more_rows_than_parameters_are_solved_in_parameter_space(kind, blocks, s
     assert reference.relative_error(previous, in_samples) <= bound
     assert reference.relative_error(p, expected) <= bound
     assert optimizer.verify(inputs, targets, subset=subset) <= bound
-    theta = reference.flat([q.detach() for q in reference.parameters(model).values()])
+    theta = reference.theta(model)
     info = optimizer.step(inputs, targets, subset=subset)
     torch.testing.assert_close(
         info.predicted, -(g + decay * theta) @ expected - 0.5 * expected @ (B + torch.diag(decay)) @ expected
@@ -87,7 +86,7 @@ def test_parameter_space_takes_a_decay_by_group_and_the_gradient_of_a_loader(kin
     optimizer = METHODS[kind](
         model, loss, damping=0.1, params=[{"params": [first], "weight_decay": 0.3}, {"params": others}]
     )
-    theta = reference.flat([q.detach() for q in model.parameters()])
+    theta = reference.theta(model)
     W = torch.zeros_like(theta)
     W[: first.numel()] = 0.3
     B = reference.curvature_matrix(reference.per_sample(model, loss, x[:5], t[:5]), kind)
@@ -148,13 +147,11 @@ def test_raised_damping_forms_the_matrix_once(monkeypatch):
 # -- through products -----------------------------------------------------------------------------------------
 
 
-@every_pair(
-    name=list(problems.PROBLEMS),
-    kind=list(METHODS),
-    blocks=["full", "layer"],
-    subset={"part": [5, 0, 2, 3], "one": [4], "all": list(range(problems.N))},
-)
-def test_products_give_the_dense_direction_without_a_row(name, kind, blocks, subset, monkeypatch):
+@every_kind
+@pytest.mark.parametrize("index, name", list(enumerate(problems.PROBLEMS)))
+def test_products_give_the_dense_direction_without_a_row(index, name, kind, monkeypatch):
+    """With blocks and subsets in turn."""
+    blocks, subset = ("full", "layer")[index % 2], ([5, 0, 2, 3], [4], list(range(problems.N)))[index % 3]
     forbid(monkeypatch, GraphCapture, "rows")
     forbid(monkeypatch, ChainCapture, "rows")
     problem = problems.make(name)

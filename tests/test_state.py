@@ -1,4 +1,4 @@
-"""What a step must not touch, and that it happens as a whole or not at all."""
+"""What a step must not touch, that it happens as a whole or not at all, and state that moves."""
 
 import copy
 import sys
@@ -15,7 +15,7 @@ import problems
 import processes
 import woodbury
 from cases import every_pair
-from test_optim_contract import SECOND_ORDER, assert_same, state_of
+from test_optim_contract import RICH, SECOND_ORDER, assert_same, build, every_second_order, state_of
 from woodbury.optimizers import OPTIMIZERS
 
 N = 6
@@ -127,6 +127,30 @@ def test_a_large_buffer_that_passes_leave_alone_is_not_copied_again():
         optimizer.direction(inputs)
 
 
+class Buffered(nn.Module):
+    """Writes the activations into the same memory at each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("memory", torch.zeros(7, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.memory.copy_(torch.tanh(self.a(x)))
+        return self.b(self.memory)
+
+
+@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+def test_memory_written_again_by_the_trial_pass_is_refused_before_anything_changes(method):
+    model = Buffered()
+    optimizer = method(model, nn.MSELoss(), params=list(model.b.parameters()))
+    before = model.b.weight.detach().clone()
+    with pytest.raises(ValueError, match="layer 'b' was changed in place"):
+        optimizer.step(torch.randn(7, 3), torch.randn(7, 2))
+    assert torch.equal(model.b.weight, before)
+
+
 # -- types and hooks -------------------------------------------------------------------------------------
 
 
@@ -231,11 +255,11 @@ def plain_chain():
 
 
 CASES = {
-    "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 17),
-    "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 23),
-    "buffers": (with_running_statistics, "smw-gn", {"curvature_samples": 4}, 83),
-    "hf": (with_running_statistics, "hf", {"curvature_samples": 4}, 419),
-    "kfac": (plain_chain, "kfac", {}, 47),
+    "chain": (plain_chain, "smw-ng", {"curvature_samples": 4}, 37),
+    "momentum": (plain_chain, "smw-gn", {"momentum": 0.5, "weight_decay": 0.1, "curvature_samples": 4}, 47),
+    "buffers": (with_running_statistics, "smw-gn", {"curvature_samples": 4}, 167),
+    "hf": (with_running_statistics, "hf", {"curvature_samples": 4}, 839),
+    "kfac": (plain_chain, "kfac", {}, 97),
 }
 
 
@@ -258,8 +282,8 @@ def test_an_interrupt_at_any_line_leaves_what_was_before_the_step_or_comes_after
     after = everything(model, optimizer)
     assert before != after
     outcomes = set()
-    # every stride-th line, and each of the last sixty, where things are changed
-    lines = sorted({*range(1, counter.lines, stride), *range(max(1, counter.lines - 60), counter.lines + 1)})
+    # every stride-th line, and each of the last forty, where things are changed
+    lines = sorted({*range(1, counter.lines, stride), *range(max(1, counter.lines - 40), counter.lines + 1)})
     for at in lines:
         model, optimizer, inputs, targets = prepared()
         with pytest.raises(KeyboardInterrupt), Interrupter(at):
@@ -332,3 +356,97 @@ def together_and_each_its_own(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_processes_train_together_or_each_its_own(world):
     assert processes.run(together_and_each_its_own, world) == [True] * world
+
+
+# -- state that moves ------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def trained(kind, **options):
+    """A problem and its optimizer, with all the state there can be."""
+    problem = problems.make("softmax")
+    optimizer = build(kind, problem, RICH, {"seed": 3}, **options)
+    for _ in range(STEPS):
+        optimizer.step(problem.inputs, problem.targets)
+    return problem, optimizer
+
+
+def untrained(kind, model, **options):
+    """The same, before any step, with the parameters of a model."""
+    problem = problems.make("softmax")
+    problem.model.load_state_dict(model.state_dict())
+    return problem, build(kind, problem, RICH, {"seed": 99}, **options)
+
+
+def assert_goes_on(problem, optimizer, other, resumed):
+    for _ in range(STEPS):
+        a = optimizer.step(problem.inputs, problem.targets)
+        b = resumed.step(other.inputs, other.targets)
+        assert str(a.as_dict()) == str(b.as_dict())
+    assert_same(state_of(problem.model), state_of(other.model))
+
+
+class Elsewhere(torch.Tensor):
+    """A stand-in for a tensor on another device: its numbers are seen by `cpu` and `to` alone."""
+
+    @staticmethod
+    def hiding(tensor):
+        hidden = torch.zeros_like(tensor).as_subclass(Elsewhere)
+        hidden.shown = tensor
+        return hidden
+
+    def cpu(self):
+        return self.shown
+
+    def to(self, *args, **kwargs):
+        return self.shown.to(*args, **kwargs)
+
+
+@every_second_order
+@pytest.mark.parametrize("how", ["loaded", "moved in place"])
+def test_the_generator_may_come_from_another_device_and_loading_changes_no_state_dict(kind, how):
+    problem, optimizer = trained(kind)
+    other, resumed = untrained(kind, problem.model)
+    saved = copy.deepcopy(optimizer.state_dict())
+    elsewhere = Elsewhere.hiding(saved["state"]["generator"])
+    if how == "loaded":
+        saved["state"]["generator"] = elsewhere
+    kept = dict(saved["state"])
+    resumed.load_state_dict(saved)
+    assert saved["state"].keys() == kept.keys()
+    assert all(saved["state"][key] is value for key, value in kept.items())
+    if how == "moved in place":
+        resumed.state["generator"] = elsewhere
+    assert_goes_on(problem, optimizer, other, resumed)
+    assert type(resumed.state["generator"]) is torch.Tensor
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator():
+    accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed")
+    made = accelerate.Accelerator(cpu=True)
+    yield made
+    made.free_memory()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@every_second_order
+def test_accelerate_prepares_saves_and_resumes(kind, accelerator, tmp_path):
+    problem, optimizer = trained(kind)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, prepared, _ = accelerator.prepare(problem.model, optimizer, schedule)
+    assert model is problem.model and prepared.optimizer is optimizer
+    accelerator.save_state(str(tmp_path))
+    twin = copy.deepcopy(optimizer)
+    for _ in range(2):
+        optimizer.step(problem.inputs, problem.targets)
+        schedule.step()
+    accelerator.load_state(str(tmp_path))
+    for _ in range(STEPS):
+        a = optimizer.step(problem.inputs, problem.targets)
+        assert str(a.as_dict()) == str(twin.step(problem.inputs, problem.targets).as_dict())
+    assert_same(state_of(problem.model), state_of(twin.model))

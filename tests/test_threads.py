@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import processes
+import reference
 import woodbury
 from woodbury.linalg import _precision, full_precision
 from woodbury.model.expanded import Copies
@@ -146,7 +147,7 @@ def test_models_trained_in_several_threads_are_those_trained_one_after_the_other
         optimizer = method(model, LOSS, curvature_samples=2, seed=seed)
         for _ in range(10):
             optimizer.step(inputs, targets)
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
+        return reference.theta(model)
 
     alone, together = {seed: trained(seed) for seed in (1, 2, 3)}, {}
     threads = [threading.Thread(target=lambda s=seed: together.update({s: trained(s)})) for seed in alone]

@@ -1,6 +1,5 @@
 """woodbury.fit with a loader: training in mini-batches, its budget, validation data, and going on."""
 
-import io
 import itertools
 import math
 import time
@@ -10,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import bounds
+import reference
 import woodbury
 from woodbury.fit import measured, training
 from woodbury.fit.limits import Limits
@@ -36,10 +36,6 @@ def network(seed=0):
 
 def batches(data, size=20):
     return list(zip(*(own.split(size) for own in data), strict=True))
-
-
-def values(model):
-    return torch.cat([own.detach().flatten() for own in model.parameters()])
 
 
 def fitted(model, loader, **settings):
@@ -95,13 +91,13 @@ def test_validation_data_chooses_the_parameters():
 
     def keep(fit):
         if len(fit.history) > len(seen):
-            seen.append(values(model).clone())
+            seen.append(reference.theta(model).clone())
 
     fit = fitted(model, batches(data), epochs=30, validation=wrong, patience=3, callback=keep)
     losses = [record["validation"] for record in fit.history]
     best = losses.index(min(losses))
     assert fit.reason == "validation" and len(losses) == best + 4
-    assert torch.equal(values(model), seen[best])
+    assert torch.equal(reference.theta(model), seen[best])
     assert losses[best] == pytest.approx(loss_of(model, wrong), rel=bounds.rounding(60, dtype=torch.float32))
 
 
@@ -120,62 +116,6 @@ def test_a_model_in_evaluation_mode_is_trained_in_training_mode_and_put_back():
     model, modes = network().eval(), []
     fitted(model, batches(classes()), steps=2, callback=lambda fit: modes.append(model.training))
     assert modes == [True, True] and not model.training
-
-
-def test_ctrl_c_gives_back_what_was_reached():
-    def interrupt(fit):
-        if fit.steps == 4:
-            raise KeyboardInterrupt
-
-    fit = fitted(network(), batches(classes()), epochs=3, callback=interrupt)
-    assert fit.reason == "interrupted" and fit.steps == 4 and math.isfinite(fit.loss)
-
-
-def test_training_goes_on_from_its_state_bit_by_bit():
-    settings = {"epochs": 4, "curvature_samples": 5}
-    data = batches(classes())
-    whole, model = network(), network()
-    first = fitted(whole, data, **settings)
-    half = fitted(model, data, **settings, callback=lambda fit: fit.steps == 12)
-    assert half.reason == "callback" and half.steps == 12
-    stream = io.BytesIO()
-    torch.save(half.state_dict(), stream)
-    stream.seek(0)
-    again = network(seed=9)
-    second = fitted(again, data, **settings, resume=torch.load(stream))
-    assert second.steps == first.steps == 24
-    assert [r["loss"] for r in second.history] == [r["loss"] for r in first.history]
-    assert torch.equal(values(again), values(whole))
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from zip(*classes(), strict=True)
-
-
-def test_a_stream_shows_its_length_in_the_first_epoch():
-    fit = fitted(network(), DataLoader(Stream(), 20), epochs=3)
-    assert fit.reason == "epochs" and fit.steps == 18
-    assert len(fit.history) == 3
-
-
-class Listener:
-    def __init__(self):
-        self.steps, self.epochs = [], []
-
-    def step(self, info):
-        self.steps.append(info.loss.item())
-
-    def epoch(self, *, train_loss, test_loss=None):
-        self.epochs.append((train_loss, test_loss))
-
-
-def test_a_record_hears_of_steps_and_epochs():
-    record = Listener()
-    fit = fitted(network(), batches(classes()), epochs=2, validation=classes(30, seed=1), record=record)
-    assert len(record.steps) == 12
-    assert record.epochs == [(entry["loss"], entry["validation"]) for entry in fit.history]
-    assert fit.history[0]["loss"] == pytest.approx(sum(record.steps[:6]) / 6, rel=bounds.rounding(6))
 
 
 def test_the_best_epoch_comes_back_where_the_loss_rose():
@@ -264,7 +204,7 @@ def fit_by_clock(monkeypatch, ticks, **budget):
     model, generator = network(), torch.Generator().manual_seed(1)
     fit = fitted(model, DataLoader(TensorDataset(*classes()), 24, shuffle=True, generator=generator), **budget)
     monkeypatch.undo()
-    return values(model), fit.steps
+    return reference.theta(model), fit.steps
 
 
 @pytest.mark.parametrize("budget", [{"steps": 60}, {"epochs": 12}, {}])
@@ -278,10 +218,14 @@ def test_nothing_follows_from_the_clock_unless_seconds_are_the_budget(budget, mo
 def test_the_cost_of_an_sgd_step_is_measured_without_a_trace():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    optimizer, before, state = training.training_optimizer(model, nn.CrossEntropyLoss()), values(model), None
+    optimizer, before, state = (
+        training.training_optimizer(model, nn.CrossEntropyLoss()),
+        reference.theta(model),
+        None,
+    )
     state = torch.get_rng_state()
     assert measured.sgd_seconds(optimizer, classes()) > 0
-    assert torch.equal(state, torch.get_rng_state()) and torch.equal(before, values(model))
+    assert torch.equal(state, torch.get_rng_state()) and torch.equal(before, reference.theta(model))
     assert all(own.grad is None for own in model.parameters())
 
 

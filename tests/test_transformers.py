@@ -14,8 +14,7 @@ import woodbury
 from cases import every_pair
 from test_layers import CLASSES, METHODS, check_directions, check_rows, finish
 from woodbury._vector import flatten
-from woodbury.layers import SharedRows
-from woodbury.layers.rules import turned_linear_rows
+from woodbury.layers import ExplicitRows
 
 transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
 transformers.logging.set_verbosity_error()
@@ -170,23 +169,15 @@ def test_a_step_of_a_model_solves_its_system(name, method, dtype):
 
 
 @pytest.mark.parametrize("shape, in_place", [((3,), False), ((2, 3), False), ((2, 3), True), ((2, 1, 3), True)])
-def test_rows_of_conv1d_equal_dense_autograd(shape, in_place):
+def test_rows_of_conv1d_equal_dense_autograd_and_are_not_written_out(shape, in_place):
     """Also where the next layer writes into its outputs."""
     behind = nn.ReLU(inplace=True) if in_place else nn.Identity()
     inputs, targets = torch.randn(N, *shape, dtype=torch.float64), _classes(N)
     model = finish(nn.Sequential(transformers.pytorch_utils.Conv1D(2, 3), behind), inputs)
     check_rows(model, nn.CrossEntropyLoss(), inputs, targets)
+    forms = woodbury.rows(model, nn.CrossEntropyLoss(), inputs, targets).forms
+    assert not any(isinstance(form, ExplicitRows) for form in forms.values())
     check_directions(model, nn.CrossEntropyLoss(), inputs, targets, [3, 0])
-
-
-def test_rows_of_conv1d_are_not_written_out():
-    layer, inputs, grads = transformers.pytorch_utils.Conv1D(2, 3), torch.randn(N, 5, 3), torch.randn(N, 1, 5, 2)
-    form = turned_linear_rows(layer, inputs, grads)
-    assert isinstance(form, SharedRows)
-    # row of W = sum_s v_s h_s^T
-    expected = torch.einsum("nsi,nkso->nkio", inputs, grads).flatten(0, 1)
-    torch.testing.assert_close(form.dense()["weight"], expected)
-    torch.testing.assert_close(form.dense()["bias"], grads.sum(2).flatten(0, 1))
 
 
 NORMS = {
@@ -207,16 +198,3 @@ def test_rows_of_rms_norms_equal_dense_autograd(name, shape):
     model = nn.Sequential(norm, nn.Tanh(), nn.Flatten(), nn.Linear(inputs[0].numel(), CLASSES)).double()
     check_rows(model, nn.CrossEntropyLoss(), inputs, targets)
     check_directions(model, nn.CrossEntropyLoss(), inputs, targets, [3, 0])
-
-
-def test_positions_without_samples_and_padding_agree_with_the_library_loss():
-    """rho of a step is that of the loss the model computes itself, where all labels are given."""
-    model, batch, _ = problem("gpt2", torch.float32)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), forward=logits)
-    before = model(**batch, labels=labels).loss.detach()
-    info = optimizer.step(batch, targets)
-    torch.testing.assert_close(torch.as_tensor(info.loss, dtype=before.dtype), before)
-    after = model(**batch, labels=labels).loss.detach()
-    assert after < before

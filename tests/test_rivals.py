@@ -1,4 +1,7 @@
-"""KFAC: exact where theory says so, its damping and averages against formulas written out."""
+"""KFAC: exact where theory says so, its damping and averages against formulas written out.
+
+Hessian-free: the stopping rule of CG, and models that no layer rule covers.
+"""
 
 import copy
 
@@ -10,7 +13,9 @@ import bounds
 import problems
 import reference
 import woodbury
+from fuzz.models import Parts
 from woodbury._vector import flatten
+from woodbury.linalg import minimize_quadratic
 
 
 def batch(n, features, outputs, seed=0):
@@ -124,7 +129,7 @@ def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh
     )
     used = None
     for step in range(1, 6):
-        theta = reference.flat([p.detach() for p in problem.model.parameters()])
+        theta = reference.theta(problem.model)
         g = reference.gradient(problem.model, problem.loss, problem.inputs, problem.targets)
         p = flatten(optimizer.direction(problem.inputs, problem.targets))
         info = optimizer.step(problem.inputs, problem.targets)
@@ -140,7 +145,7 @@ def test_predicted_decrease_is_that_of_its_own_model(name, weight_decay, refresh
         assert abs(info.predicted - predicted) <= bound * (g + weight_decay * theta).norm() * p.norm()
         assert abs(info.step_norm - p.norm()) <= bound * p.norm()
         assert info.predicted > 0
-        moved = reference.flat([p.detach() for p in problem.model.parameters()]) - theta
+        moved = reference.theta(problem.model) - theta
         assert (moved - 0.1 * p).norm() <= bound * p.norm() + bounds.rounding(1) * theta.norm()
 
 
@@ -202,9 +207,9 @@ def test_factors_that_cannot_be_inverted_make_a_rejected_step_and_are_not_used_l
     optimizer = woodbury.KFAC(model, nn.CrossEntropyLoss(), damping=policy, refresh=refresh)
     failed = 0
     for _ in range(8):
-        before = reference.flat([p.detach().clone() for p in model.parameters()])
+        before = reference.theta(model)
         info = optimizer.step(x, t)
-        after = reference.flat([p.detach() for p in model.parameters()])
+        after = reference.theta(model)
         if len(optimizer.state["inverses"]) < 2:
             failed += 1
             assert not info.accepted and torch.equal(before, after)
@@ -257,3 +262,63 @@ def test_ignored_targets_leave_the_scale_of_the_mean():
 def test_arguments_that_a_method_fixes_are_refused_by_their_names(method, given):
     with pytest.raises(TypeError, match=f"{method.__name__} has no argument '{next(iter(given))}'"):
         method(nn.Linear(3, 2), nn.MSELoss(), **given)
+
+
+# -- Hessian-free --------------------------------------------------------------------------------------
+
+
+def quadratic(size):
+    root = torch.randn(size, size + 2, dtype=torch.float64)
+    return root @ root.T + 0.1 * torch.eye(size).double(), torch.randn(size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_quadratic_is_minimised_and_its_value_reported(warm):
+    A, b = quadratic(12)
+    start = torch.randn(12).double() if warm else torch.zeros(12).double()
+    found = minimize_quadratic(lambda x: A @ x, b, start, progress=0.0, max_iterations=200)
+    bound = bounds.of_solve(A, 0.1)
+    assert reference.relative_error(found.x, torch.linalg.solve(A, -b)) <= bound
+    value = 0.5 * found.x @ A @ found.x + b @ found.x
+    assert abs(found.value - value) <= bounds.rounding(len(A) ** 2) * b.norm() * found.x.norm()
+
+
+def test_progress_rule_stops_early_and_where_martens_says():
+    """The first i with i > k, phi_i < 0 and (phi_i - phi_{i-k}) / phi_i < k eps, k = max(10, i / 10)."""
+    A, b = quadratic(60)
+    eps, values = 5e-3, [0.0]
+    for i in range(1, 60):
+        x = minimize_quadratic(lambda x: A @ x, b, torch.zeros(60).double(), progress=0.0, max_iterations=i).x
+        values.append(float(0.5 * x @ A @ x + b @ x))
+    expected = next(
+        i
+        for i in range(1, 60)
+        if i > (k := max(10, i // 10)) and values[i] < 0 and (values[i] - values[i - k]) / values[i] < k * eps
+    )
+    found = minimize_quadratic(lambda x: A @ x, b, torch.zeros(60).double(), progress=eps, max_iterations=200)
+    assert found.iterations == expected < 59
+
+
+def pictures():
+    layers = nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    inputs, targets = torch.randn(5, 1, 4, 4).double(), torch.randint(3, (5,))
+    return nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), inputs, targets
+
+
+def reused():
+    """A layer called twice, and a head that shares its weight."""
+    model = Parts(lambda m, x: m.b(torch.tanh(m.a(torch.tanh(m.a(x))))), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    model.b.weight = model.a.weight
+    return model.double(), nn.MSELoss(), torch.randn(5, 4).double(), torch.randn(5, 4).double()
+
+
+@pytest.mark.parametrize("make", [pictures, reused])
+def test_any_model_has_the_dense_step_without_a_rule(make):
+    model, loss, inputs, targets = make()
+    optimizer = woodbury.HessianFree(model, loss, damping=0.1, progress=0.0, max_iterations=300)
+    expected, B, _ = reference.dense_direction(model, loss, inputs, targets, [0, 3], 0.1, "gauss-newton")
+    p = optimizer.direction(inputs, targets, subset=[0, 3])
+    assert reference.relative_error(flatten(p), expected) <= bounds.of_solve(B, 0.1)
+    infos = [optimizer.step(inputs, targets) for _ in range(10)]
+    assert 0 < optimizer.iterations <= 300
+    assert infos[0].accepted and infos[-1].loss < infos[0].loss
