@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from woodbury.fit.checkpoint import Where
 from woodbury.fit.descent import PLAIN
@@ -39,10 +38,12 @@ from woodbury.fit.sources import (
     split_off,
 )
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
+from woodbury.losses.rules import as_module
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
+from woodbury.optim.settings import check_model_and_loss
 from woodbury.parallel.group import all_processes, raised_by_all
 from woodbury.policies.search import CurvedSearch
 
@@ -52,7 +53,7 @@ def fit(
     model: nn.Module,
     loss: nn.Module | Callable[..., Any] | Equations,
     data: Data | Draw | Iterable[Any] | None = None,
-    *,
+    *others: NoReturn,
     forward: Forward | None = None,
     fallback: str | None = "autograd",
     weight_decay: float | str = 0.0,
@@ -154,6 +155,9 @@ def fit(
         a `Fit`: loss, validation, metrics, best_step, steps, seconds, samples, reason, history, plot().
     """
     model = written_model(model)
+    _check_call(loss, data, others)
+    criterion = nn.MSELoss() if isinstance(loss, Equations) else as_module(written_model(loss))
+    check_model_and_loss(model, criterion)
     convert = Conversion.to(model)
     settings: dict[str, Any] = {"fallback": fallback, "weight_decay": weight_decay, "seed": seed}
     if isinstance(loss, Equations):
@@ -161,9 +165,8 @@ def fit(
         _check_absent("forward", forward, "not for Equations, whose terms have their own functions")
         _check_absent("validation", validation, "not for Equations: a step is judged on points of its own")
         given: Any = loss
-        criterion: nn.Module = nn.MSELoss()
     else:
-        criterion, settings["forward"] = written_model(_as_module(loss)), forward
+        settings["forward"] = forward
         given, validation = as_tensors(data, convert), as_tensors(validation, convert)
     if patience is not None:
         if validation is None:
@@ -280,26 +283,9 @@ def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Ten
     if isinstance(validation, int | float):
         pair, other, split = split_off(pair, validation, seed)
     else:
-        other = as_pair(validation, "validation must be a pair")
+        other = as_pair(validation, "beside a pair validation must be a share of it (0.2), or a pair")
     check_validation(pair, other)
     return pair, other, split
-
-
-# losses of torch.nn.functional, by the classes that are the same
-_FUNCTIONS: dict[Any, type[nn.Module]] = {
-    functional.mse_loss: nn.MSELoss,
-    functional.huber_loss: nn.HuberLoss,
-    functional.smooth_l1_loss: nn.SmoothL1Loss,
-    functional.cross_entropy: nn.CrossEntropyLoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.poisson_nll_loss: nn.PoissonNLLLoss,
-    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
-}
-
-
-def _as_module(loss: Any) -> Any:
-    kinds = [kind for function, kind in _FUNCTIONS.items() if function is loss]
-    return kinds[0]() if kinds else loss
 
 
 def _validation(data: Any, patience: int) -> Validation | None:
@@ -312,6 +298,15 @@ def _validation(data: Any, patience: int) -> Validation | None:
             "pair or a loader of them"
         )
     return Validation(data if is_batches(data) else [as_pair(data, "validation must be a pair")], patience)
+
+
+def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
+    """Raise an error that says what to write: for what is missing, or two arguments in place of a pair."""
+    write = "write fit(model, loss, (inputs, targets))"
+    if others:
+        raise TypeError(f"fit: inputs and targets are one argument, a pair: {write}")
+    if data is None and not isinstance(loss, Equations):
+        raise TypeError(f"fit: the loss or the data is missing, got {type(loss).__name__} alone: {write}")
 
 
 def _check_whole(name: str, value: Any) -> None:

@@ -118,7 +118,8 @@ class Step:
         settings, state, plan = self.context.settings, self.context.state, self.problem.plan
         low = plan.dtype in (torch.float16, torch.bfloat16)
         if low and settings.gram_dtype is None and settings.solver.name in SOLVERS:
-            raise ValueError(f"the small system cannot be solved in {plan.dtype}: pass gram_dtype=torch.float32")
+            ways = "pass gram_dtype=torch.float32, or use model.float()"
+            raise ValueError(f"the small system cannot be solved in {plan.dtype}: {ways}")
         quadratic, objective = linearize(self.problem)
         gains: dict[str, Any] = {}
         units = None
