@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from woodbury import _random, products
+from woodbury._batch import explain_types
 from woodbury._vector import Parts, Vector
 from woodbury.device.scalars import Truth, as_truth, compute, is_known
 from woodbury.layers.attention import plain_attention
@@ -109,6 +110,9 @@ class Step:
             proposal = policy.propose(posed.quadratic, posed.objective, self.context.state)
         except BATCH_ERRORS as error:
             name_bad_samples(self.problem, error)
+            raise
+        except RuntimeError as error:
+            explain_types(error, self.problem.batch.inputs, self.problem.plan.dtype)
             raise
         proposal.gains |= posed.gains
         return proposal, policy, posed.objective

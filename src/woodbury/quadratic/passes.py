@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._batch import BadSamplesError, Batch, explain_types
+from woodbury._batch import BadSamplesError, Batch
 from woodbury.curvature import Curvature
 from woodbury.device.scalars import Scalar, is_known, scalar
 from woodbury.losses.rules import LossRule, check_term_count, prepare
@@ -118,13 +118,6 @@ class Passes:
 
     def capture(self, inputs: Any, samples: int) -> Capture:
         """A pass over a batch, or part of it, at theta."""
-        try:
-            return self._run(inputs, samples)
-        except RuntimeError as error:
-            explain_types(error, inputs, self.plan.dtype)
-            raise
-
-    def _run(self, inputs: Any, samples: int) -> Capture:
         if self.chain is not None:
             return self.chain.run(inputs)
         terms, number = terms_of(inputs), self.plan.findings.passes + 1
