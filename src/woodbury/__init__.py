@@ -11,7 +11,7 @@ Solve a differential equation, here u'' = u with u(-1) = u(1) = 1:
     ends = torch.tensor([[-1.0], [1.0]]).double()
     equation = (x, lambda model, x: woodbury.laplacian(model, x).laplacian - model(x))
     terms = woodbury.Equations(inside=equation, ends=(ends, lambda model, x: model(x) - 1))
-    fit = woodbury.fit(model, terms, steps=20)
+    fit = woodbury.fit(model, terms, tolerance=1e-8)
 
 Train in a loop of your own:
 

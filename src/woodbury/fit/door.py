@@ -140,7 +140,7 @@ def fit(
             with a loss that is a mean); "grow" does that with any budget. See `woodbury.fit.growth`.
         memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one, and none
             where seconds alone are the budget, on a GPU and with several processes.
-        metric: as in `GaussNewton`; by default "adam" with a loader (not with weight decay, on a GPU or with several
+        metric: as in `GaussNewton`; by default "adam" with a loader (not with weight decay, on a GPU or in several
             processes). With other data "diagonal" makes a fit independent of the units of the parameters.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
