@@ -24,17 +24,12 @@ def test_the_examples_run_and_print_what_they_show(capsys):
     """One after the other, as a reader types them."""
     names: dict[str, Any] = {}
     examples = shown_after(README.read_text(encoding="utf-8"))
-    assert [bool(shown) for _, shown in examples] == [True, True, True, False]
+    assert len(examples) == 4 and all(shown for _, shown in examples)
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the README has none: what it shows holds for any
         for code, shown in examples:
             exec(compile(code, str(README), "exec"), names)
-            printed = capsys.readouterr().out
-            if shown:
-                assert printed == shown
-    lines = printed.splitlines()
-    assert len(lines) == 5
-    assert all(re.fullmatch(r"loss \d.*, damping \d.*, ratio -?\d.*", line) for line in lines)
+            assert capsys.readouterr().out == shown
     assert torch.sin(torch.tensor(0.3 * torch.pi)).item() == pytest.approx(0.80902, abs=1e-5)  # u(0.3), shown
 
 

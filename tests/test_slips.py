@@ -174,7 +174,8 @@ def test_the_examples_of_the_help_run():
         if "Equations" in block:
             x = names["x"]
             error = (names["model"](x) - torch.cosh(x) / np.cosh(1)).abs().max()
-            assert error < 1e-4  # of 20 steps
+            # e'' - e = r with a mean square of 1e-8: |e| <= 2 max |G| rms r with |G| < 0.4, and less for the ends
+            assert names["fit"].reason == "tolerance" and error < 3e-4
     assert names["info"].accepted
 
 
