@@ -4,7 +4,9 @@
     python -m tests.install.wheel --tests /path/to/environment/bin/python=installed
 
 Each argument is an interpreter and a version of torch: a fresh environment gets that version, without the packages
-of CUDA, which torch asks for and a CPU does not need. (On x86 set PIP_INDEX_URL to torch's index of CPU builds.)
+of CUDA, which torch asks for and a CPU does not need. (Where pip finds builds for CUDA, on x86 and on ARM from 2.14
+on, they cannot be imported without them: set PIP_INDEX_URL to torch's index of CPU builds, or name a CPU build,
+python3.11=2.13.0+cpu.)
 "newest" takes the newest version that pip finds, "lowest" the bound in pyproject.toml, and "installed" the torch
 that the interpreter has, with the wheel in a folder of its own. With --tests the core tests run there too.
 """
@@ -88,7 +90,8 @@ def check(place: Place, folder: Path, with_tests: bool) -> list[str]:
     versions = "sys.version.split()[0], torch.__version__, woodbury.__version__, woodbury.__file__"
     shown = place.run("-c", f"import sys, torch, woodbury; print({versions})", cwd=folder)
     if shown.returncode:
-        return [f"cannot be imported: {shown.stderr.strip().splitlines()[-1]}"]
+        way = ": a build for CUDA; name one for the CPU" if "libcu" in shown.stderr else ""
+        return [f"cannot be imported: {shown.stderr.strip().splitlines()[-1]}{way}"]
     python, torch, version, file = shown.stdout.split()
     print(f"Python {python}, torch {torch}, woodbury {version}", flush=True)
     faults = [] if Path(file).is_relative_to(folder) else [f"not the wheel is imported, but {file}"]
