@@ -36,7 +36,6 @@ The names, each with its own help:
 Modules for other libraries: woodbury.deepxde, lightning, logs, pina, sklearn, skorch. Pages: docs/index.md.
 """
 
-import importlib
 import importlib.util
 from typing import TYPE_CHECKING
 

@@ -4,7 +4,7 @@
     python -m tests.install.wheel --tests /path/to/environment/bin/python=installed
 
 Each argument is an interpreter and a version of torch: a fresh environment gets that version, without the packages
-of CUDA, which torch asks for and a CPU does not need. (Where pip finds builds for CUDA, on x86 and on ARM from 2.14
+of CUDA, which torch asks for and a CPU does not need. (Where pip finds builds for CUDA, on x86 and ARM from 2.14
 on, they cannot be imported without them: set PIP_INDEX_URL to torch's index of CPU builds, or name a CPU build,
 python3.11=2.13.0+cpu.)
 "newest" takes the newest version that pip finds, "lowest" the bound in pyproject.toml, and "installed" the torch
