@@ -57,6 +57,16 @@ def is_empty(inputs: Any) -> bool:
     return bool(leaves) and leaves[0].dim() > 0 and leaves[0].shape[0] == 0
 
 
+def explain_types(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
+    """Raise an error that says what to write if a pass failed for inputs of another type than the parameters."""
+    others = sorted({str(leaf.dtype) for leaf in _leaves(inputs)} - {str(dtype)})
+    if others and "type" in str(error):
+        raise TypeError(
+            f"inputs of {' and '.join(others)} do not fit parameters of {dtype}: write inputs.to({dtype}), or "
+            f"convert the model ({error})"
+        ) from error
+
+
 def check_batch(inputs: Any, targets: Tensor | None) -> int:
     """The number of samples; raises on an empty batch, a wrong number of targets or (on CPU) nan and inf."""
     samples = sample_count(inputs)

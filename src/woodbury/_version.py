@@ -1,8 +1,3 @@
-"""The version of the installed package: that of the last tag, and how far the code is past it."""
+"""The version of the package: here, and nowhere else (`pyproject.toml` reads it)."""
 
-import importlib.metadata
-
-try:
-    __version__ = importlib.metadata.version("woodbury")
-except importlib.metadata.PackageNotFoundError:  # run from the source tree, by PYTHONPATH
-    __version__ = "0+unknown"
+__version__ = "0.2.0"

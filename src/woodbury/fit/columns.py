@@ -25,7 +25,7 @@ def warn_of_columns(model: nn.Module, forward: Forward, inputs: Any) -> None:
     seen: list[Tensor] = []
 
     def stop(module: nn.Module, given: tuple[Tensor]) -> NoReturn:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and given[0].is_floating_point():
             seen.append(given[0].detach().clone())
         raise InterruptedError
 

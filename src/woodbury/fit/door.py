@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,12 @@ from woodbury.fit.sources import (
     split_off,
 )
 from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
-from woodbury.losses.rules import FUNCTIONS
+from woodbury.losses.rules import as_module
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
+from woodbury.optim.settings import check_model_and_loss
 from woodbury.parallel.group import all_processes, raised_by_all
 from woodbury.policies.search import CurvedSearch
 
@@ -52,7 +53,7 @@ def fit(
     model: nn.Module,
     loss: nn.Module | Callable[..., Any] | Equations,
     data: Data | Draw | Iterable[Any] | None = None,
-    *,
+    *others: NoReturn,
     forward: Forward | None = None,
     fallback: str | None = "autograd",
     weight_decay: float | str = 0.0,
@@ -77,19 +78,31 @@ def fit(
     checkpoint: Where | None = None,
     resume: Fit | Mapping[str, Any] | Where | None = None,
 ) -> Fit:
-    """Fit a model to data, to the samples that a function draws, or to the batches of a loader.
+    """Fit a model, with nothing to tune. The data decides how, and there are four kinds of it.
+
+    A pair is used whole at every step, and fitted to as many digits as there are:
 
     >>> fit = woodbury.fit(model, torch.nn.MSELoss(), (inputs, targets), tolerance=1e-12)
-    >>> print(fit)
-    loss 1.14e-13 after 27 steps, 0.8 s, 200 samples per step: the tolerance is reached
-    >>> woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
-    >>> woodbury.fit(model, woodbury.Equations(inside=(draw_inside, equation), edge=(draw_edge, condition)))
 
-    With data that is used whole, or samples that are drawn, it goes for as many digits as there are: every step is
-    one of `GaussNewton(model, loss, search=CurvedSearch())` on all of the data, or on fresh samples with as many
-    others to judge it. Use float64 (`model.double()`) there. With the batches of a loader it trains, as one does
-    with Adam: every step is one of `GaussNewton` with momentum 0.9, damping relative to the scale of K, curvature
-    of the last batches, Adam's metric, and a rate that falls to zero over the budget (`woodbury.fit.training`).
+    Tensors, NumPy arrays, tables of pandas or lists, in float64 (`model.double()`); with noise `validation=0.2` or
+    `weight_decay="evidence"` belongs to it. Steps are those of `GaussNewton(model, loss, search=CurvedSearch())`.
+
+    A loader is trained on in mini-batches, as one does with Adam:
+
+    >>> fit = woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
+
+    A DataLoader, a list, anything that gives batches (inputs, targets) again and again. Steps are those of
+    `GaussNewton` with momentum, memory, Adam's metric and a rate that falls to zero (`woodbury.fit.training`).
+
+    A sampler draw(count) gives fresh samples for every step, and as many others to judge it:
+
+    >>> fit = woodbury.fit(model, torch.nn.MSELoss(), draw, seconds=60)
+
+    It returns (inputs, targets), or inputs alone where targets are zero. Steps and float64 as with a pair.
+
+    Equations take the place of loss and data: terms, each with points and residuals of its own:
+
+    >>> fit = woodbury.fit(model, woodbury.Equations(inside=(draw, equation), edge=(draw_edge, condition)))
 
     It stops at whichever limit comes first, or when nothing moves any more; Ctrl-C stops it too, and what was
     reached is returned.
@@ -97,11 +110,8 @@ def fit(
     Args:
         model: any module; it is trained in place and ends with the best parameters.
         loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
-            as mse_loss, stand for their classes. Or `Equations`, in place of loss and data.
-        data: (inputs, targets), used whole at every step: tensors, NumPy arrays, tables of pandas or lists; a
-            function draw(count) that returns as many fresh samples, (inputs, targets), with targets None for zeros
-            (residuals of a differential equation); or a loader: a DataLoader or anything else that gives batches
-            (inputs, targets) again and again. Floats become those of the model, which is said once.
+            as mse_loss, stand for their classes. Or `Equations`.
+        data: one of the kinds above; targets may be None for zeros. Floats become those of the model.
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
@@ -111,49 +121,43 @@ def fit(
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
         epochs: how often to go through a loader.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
-            8192), and for the terms of `Equations` on a CPU 256, from the ninth step on 512. There are twice as
-            many, up to 4 per parameter (on a GPU 8) and as far as memory goes, after two steps in a row that the
-            samples limit: other samples promise less than half of what the batch promises.
-        points: "by residual" takes the samples of a step from eight times as many that are drawn, more often where
-            the residual is large, with weights that keep the expected loss (`woodbury.fit.equations`); for MSELoss
-            and `Equations`. "as drawn" takes them as they come.
+            8192), and for `Equations` on a CPU 256, from the ninth step on 512. There are twice as many, up to 4
+            per parameter (on a GPU 8), after two steps in a row for which others promise less than half as much.
+        points: with MSELoss and `Equations`: "by residual" takes the samples of a step from eight times as many,
+            more often where the residual is large, with weights that keep the expected loss; "as drawn" does not.
         validation: other samples (inputs, targets), with a loader also one of such batches; then the best
             parameters are those with the lowest loss on them, in evaluation mode. With a pair steps go only as
-            deep as that loss falls (`woodbury.fit.descent`), and a number, 0.2, sets this share of the samples
-            aside, by `seed` or 0; `Fit.split` says which.
+            deep as that loss falls, and a number, 0.2, sets this share aside (by `seed` or 0; see `Fit.split`).
         patience: with validation data: stop after so many steps without a lower validation loss (6 by default),
             with a loader epochs (a quarter of all, at least 5).
         metrics: functions by name, {"accuracy": f}, from (outputs, targets) of all validation samples, or of a
             pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
-            `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
-            number), by the shapes of the model and, with `seconds` alone on the CPU in one process, by what steps
-            are seen to cost. With epochs or steps nothing follows from the clock: two runs are the same.
-        batches_per_step: with a loader: how many of its batches make up a step (fewer at the end of an epoch, and
-            where those that follow are of another shape). "auto" is one where epochs or steps are the budget;
-            where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a
-            step gets at most 1.5 times as long (on the CPU, in one process, with a loss that is a mean); "grow"
-            does that with any budget. See `woodbury.fit.growth`.
-        memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one. None of
-            them where seconds alone are the budget, on a GPU, where such steps could not be recorded, and with
-            several processes.
-        metric: as in `GaussNewton`. By default with a loader "adam", and None with weight decay, on a GPU and with
-            several processes; with other data None. There "diagonal" makes a fit independent of the units of the
-            parameters, and often takes fewer steps, which cost more.
+            `GaussNewton`. "auto" aims at the cost of three SGD steps, by the shapes of the model and, with
+            `seconds` alone on the CPU in one process, by the clock; with epochs or steps two runs are the same.
+        batches_per_step: with a loader: how many of its batches make up a step. "auto" is one, and where seconds
+            alone are the budget up to four, as the noise of the gradient asks for (on the CPU, in one process,
+            with a loss that is a mean); "grow" does that with any budget. See `woodbury.fit.growth`.
+        memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one, and none
+            where seconds alone are the budget, on a GPU and with several processes.
+        metric: as in `GaussNewton`; by default "adam" with a loader (not with weight decay, on a GPU or in several
+            processes). With other data "diagonal" makes a fit independent of the units of the parameters.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
         progress: show loss, length, samples and the time left on stderr.
         seed: of the samples drawn; by default they follow torch.manual_seed.
         callback: called with the `Fit` so far after every step; a true result stops. Its time does not count.
         epoch_callback: the same after every epoch of a loader, which is the last entry of `Fit.history` then.
         checkpoint: a file that holds the state of the fit, written every 30 seconds and at the end.
-        resume: such a file, an earlier `Fit` of the same model or its `state_dict()`: the fit goes on from there,
-            with its random numbers and in the epoch where it stood. Where `checkpoint` is the same path
-            and there is no such file yet, it begins.
+        resume: such a file, an earlier `Fit` of the same model or its `state_dict()`: the fit goes on from there.
+            Where `checkpoint` is the same path and there is no such file yet, it begins.
 
     Returns:
         a `Fit`: loss, validation, metrics, best_step, steps, seconds, samples, reason, history, plot().
     """
     model = written_model(model)
+    _check_call(loss, data, others)
+    criterion = nn.MSELoss() if isinstance(loss, Equations) else as_module(written_model(loss))
+    check_model_and_loss(model, criterion)
     convert = Conversion.to(model)
     settings: dict[str, Any] = {"fallback": fallback, "weight_decay": weight_decay, "seed": seed}
     if isinstance(loss, Equations):
@@ -161,9 +165,8 @@ def fit(
         _check_absent("forward", forward, "not for Equations, whose terms have their own functions")
         _check_absent("validation", validation, "not for Equations: a step is judged on points of its own")
         given: Any = loss
-        criterion: nn.Module = nn.MSELoss()
     else:
-        criterion, settings["forward"] = written_model(_as_module(loss)), forward
+        settings["forward"] = forward
         given, validation = as_tensors(data, convert), as_tensors(validation, convert)
     if patience is not None:
         if validation is None:
@@ -280,14 +283,9 @@ def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Ten
     if isinstance(validation, int | float):
         pair, other, split = split_off(pair, validation, seed)
     else:
-        other = as_pair(validation, "validation must be a pair")
+        other = as_pair(validation, "beside a pair validation must be a share of it (0.2), or a pair")
     check_validation(pair, other)
     return pair, other, split
-
-
-def _as_module(loss: Any) -> Any:
-    kinds = [kind for function, kind in FUNCTIONS.items() if function is loss]
-    return kinds[0]() if kinds else loss
 
 
 def _validation(data: Any, patience: int) -> Validation | None:
@@ -300,6 +298,15 @@ def _validation(data: Any, patience: int) -> Validation | None:
             "pair or a loader of them"
         )
     return Validation(data if is_batches(data) else [as_pair(data, "validation must be a pair")], patience)
+
+
+def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
+    """Raise an error that says what to write: for what is missing, or two arguments in place of a pair."""
+    write = "write fit(model, loss, (inputs, targets))"
+    if others:
+        raise TypeError(f"fit: inputs and targets are one argument, a pair: {write}")
+    if data is None and not isinstance(loss, Equations):
+        raise TypeError(f"fit: the loss or the data is missing, got {type(loss).__name__} alone: {write}")
 
 
 def _check_whole(name: str, value: Any) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from os import PathLike
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Conversion:
     def __call__(self, pair: Any) -> Data:
         if str(self.device) != "cpu":
             pair = pytree.tree_map_only(Tensor, lambda own: own.to(self.device, non_blocking=True), pair)
-        others = {getattr(own, "dtype", None) for own in pair} & _REAL - {self.dtype}
+        others = {own.dtype for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)} & _REAL - {self.dtype}
         if self.dtype is None or not others:
             return pair
         if not self.is_said:
@@ -80,7 +81,9 @@ class Conversion:
             message = f"fit: data of {names} is converted to {self.dtype}, as the model has it"
             warnings.warn(message, stacklevel=level_of_caller())
             self.is_said = True
-        inputs, targets = (own.to(self.dtype) if getattr(own, "dtype", None) in others else own for own in pair)
+        inputs, targets = pytree.tree_map_only(
+            Tensor, lambda own: own.to(self.dtype) if own.dtype in others else own, pair
+        )
         return inputs, targets
 
 
@@ -233,18 +236,32 @@ def as_pair(batch: Any, what: str) -> Data:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise TypeError(
             f"fit: {what} (inputs, targets), targets None for zeros, got {type(batch).__name__}"
-            + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+            + (f" of {len(batch)}" if isinstance(batch, tuple | list) else _way_out(batch))
         )
     return batch[0], batch[1]
 
 
+def _way_out(data: Any) -> str:
+    """What to write in place of data that holds samples, but is neither a pair nor a loader; "" for others."""
+    if isinstance(data, str | PathLike):
+        return ": read the file first"
+    if isinstance(data, Mapping):
+        return ": pass two of its entries, (data['inputs'], data['targets'])"
+    if hasattr(data, "to_numpy"):  # of pandas
+        return ": choose its columns, (data[['a', 'b']], data[['y']])"
+    if isinstance(data, Tensor) or type(data).__module__ == "numpy":
+        return ": pass the targets with it, (inputs, targets)"
+    if hasattr(data, "__getitem__") and not isinstance(data, Iterable):
+        return ": put a Dataset into a DataLoader, or its tensors into a pair"
+    return ""
+
+
 def is_batches(data: Any) -> bool:
     """Whether data is a loader, or a list of batches, rather than a pair of tensors or a function."""
-    if isinstance(data, Tensor) or (callable(data) and not isinstance(data, Iterable)):
-        return False
     if isinstance(data, tuple | list):
-        return len(data) != 2 or all(isinstance(own, tuple | list) and len(own) == 2 for own in data)
-    return isinstance(data, Iterable)
+        are_pairs = all(isinstance(own, tuple | list) and len(own) == 2 for own in data)
+        return are_pairs or (len(data) != 2 and not isinstance(data[0], Tensor))
+    return isinstance(data, Iterable) and not _way_out(data)
 
 
 def as_tensors(pair: Any, convert: Conversion) -> Any:

@@ -83,9 +83,11 @@ class LossRule(ABC):
         if targets is None:
             return torch.zeros_like(outputs).reshape(outputs.shape[0], -1)
         if targets.shape != outputs.shape:
+            shape = (-1, *outputs.shape[1:])
+            instead = f", as by targets.reshape{shape}" if targets.numel() == outputs.numel() else ""
             raise ValueError(
                 f"{type(loss).__name__}: targets of shape {tuple(targets.shape)} do not fit outputs of shape "
-                f"{tuple(outputs.shape)}: they must be equal"
+                f"{tuple(outputs.shape)}: they must be equal{instead}"
             )
         return targets.reshape(targets.shape[0], -1).to(outputs.dtype)
 
@@ -179,14 +181,37 @@ def register_loss(kind: type[nn.Module]) -> Callable[[RuleType], RuleType]:
     return register
 
 
+_OWN = (
+    "woodbury.register_loss adds a rule for a module of your own; in a loop GaussNewton(model, watch=True) "
+    "takes any loss"
+)
+
+
+def as_module(loss: Any) -> Any:
+    """A loss of torch.nn.functional as a module, and anything else as it is."""
+    return next((kind() for function, kind in FUNCTIONS.items() if function is loss), loss)
+
+
+def check_is_module(loss: Any) -> None:
+    """Raise an error that says what to write unless this is a module."""
+    if isinstance(loss, nn.Module):
+        return
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if isinstance(loss, type):
+        raise TypeError(f"the second argument must be a loss module, got the class {name}: write {name}()")
+    instead = f": {_OWN}" if callable(loss) else ", such as torch.nn.CrossEntropyLoss()"
+    if (known := as_module(loss)) is not loss:
+        instead = f": write torch.nn.{type(known).__name__}()"
+    raise TypeError(f"the second argument must be the loss as a module (an nn.Module), got {name}{instead}")
+
+
 def loss_rule(loss: nn.Module) -> LossRule:
     """The rule for this loss; raises if there is none, or if an option is not supported."""
     rule = _RULES.get(type(loss))
     if rule is None:
-        known = ", ".join(sorted(kind.__name__ for kind in _RULES))
-        raise TypeError(
-            f"no rule for the loss {type(loss).__name__}; known: {known}. Add one with woodbury.register_loss"
-        )
+        check_is_module(loss)
+        known = ", ".join(sorted(kind.__name__ for kind in _RULES if not kind.__module__.startswith("woodbury.")))
+        raise TypeError(f"no rule for the loss {type(loss).__name__}; known: {known}. {_OWN}")
     rule.check(loss)
     return rule
 

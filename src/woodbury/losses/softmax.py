@@ -86,7 +86,7 @@ class Softmax(StructuredRule):
         if targets.shape != outputs.shape:
             raise ValueError(
                 f"CrossEntropyLoss: probability targets must have the shape of the outputs "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}"
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}; class indices must be targets.long()"
             )
         targets = targets.to(outputs.dtype)
         if not targets.is_cuda and targets.min().item() < 0:
@@ -101,9 +101,10 @@ class Softmax(StructuredRule):
     def _prepare_indices(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         n, classes = outputs.shape[:2]
         if targets.shape != (n, *outputs.shape[2:]):
+            instead = ": write targets.squeeze(1)" if targets.shape == (n, 1, *outputs.shape[2:]) else ""
             raise ValueError(
                 f"{type(loss).__name__}: class indices must have shape {(n, *outputs.shape[2:])}, "
-                f"got {tuple(targets.shape)}"
+                f"got {tuple(targets.shape)}{instead}"
             )
         ignored, targets = loss.ignore_index, targets.long()
         if targets.dim() > 1:

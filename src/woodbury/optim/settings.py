@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from woodbury.curvature import Curvature
-from woodbury.losses.rules import FUNCTIONS
+from woodbury.losses.rules import check_is_module
 from woodbury.model.fallback import Forward
 from woodbury.policies.damping import Damping, is_relative
 from woodbury.policies.search import CurvedSearch
@@ -245,15 +245,7 @@ def check_model_and_loss(model: Any, loss: Any) -> None:
         raise TypeError(
             f"the first argument must be the model itself (an nn.Module){instead}; got {type(model).__name__}"
         )
-    if isinstance(loss, type) and issubclass(loss, nn.Module):
-        raise TypeError(
-            f"the second argument must be a loss module, got the class {loss.__name__}: write {loss.__name__}()"
-        )
-    if not isinstance(loss, nn.Module):
-        name = getattr(loss, "__name__", type(loss).__name__)
-        known = next((kind.__name__ for function, kind in FUNCTIONS.items() if function is loss), None)
-        instead = f": write torch.nn.{known}()" if known else ", such as torch.nn.CrossEntropyLoss()"
-        raise TypeError(f"the second argument must be the loss as a module (an nn.Module), got {name}{instead}")
+    check_is_module(loss)
     if isinstance(model, _Loss) and not isinstance(loss, _Loss):
         raise TypeError(
             f"the first argument must be the model and the second the loss, got the loss {type(model).__name__} "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from woodbury import _random, products
+from woodbury._batch import explain_types
 from woodbury._vector import Parts, Vector
 from woodbury.device.scalars import Truth, as_truth, compute, is_known
 from woodbury.layers.attention import plain_attention
@@ -110,6 +111,9 @@ class Step:
         except BATCH_ERRORS as error:
             name_bad_samples(self.problem, error)
             raise
+        except RuntimeError as error:
+            explain_types(error, self.problem.batch.inputs, self.problem.plan.dtype)
+            raise
         proposal.gains |= posed.gains
         return proposal, policy, posed.objective
 
@@ -118,7 +122,8 @@ class Step:
         settings, state, plan = self.context.settings, self.context.state, self.problem.plan
         low = plan.dtype in (torch.float16, torch.bfloat16)
         if low and settings.gram_dtype is None and settings.solver.name in SOLVERS:
-            raise ValueError(f"the small system cannot be solved in {plan.dtype}: pass gram_dtype=torch.float32")
+            ways = "pass gram_dtype=torch.float32, or use model.float()"
+            raise ValueError(f"the small system cannot be solved in {plan.dtype}: {ways}")
         quadratic, objective = linearize(self.problem)
         gains: dict[str, Any] = {}
         units = None
