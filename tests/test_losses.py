@@ -43,10 +43,9 @@ def test_values_residual_and_factor_match_the_loss_module(name):
         assert rule.count(problem.loss, prepared) == pytest.approx(problem.count, rel=bounds.rounding(problems.N))
     value = reference.value_of(problem.loss, outputs, problem.targets)
     torch.testing.assert_close(values.sum() / problem.count, value)
-    torch.testing.assert_close(rule.total(problem.loss, flat, prepared), values.sum())
     short = rule.prepare(problem.loss, outputs.float(), problem.targets)  # as it is for float32 parameters
     rounding = bounds.rounding(flat.numel(), dtype=torch.float32)
-    torch.testing.assert_close(rule.total(problem.loss, flat, short), values.sum(), rtol=rounding, atol=0)
+    torch.testing.assert_close(rule.values(problem.loss, flat, short).sum(), values.sum(), rtol=rounding, atol=0)
     torch.testing.assert_close(rule.residual(problem.loss, flat, prepared), slopes)
     columns, e = rule.factor(problem.loss, flat, prepared)
     assert columns.shape == (len(outputs), rule.column_count(outputs.shape), flat.shape[1])

@@ -13,6 +13,7 @@ from woodbury.losses.factors import DiagonalFactor, Factor
 from woodbury.losses.rules import (
     StructuredRule,
     check_weights,
+    over_outputs,
     register_loss,
     share_of_output,
     smallest_probability,
@@ -27,12 +28,7 @@ class SquaredError(StructuredRule):
     takes_sum = True
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        squares = (outputs - targets).square()
-        return squares.sum(1) if self.is_sum(loss) else squares.mean(1)
-
-    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        total = F.mse_loss(outputs, targets, reduction="sum")
-        return total if self.is_sum(loss) else total / outputs.shape[1]
+        return over_outputs(loss, (outputs - targets).square())
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) * (2 * share_of_output(loss, outputs))
@@ -69,21 +65,14 @@ class Logistic(StructuredRule):
         return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if _is_weighted(loss):
-            weight, pos_weight = _weights(loss, outputs, targets)
-            targets = targets.reshape(outputs.shape).to(outputs.dtype)
-            each = F.binary_cross_entropy_with_logits(
-                outputs, targets, weight, pos_weight=pos_weight, reduction="none"
-            )
-        else:
-            each = F.softplus(outputs) - targets * outputs
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
-
-    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if _is_weighted(loss):
-            return super().total(loss, outputs, targets)
-        total = torch.addcmul(F.softplus(outputs), targets, outputs, value=-1).sum()
-        return total if outputs.shape[1] == 1 or self.is_sum(loss) else total / outputs.shape[1]
+        if not _is_weighted(loss):
+            return over_outputs(loss, F.softplus(outputs) - targets * outputs)
+        weight, pos_weight = _weights(loss, outputs, targets)
+        targets = targets.reshape(outputs.shape).to(outputs.dtype)
+        each = F.binary_cross_entropy_with_logits(
+            outputs, targets, weight, pos_weight=pos_weight, reduction="none"
+        )
+        return over_outputs(loss, each)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         share = share_of_output(loss, outputs)
@@ -160,7 +149,7 @@ class Poisson(StructuredRule):
             eps=loss.eps,
             reduction="none",
         )
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+        return over_outputs(loss, each)
 
     def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         slope = outputs.exp() - targets if loss.log_input else 1 - targets / (outputs + loss.eps)
@@ -212,7 +201,7 @@ class Gaussian(StructuredRule):
         each = 0.5 * (variance.log() + (outputs - target).square() / variance)
         if loss.full:
             each = each + 0.5 * math.log(2 * math.pi)
-        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+        return over_outputs(loss, each)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         precision, target = self._precision(loss, outputs, targets)
