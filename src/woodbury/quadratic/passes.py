@@ -168,7 +168,8 @@ class Passes:
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of each sample in float64, for differences of nearly equal losses: rho is one."""
-        return self.rule.terms(self.loss, outputs.double(), targets)
+        wide = outputs if outputs.dtype == torch.float64 else outputs.double()
+        return self.rule.terms(self.loss, wide, targets)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient of each sample's loss at its outputs."""
