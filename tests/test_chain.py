@@ -343,7 +343,7 @@ def test_every_kind_of_global_hook_is_seen(register, options):
     """Also by the way that is taken where torch has no function for it."""
     model = problems.mlp(4, 5, 3)
     chain = chain_of(model)
-    seen = (_process.has_global_hook, _process._has_global_hook, lambda: not chain.is_current(model))
+    seen = (_process.has_global_hook, _process._has_global_hook, lambda: not chain.is_current())
     handle = getattr(nn.modules.module, register)(lambda *given: None, **options)
     try:
         assert all(see() for see in seen)
