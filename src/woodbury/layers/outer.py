@@ -72,31 +72,23 @@ class Layout:
         """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
         return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
 
-    def multiply_(self, rows: Tensor, samples: Tensor) -> Tensor:
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """(r, ...) -> (n, k, ...) of each piece."""
+        parts = rows.split([n * k for n, k in self.pieces])
+        return [part.unflatten(0, piece) for part, piece in zip(parts, self.pieces, strict=True)]
+
+    def multiply_(self, rows: Tensor, samples: Tensor) -> None:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
-        row = sample = 0
-        for n, k in self.pieces:
-            own, multipliers = rows[row : row + n * k], samples[sample : sample + n]
-            if k == 1:
-                own.mul_(multipliers)
-            else:
-                own.view(n, k, -1).mul_(multipliers.unsqueeze(1))
-            row, sample = row + n * k, sample + n
-        return rows
+        sizes = [n for n, _ in self.pieces]
+        for own, multipliers in zip(self.split(rows), samples.split(sizes), strict=True):
+            own.mul_(multipliers.unsqueeze(1))
 
     def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
-        """sum over the rows of each sample of c h, (n, o), for c (r,) or (r, 1) and rows h (r, o)."""
+        """sum over the rows of each sample of c h, (n, o), for c (r,) and rows h (r, o)."""
         if self.is_plain:
-            return (coefficients if coefficients.dim() == 2 else coefficients.unsqueeze(1)) * rows
-        parts, row = [], 0
-        for n, k in self.pieces:
-            c, h = coefficients[row : row + n * k], rows[row : row + n * k]
-            if k == 1:
-                parts.append(c.unsqueeze(1) * h)
-            else:
-                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
-            row += n * k
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return coefficients.unsqueeze(1) * rows
+        pairs = zip(self.split(coefficients), self.split(rows), strict=True)
+        return torch.cat([torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs])
 
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""

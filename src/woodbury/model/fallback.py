@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
@@ -76,22 +77,9 @@ class Pass:
 
     def run_with(self, values: Mapping[str, Tensor], inputs: Any = None) -> Tensor:
         """What is returned with these values in place of parameters, for the same inputs or others."""
-        bound = _Bound(self.plan.model, self.forward)
-        named = {f"model.{name}": value for name, value in values.items()}
-        result: Tensor = torch.func.functional_call(bound, named, (self.inputs if inputs is None else inputs,))
-        return result
-
-
-class _Bound(nn.Module):
-    """forward(model, inputs) as a module, so that functional_call can exchange the model's parameters."""
-
-    def __init__(self, model: nn.Module, run: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self.run = run
-
-    def forward(self, inputs: Any) -> Tensor:
-        return self.run(self.model, inputs)
+        model = self.plan.model
+        with _reparametrize_module(model, dict(values), tie_weights=True):  # as torch.func.functional_call does
+            return self.forward(model, self.inputs if inputs is None else inputs)
 
 
 def outputs_agree(
