@@ -27,7 +27,7 @@ from woodbury.layers.forms import (
     product,
     shifted_product,
 )
-from woodbury.layers.positions import Part, unchanged
+from woodbury.layers.positions import Part
 from woodbury.layers.shared import SharedRows
 
 
@@ -228,7 +228,7 @@ class OuterRows(WeightRows):
     def summand(self) -> SharedRows:
         """The form of a layer with one position, for rows as a rule returns them."""
         ((n, k),) = self.layout.pieces
-        part = Part(self.inputs[:, None, None], self.grads.unflatten(0, (n, k))[:, :, None, None], unchanged)
+        part = Part(self.inputs[:, None, None].__getitem__, self.grads.unflatten(0, (n, k))[:, :, None, None])
         shape = (self.grads.shape[1], self.inputs.shape[1])
         return SharedRows((part,), shape, weight=self.weight, bias=self.bias)
 

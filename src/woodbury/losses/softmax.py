@@ -164,9 +164,7 @@ class Softmax(StructuredRule):
     def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """torch's own values for class indices (n,), none of them ignored."""
         weight = _weight(loss, outputs.dtype)
-        return F.nll_loss(
-            self._logarithms(outputs), targets, weight, reduction="none", ignore_index=_UNUSED
-        )
+        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction="none", ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         """log p for outputs (n T, C)."""
