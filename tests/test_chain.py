@@ -15,6 +15,7 @@ import reference
 import woodbury
 from cases import every_pair
 from woodbury import _process
+from woodbury._vector import flatten
 from woodbury.losses import rules as losses
 from woodbury.losses.elementwise import SquaredError
 from woodbury.losses.factors import DenseFactor
@@ -380,6 +381,30 @@ def test_every_activation_is_one_the_graph_shows_as_elementwise():
         plan = plan_of(model)
         assert capture(plan, call_model, torch.randn(3, 4), 3).chain is not None, kind
         assert chains.read_chain(plan, model) is None
+
+
+class Branching(nn.Module):
+    """A chain where all inputs are negative, none where they are positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.head(torch.tanh(h) if x.max() < 0 else h.softmax(1))
+
+
+def test_a_model_that_is_no_chain_on_a_later_batch_has_the_rows_of_that_batch():
+    """Of the curvature samples and of the others, by the one pass that a chain needs."""
+    inputs, targets = torch.rand(6, 4, dtype=torch.float64) + 0.1, torch.randint(3, (6,))
+    optimizer = woodbury.GaussNewton(Branching().double(), nn.CrossEntropyLoss(), damping=0.1)
+    for sign in (-1, 1):
+        p = flatten(optimizer.direction(sign * inputs, targets, subset=[4, 1]))
+        expected, B, _ = reference.dense_direction(
+            optimizer.model, nn.CrossEntropyLoss(), sign * inputs, targets, [4, 1], 0.1, "gauss-newton"
+        )
+        assert reference.relative_error(p, expected) <= bounds.of_solve(B, 0.1)
 
 
 def test_a_forward_of_ones_own_is_called_also_where_it_comes_later():

@@ -74,8 +74,11 @@ class Layout:
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """(r, ...) -> (n, k, ...) of each piece."""
-        parts = rows.split([n * k for n, k in self.pieces])
-        return [part.unflatten(0, piece) for part, piece in zip(parts, self.pieces, strict=True)]
+        parts, row = [], 0
+        for n, k in self.pieces:
+            parts.append(rows[row : row + n * k].unflatten(0, (n, k)))
+            row += n * k
+        return parts
 
     def multiply_(self, rows: Tensor, samples: Tensor) -> None:
         """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
