@@ -17,7 +17,7 @@ import woodbury
 from cases import every_count, every_pair
 from fuzz.models import Parts
 from woodbury._vector import flatten
-from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions, shared
+from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions
 from woodbury.losses.rules import loss_rule
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -236,8 +236,8 @@ def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, examples):
         with pytest.MonkeyPatch.context() as patch:
             by_pairs = data.draw(st.none() | st.booleans())
             if by_pairs is not None:
-                patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-                patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+                for form in (SharedRows, EmbeddingRows):
+                    patch.setattr(form, "pairs_are_cheaper", lambda *args: by_pairs)
             max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
             check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
             check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
@@ -266,8 +266,8 @@ LOSS = nn.CrossEntropyLoss()
 def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, subset, monkeypatch):
     model, inputs, targets = mixture(name)
     if by_pairs is not None:
-        monkeypatch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-        monkeypatch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+        for form in (SharedRows, EmbeddingRows):
+            monkeypatch.setattr(form, "pairs_are_cheaper", lambda *args: by_pairs)
     check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
@@ -376,9 +376,11 @@ def test_the_product_of_summed_grams_is_something_else():
 
 
 def test_the_route_follows_the_shapes():
-    few, many = part(8, 1, 2, 1, 64, 64), part(8, 1, 64, 1, 4, 4)
-    assert shared.pairs_are_cheaper((few,), (few,), (1, 64, 64))
-    assert not shared.pairs_are_cheaper((many,), (many,), (1, 4, 4))
+    few, many = (
+        SharedRows((part(8, 1, positions, 1, width, width),), (width, width))
+        for positions, width in ((2, 64), (64, 4))
+    )
+    assert few.pairs_are_cheaper(few) and not many.pairs_are_cheaper(many)
 
 
 def through(pool):

@@ -43,7 +43,12 @@ class EmbeddingRows(PartRows):
         return replace(self, parts=tuple(parts))
 
     def pairs_are_cheaper(self, other: Self) -> bool:
-        return indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
+        """Beside the gradients in the rows of W that occur."""
+        lefts, rights, (count, width) = self.parts, other.parts, self.shape
+        pairs = sum(a.rows * a.positions * b.rows * b.positions for a in lefts for b in rights)
+        used = sum(part.samples * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
+        written = row_count(lefts) * row_count(rights) * min(count, used) * width
+        return pairs * (width + ELEMENTWISE) < written
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -109,15 +114,6 @@ def _sums_by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
     sums = columns.new_zeros(*columns.shape[:2], length + 1, columns.shape[3])
     sums.scatter_add_(2, place[:, None, :, None].expand(columns.shape), columns)
     return sums[:, :, :length]
-
-
-def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Whether pairs of positions cost less than the gradients in the rows of W that occur."""
-    pairs = sum(
-        a.rows * a.positions * b.rows * b.positions * (shape[1] + ELEMENTWISE) for a in lefts for b in rights
-    )
-    positions = sum(part.samples * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
-    return pairs < row_count(lefts) * row_count(rights) * min(shape[0], positions) * shape[1]
 
 
 def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:

@@ -60,13 +60,9 @@ class Logistic(StructuredRule):
             lowest, highest = torch.aminmax(prepared)
             if lowest.item() < 0 or highest.item() > 1:
                 raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
-        if outputs.dim() != 2 and _is_weighted(loss):
-            return prepared.reshape(outputs.shape)  # the shape that the weights are broadcast against
-        return prepared
+        return prepared.reshape(outputs.shape)  # the shape that weights are broadcast against
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        if not _is_weighted(loss):
-            return over_outputs(loss, F.softplus(outputs) - targets * outputs)
         weight, pos_weight = _weights(loss, outputs, targets)
         targets = targets.reshape(outputs.shape).to(outputs.dtype)
         each = F.binary_cross_entropy_with_logits(
@@ -76,8 +72,6 @@ class Logistic(StructuredRule):
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         share = share_of_output(loss, outputs)
-        if not _is_weighted(loss):
-            return (outputs.sigmoid() - targets) * share
         weight, pos_weight = _weights(loss, outputs, targets)
         targets = targets.reshape(outputs.shape)
         if pos_weight is None:
@@ -89,18 +83,13 @@ class Logistic(StructuredRule):
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
         variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
-        if _is_weighted(loss):
-            weight, pos_weight = _weights(loss, outputs, targets)
-            if pos_weight is not None:
-                variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
-            if weight is not None:
-                variance = variance * weight
+        weight, pos_weight = _weights(loss, outputs, targets)
+        if pos_weight is not None:
+            variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
+        if weight is not None:
+            variance = variance * weight
         root = variance.clamp_min(smallest_probability(outputs.dtype)).sqrt()
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
-
-
-def _is_weighted(loss: Any) -> bool:
-    return loss.pos_weight is not None or loss.weight is not None
 
 
 def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -48,8 +48,6 @@ class Call:
 
     @property
     def inputs_intact(self) -> bool:
-        if len(self.arguments) == 1:
-            return self.arguments[0]._version == self.versions[0]
         return all(
             tensor._version == version for tensor, version in zip(self.arguments, self.versions, strict=False)
         )

@@ -27,7 +27,7 @@ from woodbury.model.call import Call, Notes
 from woodbury.model.chain import Back, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
-from woodbury.model.plan import Layer, Plan
+from woodbury.model.plan import FAST_PATHS, Layer, Plan
 from woodbury.model.rows import GraphRows
 from woodbury.products import jacobian_products, transposed_jacobian_product
 
@@ -204,7 +204,7 @@ def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
     """
     if unwrap(forward) is not call_model or plan.has_fallback:
         return True
-    return bool(plan.fast_paths) and not all(module.training for module in plan.fast_paths)
+    return any(isinstance(module, FAST_PATHS) and not training for module, _, training, _ in plan.modules)
 
 
 @contextmanager
