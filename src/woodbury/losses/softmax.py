@@ -143,7 +143,8 @@ class Softmax(StructuredRule):
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions, smoothing = _positions(targets), _smoothing(loss)
         if targets.dim() == 1 and not smoothing:  # none is ignored
-            return self._plain(loss, outputs, targets)
+            weight, logarithms = _weight(loss, outputs.dtype), self._logarithms(outputs)
+            return F.nll_loss(logarithms, targets, weight, reduction="none", ignore_index=_UNUSED)
         logarithms = self._logarithms(by_position(outputs, positions))
         if targets.is_floating_point():
             values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
@@ -160,11 +161,6 @@ class Softmax(StructuredRule):
                 values = values.masked_fill(ignored, 0.0)
             values = values.squeeze(1)
         return values if positions == 1 else values.view(-1, positions).sum(1)
-
-    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        """torch's own values for class indices (n,), none of them ignored."""
-        weight = _weight(loss, outputs.dtype)
-        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction="none", ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         """log p for outputs (n T, C)."""
