@@ -17,7 +17,7 @@ import woodbury
 from cases import every_count, every_pair
 from fuzz.models import Parts
 from woodbury._vector import flatten
-from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions, shared
+from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions
 from woodbury.losses.rules import loss_rule
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -236,8 +236,8 @@ def test_rows_and_directions_of_a_layer_equal_dense_autograd(name, examples):
         with pytest.MonkeyPatch.context() as patch:
             by_pairs = data.draw(st.none() | st.booleans())
             if by_pairs is not None:
-                patch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-                patch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+                for form in (SharedRows, EmbeddingRows):
+                    patch.setattr(form, "pairs_are_cheaper", lambda *args: by_pairs)
             max_bytes = data.draw(st.sampled_from([None, 2000, 300, 1]))
             check_rows(model, loss, inputs, targets, max_bytes=max_bytes)
             check_directions(model, loss, inputs, targets, subset, max_bytes=max_bytes)
@@ -266,8 +266,8 @@ LOSS = nn.CrossEntropyLoss()
 def test_mixtures_of_layers_give_the_dense_direction(name, by_pairs, max_bytes, subset, monkeypatch):
     model, inputs, targets = mixture(name)
     if by_pairs is not None:
-        monkeypatch.setattr(shared, "pairs_are_cheaper", lambda *args: by_pairs)
-        monkeypatch.setattr("woodbury.layers.embeddings.indices_are_cheaper_by_pairs", lambda *args: by_pairs)
+        for form in (SharedRows, EmbeddingRows):
+            monkeypatch.setattr(form, "pairs_are_cheaper", lambda *args: by_pairs)
     check_directions(model, LOSS, inputs, targets, subset, max_bytes=max_bytes)
 
 
@@ -311,7 +311,7 @@ def test_forms_are_those_the_layers_call_for():
 def part(n, k, s, g, o, i, seed=0):
     torch.manual_seed(seed)
     inputs, grads = torch.randn(n, s, g, i), torch.randn(n, k, s, g, o)
-    return positions.Part(inputs, grads, lambda block: block)
+    return positions.Part(inputs.__getitem__, grads)
 
 
 @settings(max_examples=12, deadline=None)
@@ -348,12 +348,13 @@ def test_both_routes_agree_for_parts_of_different_length_in_any_memory(data):
 def test_patches_of_a_batch_never_exist_at_once(max_bytes):
     seen = []
 
-    def cut(block):
+    def cut(window):
+        block = own.features(window)
         seen.append(block.numel() * block.element_size())
         return block
 
     own = part(64, 2, 9, 1, 4, 8)  # 64 samples of 288 bytes in, 576 bytes of columns
-    form = SharedRows((positions.Part(own.inputs, own.grads, cut),), (4, 8), max_bytes=max_bytes)
+    form = SharedRows((positions.Part(cut, own.grads),), (4, 8), max_bytes=max_bytes)
     vector = {"weight": torch.randn(4, 8), "bias": torch.randn(4)}
     for compute in (
         lambda: form.gram_by_pairs(form, torch.float32),
@@ -370,14 +371,16 @@ def test_the_product_of_summed_grams_is_something_else():
     """What a Gram of summed inputs and summed columns would give is not the Gram of the rows."""
     form = SharedRows((part(3, 1, 4, 1, 2, 2),), (2, 2), bias=None)
     K = form.gram(form, None, torch.float64)
-    v, h = form.parts[0].inputs.sum((1, 2)).double(), form.parts[0].grads.sum((1, 2, 3)).double()
+    v, h = form.parts[0].features(slice(0, None)).sum((1, 2)).double(), form.parts[0].grads.sum((1, 2, 3)).double()
     assert reference.relative_error((v @ v.T) * (h @ h.T), K) > 0.1
 
 
 def test_the_route_follows_the_shapes():
-    few, many = part(8, 1, 2, 1, 64, 64), part(8, 1, 64, 1, 4, 4)
-    assert shared.pairs_are_cheaper((few,), (few,), (1, 64, 64))
-    assert not shared.pairs_are_cheaper((many,), (many,), (1, 4, 4))
+    few, many = (
+        SharedRows((part(8, 1, positions, 1, width, width),), (width, width))
+        for positions, width in ((2, 64), (64, 4))
+    )
+    assert few.pairs_are_cheaper(few) and not many.pairs_are_cheaper(many)
 
 
 def through(pool):

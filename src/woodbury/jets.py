@@ -307,33 +307,10 @@ _ELEMENTWISE = (
     *("asin", "acos", "atan", "arctan", "asinh"),
 )
 _LINEAR = (
-    *(
-        "__getitem__",
-        "cat",
-        "concat",
-        "stack",
-        "sum",
-        "mean",
-        "reshape",
-        "view",
-        "flatten",
-        "unflatten",
-        "squeeze",
-    ),
-    *(
-        "unsqueeze",
-        "transpose",
-        "t",
-        "T",
-        "mT",
-        "permute",
-        "movedim",
-        "select",
-        "narrow",
-        "index_select",
-        "expand",
-    ),
-    *("repeat", "clone", "contiguous", "neg", "to", "double", "float", "flip", "roll", "cumsum", "type_as"),
+    *("__getitem__", "cat", "concat", "stack", "select", "narrow", "index_select", "expand", "repeat", "sum"),
+    *("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t", "T", "mT", "permute"),
+    *("movedim", "clone", "contiguous", "neg", "mean", "to", "double", "float", "flip", "roll", "cumsum"),
+    "type_as",
 )
 _RULES: dict[str, Function] = {
     **dict.fromkeys((*FORMULAS, *_ELEMENTWISE), _elementwise),

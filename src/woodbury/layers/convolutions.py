@@ -54,7 +54,9 @@ def _shared_rows(
     # (n, k, g o, *positions) -> (n, k, s, g, o), a view
     columns = grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
     bias = None if layer.bias is None else "bias"
-    return SharedRows((Part(inputs, columns, cut),), tuple(layer.weight.shape), bias=bias, swapped=swapped)
+    return SharedRows(
+        (Part(lambda window: cut(inputs[window]), columns),), tuple(layer.weight.shape), bias=bias, swapped=swapped
+    )
 
 
 def _padding(layer: Convolution) -> list[int]:

@@ -20,7 +20,7 @@ from woodbury.layers.positions import ELEMENTWISE, Part, PartRows, row_count, ro
 class EmbeddingRows(PartRows):
     """Rows of z_s = W[x_s] for indices x: K_ij = sum over equal x_is = x_jt of h_is . h_jt.
 
-    Parts have inputs (n, s), the indices, and grads (n, k, s, 1, o); W has the shape (indices, o). By gradients,
+    Parts have features (n, s), the indices, and grads (n, k, s, 1, o); W has the shape (indices, o). By gradients,
     only the indices that occur count, and only a block is written out.
     """
 
@@ -38,12 +38,17 @@ class EmbeddingRows(PartRows):
     def scaled(self, first: Tensor, others: Tensor) -> EmbeddingRows:
         parts = []
         for part in self.parts:
-            own = first[part.features()][:, None, :, None, None]
+            own = first[part.features(slice(0, part.samples))][:, None, :, None, None]
             parts.append(replace(part, grads=part.grads * own * others))
         return replace(self, parts=tuple(parts))
 
     def pairs_are_cheaper(self, other: Self) -> bool:
-        return indices_are_cheaper_by_pairs(self.parts, other.parts, self.shape)
+        """Beside the gradients in the rows of W that occur."""
+        lefts, rights, (count, width) = self.parts, other.parts, self.shape
+        pairs = sum(a.rows * a.positions * b.rows * b.positions for a in lefts for b in rights)
+        used = sum(part.samples * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
+        written = row_count(lefts) * row_count(rights) * min(count, used) * width
+        return pairs * (width + ELEMENTWISE) < written
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -111,18 +116,9 @@ def _sums_by_index(indices: Tensor, columns: Tensor, window: slice) -> Tensor:
     return sums[:, :, :length]
 
 
-def indices_are_cheaper_by_pairs(lefts: Sequence[Part], rights: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Whether pairs of positions cost less than the gradients in the rows of W that occur."""
-    pairs = sum(
-        a.rows * a.positions * b.rows * b.positions * (shape[1] + ELEMENTWISE) for a in lefts for b in rights
-    )
-    positions = sum(part.samples * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
-    return pairs < row_count(lefts) * row_count(rights) * min(shape[0], positions) * shape[1]
-
-
 def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple[int, tuple[Part, ...]]:
     """How many indices occur, and the parts with these renumbered 0, 1, ..., padding as -1."""
-    old_indices = [part.features() for part in parts]
+    old_indices = [part.features(slice(0, part.samples)) for part in parts]
     flat = torch.cat([own.flatten() for own in old_indices])
     ordered, order = flat.sort()
     steps = torch.zeros_like(ordered)
@@ -134,7 +130,7 @@ def _renumber(parts: Sequence[Part], indices: int, padding: int | None) -> tuple
         ranks = torch.where(flat == padding, -1, ranks)
     split = ranks.split([own.numel() for own in old_indices])
     renumbered = [
-        replace(part, inputs=own.reshape(old.shape))
+        replace(part, features=own.reshape(old.shape).__getitem__)
         for part, own, old in zip(parts, split, old_indices, strict=True)
     ]
     return index_count, tuple(renumbered)

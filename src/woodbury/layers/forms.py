@@ -179,9 +179,7 @@ class WeightRows(RowForm):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        if self.weight is None or self.bias is None:
-            return tuple([name for name in (self.weight, self.bias) if name is not None])
-        return self.weight, self.bias
+        return tuple([name for name in (self.weight, self.bias) if name is not None])
 
     def restrict(self, names: Collection[str]) -> RowForm:
         if all(name in names for name in self.parameters):

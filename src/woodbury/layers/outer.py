@@ -27,7 +27,7 @@ from woodbury.layers.forms import (
     product,
     shifted_product,
 )
-from woodbury.layers.positions import Part, unchanged
+from woodbury.layers.positions import Part
 from woodbury.layers.shared import SharedRows
 
 
@@ -72,31 +72,26 @@ class Layout:
         """(n, ...) -> (r, ...): the entry of the sample each row belongs to."""
         return samples if self.is_plain else samples.index_select(0, self.sample_of_row(samples.device))
 
-    def multiply_(self, rows: Tensor, samples: Tensor) -> Tensor:
-        """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
-        row = sample = 0
-        for n, k in self.pieces:
-            own, multipliers = rows[row : row + n * k], samples[sample : sample + n]
-            if k == 1:
-                own.mul_(multipliers)
-            else:
-                own.view(n, k, -1).mul_(multipliers.unsqueeze(1))
-            row, sample = row + n * k, sample + n
-        return rows
-
-    def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
-        """sum over the rows of each sample of c h, (n, o), for c (r,) or (r, 1) and rows h (r, o)."""
-        if self.is_plain:
-            return (coefficients if coefficients.dim() == 2 else coefficients.unsqueeze(1)) * rows
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """(r, ...) -> (n, k, ...) of each piece."""
         parts, row = [], 0
         for n, k in self.pieces:
-            c, h = coefficients[row : row + n * k], rows[row : row + n * k]
-            if k == 1:
-                parts.append(c.unsqueeze(1) * h)
-            else:
-                parts.append(torch.bmm(c.view(n, 1, k), h.view(n, k, -1)).squeeze(1))
+            parts.append(rows[row : row + n * k].unflatten(0, (n, k)))
             row += n * k
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts
+
+    def multiply_(self, rows: Tensor, samples: Tensor) -> None:
+        """Multiply each of the rows (r, o) in place by the entry of its sample in samples (n, o)."""
+        sizes = [n for n, _ in self.pieces]
+        for own, multipliers in zip(self.split(rows), samples.split(sizes), strict=True):
+            own.mul_(multipliers.unsqueeze(1))
+
+    def contract(self, coefficients: Tensor, rows: Tensor) -> Tensor:
+        """sum over the rows of each sample of c h, (n, o), for c (r,) and rows h (r, o)."""
+        if self.is_plain:
+            return coefficients.unsqueeze(1) * rows
+        pairs = zip(self.split(coefficients), self.split(rows), strict=True)
+        return torch.cat([torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs])
 
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""
@@ -236,7 +231,7 @@ class OuterRows(WeightRows):
     def summand(self) -> SharedRows:
         """The form of a layer with one position, for rows as a rule returns them."""
         ((n, k),) = self.layout.pieces
-        part = Part(self.inputs[:, None, None], self.grads.unflatten(0, (n, k))[:, :, None, None], unchanged)
+        part = Part(self.inputs[:, None, None].__getitem__, self.grads.unflatten(0, (n, k))[:, :, None, None])
         shape = (self.grads.shape[1], self.inputs.shape[1])
         return SharedRows((part,), shape, weight=self.weight, bias=self.bias)
 

@@ -20,7 +20,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,19 +41,12 @@ from woodbury.layers.forms import (
 ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 inside a matrix product
 
 
-class Sliced(Protocol):
-    """What can be cut to a window of samples."""
-
-    def __getitem__(self, window: slice) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Part:
     """Consecutive samples of a form with the same number of columns and positions."""
 
-    inputs: Sliced  # (n, ...)
+    features: Callable[[slice], Tensor]  # v (n, s, g, i) of a window of samples, made when asked for
     grads: Tensor  # h (n, k, s, g, o)
-    unfold: Callable[[Tensor], Tensor]  # a block of inputs -> v (n, s, g, i)
 
     @property
     def samples(self) -> int:
@@ -71,10 +64,6 @@ class Part:
     def rows(self) -> int:
         return self.samples * self.columns
 
-    def features(self, window: slice | None = None) -> Tensor:
-        """v of all samples or of a window of them, (n, s, g, i)."""
-        return self.unfold(self.inputs[slice(0, self.samples) if window is None else window])
-
     def read(self, window: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """v and h of a window of samples, in dtype; integers keep their type."""
         features = self.features(window)
@@ -83,7 +72,7 @@ class Part:
 
     def scaled(self, outputs: Tensor, inputs: Tensor) -> Part:
         """h times outputs (g, o), v times inputs (i)."""
-        return Part(self.inputs, self.grads * outputs, lambda own: self.unfold(own) * inputs)
+        return Part(lambda window: self.features(window) * inputs, self.grads * outputs)
 
     def head(self, row_count: int) -> Part:
         """The first rows, of whole samples."""
@@ -92,15 +81,10 @@ class Part:
     @staticmethod
     def join(parts: Sequence[Part]) -> Part:
         """The same samples with the positions of all parts, one after the other."""
-        return Part(_Joined(parts), torch.cat([part.grads for part in parts], dim=2), unchanged)
-
-
-@dataclass(frozen=True)
-class _Joined:
-    parts: Sequence[Part]
-
-    def __getitem__(self, window: slice) -> Tensor:
-        return torch.cat([part.features(window) for part in self.parts], dim=1)
+        return Part(
+            lambda window: torch.cat([part.features(window) for part in parts], dim=1),
+            torch.cat([part.grads for part in parts], dim=2),
+        )
 
 
 def own_outputs(outputs: Tensor) -> Tensor:
@@ -110,11 +94,6 @@ def own_outputs(outputs: Tensor) -> Tensor:
     memory must be used by nothing else: `F.linear` of a sequence and `F.instance_norm` give such views.
     """
     return torch.ops.aten._unsafe_view.default(outputs, outputs.shape) if outputs._is_view() else outputs
-
-
-def unchanged(inputs: Tensor) -> Tensor:
-    """The inputs themselves: the `unfold` of inputs that need none."""
-    return inputs
 
 
 def spans(parts: Sequence[Part]) -> list[tuple[Part, slice]]:

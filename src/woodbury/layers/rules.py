@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from woodbury.layers.embeddings import EmbeddingRows
 from woodbury.layers.outer import Layout, OuterRows
-from woodbury.layers.positions import Part, summed_products, unchanged
+from woodbury.layers.positions import Part, summed_products
 from woodbury.layers.registry import register_layer
 from woodbury.layers.shared import SharedRows
 
@@ -43,13 +43,8 @@ def sequence_rows(
     inputs: Tensor, grads: Tensor, shape: torch.Size, weight: str | None, bias: str | None
 ) -> SharedRows:
     """z = W v + b at every position: v (n, ..., i), h (n, k, ..., o)."""
-    part = Part(inputs, grads.flatten(2, -2).unsqueeze(3), _positions)
+    part = Part(lambda window: inputs[window].flatten(1, -2).unsqueeze(2), grads.flatten(2, -2).unsqueeze(3))
     return SharedRows((part,), tuple(shape), weight=weight, bias=bias)
-
-
-def _positions(inputs: Tensor) -> Tensor:
-    """(n, ..., i) -> (n, s, 1, i)."""
-    return inputs.flatten(1, -2).unsqueeze(2)
 
 
 @register_layer("transformers.pytorch_utils.Conv1D", parameters=WEIGHT_AND_BIAS)
@@ -57,7 +52,7 @@ def turned_linear_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Share
     """z = W^T v + b at every position, as GPT-2 has it: a Linear layer whose W is stored as (i, o)."""
     assert isinstance(layer.weight, Tensor)
     n, k, width = grads.shape[0], grads.shape[1], grads.shape[-1]
-    part = Part(inputs.reshape(n, -1, 1, inputs.shape[-1]), grads.reshape(n, k, -1, 1, width), unchanged)
+    part = Part(inputs.reshape(n, -1, 1, inputs.shape[-1]).__getitem__, grads.reshape(n, k, -1, 1, width))
     return SharedRows((part,), tuple(layer.weight.shape), swapped=True)
 
 
@@ -68,13 +63,13 @@ def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor
     n, width = grads.shape[0], layer.in1_features
     pairs = torch.cat(inputs, dim=-1).reshape(n, -1, width + layer.in2_features)
 
-    def multiply(block: Tensor) -> Tensor:
-        left, right = block[..., :width], block[..., width:]
+    def multiply(window: slice) -> Tensor:
+        left, right = pairs[window, :, :width], pairs[window, :, width:]
         return (left.unsqueeze(3) * right.unsqueeze(2)).flatten(2).unsqueeze(2)
 
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
     bias = None if layer.bias is None else "bias"
-    return SharedRows((Part(pairs, columns, multiply),), tuple(layer.weight.shape), bias=bias)
+    return SharedRows((Part(multiply, columns),), tuple(layer.weight.shape), bias=bias)
 
 
 @register_layer(nn.Embedding, parameters=WEIGHT_AND_BIAS)
@@ -85,7 +80,7 @@ def embedding_rows(layer: nn.Module, inputs: Tensor, grads: Tensor) -> Embedding
     indices = inputs.reshape(n, -1).long()
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
     shape = (layer.num_embeddings, layer.embedding_dim)
-    return EmbeddingRows((Part(indices, columns, unchanged),), shape, layer.padding_idx)
+    return EmbeddingRows((Part(indices.__getitem__, columns),), shape, layer.padding_idx)
 
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)

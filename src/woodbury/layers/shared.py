@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,7 +48,17 @@ class SharedRows(PartRows):
         return replace(self, parts=parts)
 
     def pairs_are_cheaper(self, other: Self) -> bool:
-        return pairs_are_cheaper(self.parts, other.parts, self.sizes)
+        """By the number of multiplications."""
+        groups, width, features = self.sizes
+        lefts, rights = self.parts, other.parts
+        pairs = groups * sum(
+            a.samples * a.positions * b.samples * b.positions
+            * (features + a.columns * b.columns * (width + ELEMENTWISE))
+            for a in lefts
+            for b in rights
+        )  # fmt: skip
+        written = sum(part.rows * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
+        return pairs < groups * width * features * (written + row_count(lefts) * row_count(rights))
 
     @property
     def input_size(self) -> int:
@@ -123,16 +133,3 @@ def _within_groups(window: slice, size: int) -> Iterator[tuple[slice, slice]]:
     for group in range(window.start // size, (window.stop - 1) // size + 1):
         first = group * size
         yield slice(group, group + 1), slice(max(window.start - first, 0), min(window.stop - first, size))
-
-
-def pairs_are_cheaper(lefts: Sequence[Part], rights: Sequence[Part], sizes: tuple[int, int, int]) -> bool:
-    """Whether pairs of positions need fewer multiplications than per-sample gradients."""
-    groups, width, features = sizes
-    pairs = groups * sum(
-        a.samples * a.positions * b.samples * b.positions
-        * (features + a.columns * b.columns * (width + ELEMENTWISE))
-        for a in lefts
-        for b in rights
-    )  # fmt: skip
-    written = sum(part.rows * part.positions for part in (lefts if lefts is rights else (*lefts, *rights)))
-    return pairs < groups * width * features * (written + row_count(lefts) * row_count(rights))

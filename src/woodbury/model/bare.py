@@ -83,8 +83,8 @@ class Meeting:
     slope: Slope
     key: Hashable
 
-    def rows(self, grads: Tensor, axis: int, window: slice | None) -> Tensor:
-        """Rows of q, (m, k, *inner), for gradients in z (k, *shape) and a window of samples on an axis.
+    def rows(self, grads: Tensor, axis: int) -> Tensor:
+        """Rows of q, (n, k, *inner), for gradients in z (k, *shape) and samples on an axis.
 
         Of the type of grads, or that of dz/dq if that has more digits.
         """
@@ -92,9 +92,6 @@ class Meeting:
         if isinstance(slope, Tensor):
             missing = len(self.shape) - slope.dim()
             slope = slope.detach()[(None,) * (missing + 1)].movedim(axis + 1, 0)
-        if window is not None:
-            grads = grads[window]
-            slope = slope[window] if isinstance(slope, Tensor) and len(slope) > 1 else slope
         if isinstance(slope, Tensor) or slope != 1.0:
             grads = grads * slope
         sizes = enumerate(zip(self.shape, _aligned(self.inner, self.shape), strict=True))
@@ -131,8 +128,8 @@ class Bare:
         """Whether rows of these uses were found right."""
         return all((key, columns) in self.plan.findings.checked_bare for key in self.keys.values())
 
-    def rows(self, grads: Sequence[Tensor | None], columns: torch.Size, window: slice | None) -> Parts:
-        """Rows (m, k, *shape) of each parameter, for gradients (k, *shape of z) that arrive at the meetings."""
+    def rows(self, grads: Sequence[Tensor | None], columns: torch.Size) -> Parts:
+        """Rows (n, k, *shape) of each parameter, for gradients (k, *shape of z) that arrive at the meetings."""
         plan = self.plan
         by_source: dict[GradientEdge, Tensor] = {}
         names: dict[GradientEdge, frozenset[str]] = {}
@@ -141,7 +138,7 @@ class Bare:
                 continue
             failed = any(plan.findings.wrong_bare.get(self.keys[name]) for name in meeting.parameters)
             # the pass may have run under autocast; rows have the type of the parameters
-            own = meeting.rows(grad.to(plan.dtype), meeting.axes[-1 if failed else 0], window)
+            own = meeting.rows(grad.to(plan.dtype), meeting.axes[-1 if failed else 0])
             seen = by_source.get(meeting.source)
             by_source[meeting.source] = own if seen is None else seen + own
             names[meeting.source] = meeting.parameters
@@ -155,7 +152,7 @@ class Bare:
                 total[name] = parameter.new_zeros(*columns[:2], *parameter.shape)
         return total
 
-    def check(self, rows: Parts, forward_pass: Pass, columns: Tensor, start: int) -> bool:
+    def check(self, rows: Parts, forward_pass: Pass, columns: Tensor) -> bool:
         """Compare rows with a gradient, in half the digits of the pass.
 
         False if some are wrong, which the next call of `find_bare` knows then.
@@ -164,13 +161,13 @@ class Bare:
             return True  # nothing can be said; the step has its own word for it
         parameters = {name: self.plan.parameters[name] for name in self.keys}
         precision = forward_pass.autocast or fewest_digits(forward_pass.outputs)
-        wrong = WrittenRows(forward_pass, parameters, columns, start).wrong(rows, precision)
+        wrong = WrittenRows(forward_pass, parameters, columns).wrong(rows, precision)
         self.plan.findings.note_bare(self.keys, wrong, columns.shape)
         return not wrong
 
 
 def _to_parameters(plan: Plan, source: GradientEdge, names: Collection[str], rows: Tensor) -> Parts:
-    """Rows (m, k, *shape) of parameters from those of a value computed from them."""
+    """Rows (n, k, *shape) of parameters from those of a value computed from them."""
     variable = getattr(source.node, "variable", None)
     if variable is not None:
         (name,) = names

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from woodbury import _batch
 from woodbury.layers.attention import attention_rows, watch_linear_maps
 from woodbury.layers.forms import RowForm
 from woodbury.layers.norms import instance_norm_rows
@@ -49,8 +48,6 @@ class Call:
 
     @property
     def inputs_intact(self) -> bool:
-        if len(self.arguments) == 1:
-            return self.arguments[0]._version == self.versions[0]
         return all(
             tensor._version == version for tensor, version in zip(self.arguments, self.versions, strict=False)
         )
@@ -65,8 +62,8 @@ class Call:
         """The names of the parameters it uses."""
         return [place.name for place in self.places.values()]
 
-    def form(self, window: slice | None, grads: Tensor, dtype: torch.dtype) -> RowForm:
-        """The rows of a window of samples, for gradients (n, k, ...) in the outputs; of the parameters' dtype."""
+    def form(self, grads: Tensor, dtype: torch.dtype) -> RowForm:
+        """The rows for gradients (n, k, ...) in the outputs; of the parameters' dtype."""
         inputs = [tensor.detach() for tensor in self.arguments]
         cast = grads.dtype != dtype
         if cast:  # the pass ran under autocast; rows have the type of the parameters
@@ -74,10 +71,6 @@ class Call:
             inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
         if self.factor is not None:
             grads = grads * self.factor.unsqueeze(1)
-        if window is not None:
-            samples = len(self.outputs)
-            inputs = [_batch.part(tensor, window, samples) for tensor in inputs]
-            grads = grads[window]
         if self.is_map:
             shape = torch.Size((self.outputs.shape[-1], inputs[0].shape[-1]))
             weight, bias = (name if name in self.places else None for name in WEIGHT_AND_BIAS)

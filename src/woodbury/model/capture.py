@@ -14,19 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from woodbury import _random
 from woodbury._vector import Parts
 from woodbury.device import fingerprint
 from woodbury.jets import run_layer
-from woodbury.layers.forms import RowForm
+from woodbury.layers.forms import ExplicitRows, RowForm
 from woodbury.model import tangents
 from woodbury.model.bare import find_bare
 from woodbury.model.call import Call, Notes
 from woodbury.model.chain import Back, MovedForward, chain_rows
 from woodbury.model.fallback import Forward, Pass
 from woodbury.model.graph import PassGraph, chain_of, fewest_digits, runs_compiled
-from woodbury.model.plan import Layer, Plan
+from woodbury.model.plan import FAST_PATHS, Layer, Plan
 from woodbury.model.rows import GraphRows
 from woodbury.products import jacobian_products, transposed_jacobian_product
 
@@ -62,7 +63,7 @@ class GraphCapture(Pass):
     def rows(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
         """Back-propagate columns and return the rows of every module whose parameters were used.
 
-        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples from the first on. Row
+        segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples, all together. Row
         (i, a) is the derivative of columns[i, a] . outputs[i] in the module's parameters. Call it last: it frees
         the graph.
         """
@@ -72,7 +73,8 @@ class GraphCapture(Pass):
             weights = [layer.module.get_parameter("weight").detach() for layer in layers]
             return chain_rows(layers, weights, layer_inputs, backs, segments)
         segments = [columns if columns.dim() == 3 else columns.unsqueeze(1) for columns in segments]
-        return GraphRows(self, self.calls, self.obstacles).of(segments)
+        rows = GraphRows(self, self.calls, self.obstacles)
+        return rows.of(segments[0]) if len(segments) == 1 else _in_segments(rows, segments)
 
     def is_bare(self, layer: Layer) -> bool:
         """Whether the rows of a layer's parameters follow from the graph alone, without its calls."""
@@ -157,6 +159,25 @@ class GraphCapture(Pass):
         return transposed_jacobian_product(self.outputs, self.plan.parameters, weights)
 
 
+def _in_segments(rows: GraphRows, segments: Sequence[Tensor]) -> dict[str, RowForm]:
+    """The same for several segments, with columns of zeros in between whose rows are left out.
+
+    Only a model that is a chain on one sample, and none on this batch, comes here.
+    """
+    width = max(columns.shape[1] for columns in segments)
+    padded = torch.cat([F.pad(columns, [0, 0, 0, width - columns.shape[1]]) for columns in segments])
+    sizes = [len(columns) * width for columns in segments]
+
+    def cut(written: Tensor) -> Tensor:
+        pairs = zip(written.split(sizes), segments, strict=True)
+        return torch.cat([own.unflatten(0, (-1, width))[:, : c.shape[1]].flatten(0, 1) for own, c in pairs])
+
+    forms = rows.of(padded)
+    return {
+        name: ExplicitRows({own: cut(part) for own, part in form.dense().items()}) for name, form in forms.items()
+    }
+
+
 @contextmanager
 def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
     """Inside, each module runs its function here in place of `forward`; its hooks still run."""
@@ -183,7 +204,7 @@ def trial_needs_gradients(plan: Plan, forward: Forward) -> bool:
     """
     if unwrap(forward) is not call_model or plan.has_fallback:
         return True
-    return bool(plan.fast_paths) and not all(module.training for module in plan.fast_paths)
+    return any(isinstance(module, FAST_PATHS) and not training for module, _, training, _ in plan.modules)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from woodbury._vector import Parts
 from woodbury.layers.forms import OuterSum, linear
 from woodbury.layers.outer import Layout, OuterRows, layout_of
 from woodbury.layers.rules import has_own_parameters, linear_rows
-from woodbury.model.plan import Layer, Plan, is_plain
+from woodbury.model.plan import Layer, Plan
 from woodbury.modules import Scale, Sine
 
 aten = torch.ops.aten
@@ -135,7 +135,6 @@ class Chain:
     """A model that is a chain by its structure."""
 
     plan: Plan
-    containers: tuple[tuple[dict[str, Any], tuple[Any, ...]], ...]  # `_modules` of each Sequential, and its values
     modules: tuple[nn.Module, ...]  # all of them
     layers: tuple[Layer, ...]
     weights: tuple[nn.Parameter, ...]  # one per layer
@@ -149,24 +148,16 @@ class Chain:
         pairs = zip(self.weights, self.biases, strict=True)
         return [partial(linear, weight=weight, bias=bias) for weight, bias in pairs]
 
-    def is_current(self, model: nn.Module) -> bool:
-        """Whether a model still consists of these same modules and parameters, without hooks.
-
-        Then its plan has not changed either.
-        """
-        if model is not self.plan.model or model.training != self.plan.training or has_global_hook():
-            return False
-        dtype = self.plan.dtype
-        for layer, weight, bias in zip(self.layers, self.weights, self.biases, strict=True):
-            own = layer.module._parameters
-            if own.get("weight") is not weight or own.get("bias") is not bias:
-                return False
-            if not is_plain(weight, dtype) or not (bias is None or is_plain(bias, dtype)):
-                return False
-        if any((own.start_dim, own.end_dim) != (1, -1) for own in self.before if isinstance(own, nn.Flatten)):
-            return False
-        return all(tuple(modules.values()) == before for modules, before in self.containers) and all(
-            _is_bare(module) for module in self.modules
+    def is_current(self) -> bool:
+        """Whether the modules of a plan that is current still compute W v + b, and run without hooks."""
+        return (
+            not has_global_hook()
+            and all(
+                layer.module._parameters.get("bias") is bias
+                for layer, bias in zip(self.layers, self.biases, strict=True)
+            )
+            and all((own.start_dim, own.end_dim) == (1, -1) for own in self.before if isinstance(own, nn.Flatten))
+            and all(_is_bare(module) for module in self.modules)
         )
 
     def takes(self, inputs: Any) -> bool:
@@ -351,7 +342,6 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         return None
     chain = Chain(
         plan,
-        tuple((m._modules, tuple(m._modules.values())) for m in modules if type(m) is nn.Sequential),
         modules=tuple(modules),
         layers=tuple(layers[id(module)] for module in linear),
         weights=tuple(cast(nn.Parameter, module.weight) for module in linear),
@@ -359,7 +349,7 @@ def read_chain(plan: Plan, model: nn.Module) -> Chain | None:
         activations=tuple(activations),
         before=before,
     )
-    return chain if chain.is_current(model) else None
+    return chain if chain.is_current() else None
 
 
 def _modules_in_order(model: nn.Module) -> Iterator[nn.Module]:

@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
@@ -70,28 +71,15 @@ class Pass:
         """function(*arguments), replayed from a recording of this name where that saves time."""
         return function(*arguments)
 
-    def gives(self, outputs: Tensor, window: slice | None = None) -> bool:
-        """Whether another pass gave these outputs for the same samples, or for a window of them."""
-        return outputs_agree(outputs, self.outputs[window or slice(None)].detach(), self)
+    def gives(self, outputs: Tensor) -> bool:
+        """Whether another pass gave these outputs for the same samples."""
+        return outputs_agree(outputs, self.outputs.detach(), self)
 
     def run_with(self, values: Mapping[str, Tensor], inputs: Any = None) -> Tensor:
         """What is returned with these values in place of parameters, for the same inputs or others."""
-        bound = _Bound(self.plan.model, self.forward)
-        named = {f"model.{name}": value for name, value in values.items()}
-        result: Tensor = torch.func.functional_call(bound, named, (self.inputs if inputs is None else inputs,))
-        return result
-
-
-class _Bound(nn.Module):
-    """forward(model, inputs) as a module, so that functional_call can exchange the model's parameters."""
-
-    def __init__(self, model: nn.Module, run: Forward) -> None:
-        super().__init__()
-        self.model = model
-        self.run = run
-
-    def forward(self, inputs: Any) -> Tensor:
-        return self.run(self.model, inputs)
+        model = self.plan.model
+        with _reparametrize_module(model, dict(values), tie_weights=True):  # as torch.func.functional_call does
+            return self.forward(model, self.inputs if inputs is None else inputs)
 
 
 def outputs_agree(
@@ -127,7 +115,7 @@ no_batching_warnings = ForAllThreads(_without_batching_warnings)
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """Rows (m, k, *shape) of some parameters, for columns (m, k, C) of the samples from `start` on, written out.
+    """Rows (n, k, *shape) of some parameters, for columns (n, k, C), written out.
 
     The methods return them with the outputs that they saw.
     """
@@ -135,16 +123,6 @@ class WrittenRows:
     forward_pass: Pass
     parameters: Mapping[str, nn.Parameter]
     columns: Tensor
-    start: int
-
-    @property
-    def _window(self) -> slice:
-        return slice(self.start, self.start + len(self.columns))
-
-    @property
-    def _inputs(self) -> Any:
-        """The inputs of these samples."""
-        return _batch.part(self.forward_pass.inputs, self._window, len(self.forward_pass.outputs))
 
     def compute(self, announce: Announce) -> Parts:
         """By the method that worked for this model before, if any: the findings of the plan know it.
@@ -175,7 +153,7 @@ class WrittenRows:
             else:
                 if random is None:
                     return rows
-                is_right = self.forward_pass.gives(outputs, self._window) and (
+                is_right = self.forward_pass.gives(outputs) and (
                     (name, columns.shape) in checked or not self.wrong(rows)
                 )
             if is_right:
@@ -187,7 +165,7 @@ class WrittenRows:
                 _random.restore(random)
         announce(len(columns), _ONE_BY_ONE)
         findings.note_method("graph")
-        return _rows_on_graph(self.forward_pass.outputs, self.parameters, columns, self.start)
+        return _rows_on_graph(self.forward_pass.outputs, self.parameters, columns)
 
     def wrong(self, rows: Parts, dtype: torch.dtype | None = None) -> set[str]:
         """The parameters for which sum_ik c_ik row_ik is not the gradient of sum_ik c_ik columns_ik . outputs_i.
@@ -195,21 +173,20 @@ class WrittenRows:
         For some fixed c: no two samples, and no two columns, have the same. Half of the digits must agree, of
         those that `dtype` has, or the rows.
         """
-        (m, k, _), outputs = self.columns.shape, self.forward_pass.outputs
+        (n, k, _), outputs = self.columns.shape, self.forward_pass.outputs
         generator = torch.Generator(device="cpu").manual_seed(0)
-        c = torch.rand(m, k, generator=generator, dtype=torch.float32, device="cpu").to(self.columns) + 0.5
-        seed = torch.zeros_like(outputs)
-        seed[self._window] = torch.einsum("nk,nkc->nc", c, self.columns)
+        c = torch.rand(n, k, generator=generator, dtype=torch.float32, device="cpu").to(self.columns) + 0.5
+        seed = torch.einsum("nk,nkc->nc", c, self.columns).to(outputs.dtype)
         grads = torch.autograd.grad(
             outputs, list(self.parameters.values()), seed, retain_graph=True, materialize_grads=True
         )
         wrong = set()
         for (name, parameter), grad in zip(self.parameters.items(), grads, strict=True):
             own = rows[name]
-            if own.shape != (m, k, *parameter.shape):
+            if own.shape != (n, k, *parameter.shape):
                 wrong.add(name)
                 continue
-            flat = own.reshape(m * k, -1)
+            flat = own.reshape(n * k, -1)
             # of the terms that add up
             size = float(c.flatten().to(own) @ flat.abs().amax(1)) if flat.shape[1] else 0.0
             tolerance = torch.finfo(dtype or own.dtype).eps ** 0.5 * size
@@ -220,26 +197,22 @@ class WrittenRows:
 
     def by_expansion(self) -> tuple[Tensor, Parts]:
         """By one pass with a copy of the parameters for each sample."""
-        columns, window, samples = self.columns, self._window, len(self.forward_pass.outputs)
+        columns, samples = self.columns, len(self.columns)
         leaves, copies = expand(self.parameters, samples)
         random = _random.replayed(self.forward_pass.random)
         with torch.enable_grad(), random, no_batching_warnings, plain_attention:
             outputs = self.forward_pass.run_with(copies).reshape(samples, -1)
-        seeds = columns.new_zeros(columns.shape[1], samples, columns.shape[2])
-        seeds[:, window] = columns.transpose(0, 1)
-        grads = grads_of_many(outputs, leaves, seeds)
+        grads = grads_of_many(outputs, leaves, columns.transpose(0, 1))
         rows: Parts = {}
         for (name, own), grad in zip(self.parameters.items(), grads, strict=True):
-            rows[name] = (
-                own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad[:, window].transpose(0, 1)
-            )
-        return outputs[window].detach(), rows
+            rows[name] = own.new_zeros(*columns.shape[:2], *own.shape) if grad is None else grad.transpose(0, 1)
+        return outputs.detach(), rows
 
     def by_func(self) -> tuple[Tensor, Parts]:
         """By torch.func, a pass of one sample at a time."""
         columns, (samples, per_sample, _) = self.columns, self.columns.shape
         point = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        leaves, structure = _batch.leaves_of(self._inputs, samples)
+        leaves, structure = _batch.leaves_of(self.forward_pass.inputs, samples)
         mapped = [index for index, leaf in enumerate(leaves) if _batch.has_samples(leaf, samples)]
         if not all(isinstance(leaves[index], Tensor) for index in mapped):
             raise TypeError("torch.func maps over tensors alone")  # the next method takes lists too
@@ -267,7 +240,7 @@ class WrittenRows:
 
     def by_chunks(self) -> tuple[Tensor, Parts]:
         """By plain autograd on a few samples at a time."""
-        samples, inputs, outputs, pieces = len(self.columns), self._inputs, [], []
+        samples, inputs, outputs, pieces = len(self.columns), self.forward_pass.inputs, [], []
         for window in windows(samples, _CHUNK):
             with torch.enable_grad():
                 raw = self.forward_pass.forward(self.forward_pass.plan.model, _batch.part(inputs, window, samples))
@@ -281,20 +254,19 @@ def _rows_on_graph(
     outputs: Tensor,
     parameters: Mapping[str, nn.Parameter],
     columns: Tensor,
-    start: int = 0,
     together: bool = False,
 ) -> Parts:
-    """Rows (m, k, *shape) of samples from `start` on, for outputs (n, C) attached to the graph of any model.
+    """Rows (n, k, *shape) for outputs (n, C) attached to the graph of any model.
 
     One backward pass per sample, batched over its columns; or one for all samples together.
     """
-    m, k, width = columns.shape
+    n, k, width = columns.shape
     rows = []
-    for window in windows(m, m if together else 1):
+    for window in windows(n, n if together else 1):
         sample_count = window.stop - window.start
-        seeds = columns.new_zeros(sample_count, k, len(outputs), width)
+        seeds = columns.new_zeros(sample_count, k, n, width)
         own = torch.arange(sample_count, device=columns.device)
-        seeds[own, :, own + window.start + start] = columns[window]
+        seeds[own, :, own + window.start] = columns[window]
         grads = grads_of_many(outputs, list(parameters.values()), seeds.flatten(0, 1))
         rows.append(
             [

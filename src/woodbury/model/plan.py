@@ -52,6 +52,7 @@ def is_plain(parameter: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
+# modules that in eval mode may give other numbers where no gradient is asked for
 FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _WATCHED = (_BatchNorm, *LOOKUPS)  # modules with which there are no steps in some modes
 
@@ -142,11 +143,6 @@ class Plan:
             for path, names in (self.owned | held).items()
             for local, full in names.items()
         ]
-
-    @cached_property
-    def fast_paths(self) -> tuple[nn.Module, ...]:
-        """Modules that in eval mode may give other numbers where no gradient is asked for."""
-        return tuple(module for module in self.model.modules() if isinstance(module, FAST_PATHS))
 
     @cached_property
     def _watched(self) -> tuple[nn.Module, ...]:

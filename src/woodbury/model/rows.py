@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from woodbury._vector import Parts
-from woodbury.layers.forms import ExplicitRows, RowForm, concatenate_forms
+from woodbury.layers.forms import ExplicitRows, RowForm
 from woodbury.layers.rules import WEIGHT_AND_BIAS
 from woodbury.layers.sums import Place, Use, sum_uses
 from woodbury.model.bare import Bare, find_bare
@@ -44,23 +44,16 @@ class GraphRows:
     def outputs(self) -> Tensor:
         return self.forward_pass.outputs
 
-    def of(self, segments: Sequence[Tensor]) -> Mapping[str, RowForm]:
-        """The rows of every module for columns (m, k, C) of consecutive samples; it frees the graph."""
+    def of(self, columns: Tensor) -> Mapping[str, RowForm]:
+        """The rows of every module for columns (n, k, C) of all samples; it frees the graph."""
         graph = PassGraph.behind(self.outputs)
         unseen = unseen_parameters(self.plan, graph, self.calls)
-        while True:
-            bare, written = self._without_rules(graph, unseen)
-            start, pieces = 0, []
-            for columns in segments:
-                piece = self._of_segment(columns, start, bare, written, columns is segments[-1])
-                if piece is None:  # rows of bare parameters were wrong, and are not tried again
-                    break
-                pieces.append(piece)
-                start += len(columns)
-            else:
-                # in other batches an axis may look like that of the samples
-                self.plan.findings.leave_out(self.obstacles)
-                return concatenate_forms(pieces)
+        forms: dict[str, RowForm] | None = None
+        while forms is None:  # rows of bare parameters that were wrong are not tried again
+            forms = self._attempt(columns, *self._without_rules(graph, unseen))
+        # in other batches an axis may look like that of the samples
+        self.plan.findings.leave_out(self.obstacles)
+        return forms
 
     def _without_rules(self, graph: PassGraph, unseen: Mapping[str, str]) -> tuple[Bare, set[str]]:
         """Where rows come from that no rule gives: bare parameters, and the modules left to the fallback.
@@ -98,50 +91,43 @@ class GraphRows:
             "module itself, or pass fallback='autograd'"
         )
 
-    def _of_segment(
-        self, columns: Tensor, start: int, bare: Bare, written: Collection[str], last: bool
-    ) -> dict[str, RowForm] | None:
-        """The rows of the samples from `start` on; None if rows of bare parameters turned out to be wrong."""
+    def _attempt(self, columns: Tensor, bare: Bare, written: Collection[str]) -> dict[str, RowForm] | None:
+        """The rows; None if those of bare parameters turned out to be wrong."""
         plan = self.plan
-        forms = self._by_fallback(columns, start, written)
+        forms = self._by_fallback(columns, written)
         bare_blocks = {plan.block_of[name][0] for name in bare.keys}
         ruled = {block for block in plan.owned if block not in written and block not in bare_blocks}
         calls = [call for call in self.calls if any(plan.block_of[name][0] in ruled for name in call.parameters)]
-        window, seeds = None, columns
-        if len(columns) < len(self.outputs):
-            window = slice(start, start + len(columns))
-            seeds = columns.new_zeros(len(self.outputs), *columns.shape[1:])
-            seeds[window] = columns
         unsure = not bare.is_checked(columns.shape)
-        keep_graph = unsure or not last or bare.goes_back_again
-        grads = self._grads([*(call.edge for call in calls), *bare.edges], seeds, keep_graph)
+        keep_graph = unsure or bare.goes_back_again
+        grads = self._grads([*(call.edge for call in calls), *bare.edges], columns, keep_graph)
         if bare_blocks:
-            rows = bare.rows(grads[len(calls) :], columns.shape, window)
-            if unsure and not bare.check(rows, self.forward_pass, columns, start):
+            rows = bare.rows(grads[len(calls) :], columns.shape)
+            if unsure and not bare.check(rows, self.forward_pass, columns):
                 return None
             forms |= self._explicit(bare_blocks, rows)
-        forms |= self._by_rules(calls, grads, window, ruled)
+        forms |= self._by_rules(calls, grads, ruled)
         return {block: forms[block] for block in plan.owned if block in forms}
 
-    def _by_fallback(self, columns: Tensor, start: int, written: Collection[str]) -> dict[str, RowForm]:
+    def _by_fallback(self, columns: Tensor, written: Collection[str]) -> dict[str, RowForm]:
         """Rows that are written out, of all parameters of some modules."""
         plan = self.plan
         names = [full for block in plan.owned if block in written for full in plan.owned[block].values()]
         if not names:
             return {}
         parameters = {name: plan.parameters[name] for name in names}
-        rows = WrittenRows(self.forward_pass, parameters, columns, start)
+        rows = WrittenRows(self.forward_pass, parameters, columns)
         return self._explicit(written, rows.compute(partial(self._warn_of_passes, names)))
 
     def _by_rules(
-        self, calls: Sequence[Call], grads: Sequence[Tensor | None], window: slice | None, ruled: Collection[str]
+        self, calls: Sequence[Call], grads: Sequence[Tensor | None], ruled: Collection[str]
     ) -> dict[str, RowForm]:
         """Rows of modules whose parameters are used in calls alone."""
         plan = self.plan
         uses: dict[str, list[Use]] = {}
         for call, grad in zip(calls, grads, strict=False):
             if grad is not None:
-                form = call.form(window, grad.transpose(0, 1), plan.dtype).within(plan.max_bytes)
+                form = call.form(grad.transpose(0, 1), plan.dtype).within(plan.max_bytes)
                 for block, use in self._by_block(call, form).items():
                     uses.setdefault(block, []).append(use)
         forms: dict[str, RowForm] = {}
@@ -161,7 +147,7 @@ class GraphRows:
         return {block: Use(form.restrict(places), places) for block, places in uses.items()}
 
     def _explicit(self, blocks: Collection[str], rows: Parts) -> dict[str, RowForm]:
-        """Rows (m, k, *shape) of the parameters of some modules, as forms."""
+        """Rows (n, k, *shape) of the parameters of some modules, as forms."""
         forms: dict[str, RowForm] = {}
         for block in blocks:
             names = self.plan.owned[block]

@@ -34,12 +34,10 @@ class Structure:
     def read(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Plan:
         """The plan of the model as it is now, for the parameter groups of an optimizer."""
         ids = tuple([tuple(map(id, group["params"])) for group in groups])
-        if self._plan is not None and self.groups == ids:
-            if self.chain is not None and self.chain.is_current(model):
-                return self._plan
-            self.chain = None
-            if self._plan.is_current(model):
-                return self._plan
+        if self._plan is not None and self.groups == ids and self._plan.is_current(model):
+            if self.chain is not None and not self.chain.is_current():
+                self.chain = None
+            return self._plan
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         trained = {names[id(p)] for group in groups for p in group["params"] if id(p) in names}

@@ -25,34 +25,25 @@ from woodbury.model.fallback import Pass, no_batching_warnings
 
 def push_forward(forward_pass: Pass, vectors: Sequence[Parts]) -> Tensor | None:
     """J p of each vector, (k, n, C), in one batched pass; None if the model does not allow forward mode."""
-    point = _values(forward_pass)
 
     def push(point: Parts, directions: Parts, inputs: Any) -> Any:
         along = _along(forward_pass, inputs)
         jvp: Any = torch.func.jvp
-        return torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
+        values, images = torch.func.vmap(lambda own: jvp(along, (point,), (own,)), randomness="same")(directions)
+        return values[0], images
 
-    directions = {name: torch.stack([vector[name] for vector in vectors]) for name in point}
-    found = _attempt(lambda: forward_pass.repeat("push", push, point, directions, forward_pass.inputs))
-    if found is None or not forward_pass.gives(found[0][0]):
-        return None
-    image: Tensor = found[1]
-    return image
+    names = forward_pass.plan.parameters
+    return _attempt(forward_pass, push, {name: torch.stack([own[name] for own in vectors]) for name in names})
 
 
 def second_derivative(forward_pass: Pass, vector: Parts) -> Tensor | None:
     """y'' along a vector, (n, C), by nested forward mode; None if the model does not allow it."""
-    point = _values(forward_pass)
 
     def bend(point: Parts, direction: Parts, inputs: Any) -> Any:
-        return derivatives_along(_along(forward_pass, inputs), point, direction)
+        values, _, curve = derivatives_along(_along(forward_pass, inputs), point, direction)
+        return values, curve
 
-    direction = {name: vector[name] for name in point}
-    found = _attempt(lambda: forward_pass.repeat("bend", bend, point, direction, forward_pass.inputs))
-    if found is None or not forward_pass.gives(found[0]):
-        return None
-    curve: Tensor = found[2]
-    return curve
+    return _attempt(forward_pass, bend, {name: vector[name] for name in forward_pass.plan.parameters})
 
 
 def central_difference(forward_pass: Pass, run: Callable[[Parts], Tensor], vector: Parts) -> Tensor:
@@ -95,16 +86,18 @@ def _along(forward_pass: Pass, inputs: Any) -> Callable[[Mapping[str, Tensor]], 
     return lambda values: forward_pass.run_with(values, inputs).reshape(samples, -1)
 
 
-def _values(forward_pass: Pass) -> Parts:
-    return {name: parameter.detach() for name, parameter in forward_pass.plan.parameters.items()}
+def _attempt(forward_pass: Pass, derive: Callable[..., Any], along: Parts) -> Tensor | None:
+    """The second of the outputs and derivatives that derive(parameters, along, inputs) gives; replayed by name.
 
-
-def _attempt(compute: Callable[[], Any]) -> Any:
-    """What compute() returns; None where torch.func cannot transform the model."""
+    None where torch.func cannot transform the model, or gives other outputs.
+    """
+    point = {name: parameter.detach() for name, parameter in forward_pass.plan.parameters.items()}
     try:
         with no_batching_warnings, torch.no_grad(), plain_attention:
-            return compute()
+            outputs, found = forward_pass.repeat(derive.__name__, derive, point, along, forward_pass.inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever torch.func does not like
         return None
+    derivative: Tensor = found
+    return derivative if forward_pass.gives(outputs) else None
