@@ -41,8 +41,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "without-memory": {"memory": 0},
     "without-metric": {"metric": None},
     "without-both": {"memory": 0, "metric": None},
-    "one-batch": {"batches_per_step": 1},
-    "growing": {"batches_per_step": "grow"},
 }
 CURVE_POINTS, CURVE_SAMPLES = 12, 6000  # of a run, at most
 _DEARER = 4  # a step of woodbury than one of Adam, about: for the places of the curve's points

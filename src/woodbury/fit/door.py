@@ -66,7 +66,6 @@ def fit(
     patience: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
     curvature_samples: int | float | str | None = "auto",
-    batches_per_step: int | str = "auto",
     memory: int | None = None,
     metric: str | None = "auto",
     record: Record | None = None,
@@ -109,7 +108,9 @@ def fit(
             (`woodbury.fit.evidence`); validation data is then measured only, as nothing has to be held out.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
-        epochs: how often to go through a loader.
+        epochs: how often to go through a loader. Where seconds alone are the budget steps take up to four of its
+            batches, as the noise of the gradient asks for it and time allows it (`woodbury.fit.growth`); with
+            epochs or steps nothing follows from the clock, and two runs are the same.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
             8192), and for the terms of `Equations` on a CPU 256, from the ninth step on 512. There are twice as
             many, up to 4 per parameter (on a GPU 8) and as far as memory goes, after two steps in a row that the
@@ -127,13 +128,7 @@ def fit(
             pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
             `GaussNewton`. "auto" aims at steps that cost three SGD steps (small models take longer whatever the
-            number), by the shapes of the model and, with `seconds` alone on the CPU in one process, by what steps
-            are seen to cost. With epochs or steps nothing follows from the clock: two runs are the same.
-        batches_per_step: with a loader: how many of its batches make up a step (fewer at the end of an epoch, and
-            where those that follow are of another shape). "auto" is one where epochs or steps are the budget;
-            where seconds alone are, it doubles, up to four, while the noise of the gradient asks for more and a
-            step gets at most 1.5 times as long (on the CPU, in one process, with a loss that is a mean); "grow"
-            does that with any budget. See `woodbury.fit.growth`.
+            number), by the shapes of the model.
         memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one. None of
             them where seconds alone are the budget, on a GPU, where such steps could not be recorded, and with
             several processes.
@@ -174,7 +169,6 @@ def fit(
     if is_batches(given):
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
         _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
-        _check_batches(batches_per_step)
         settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
         if steps is None and seconds is None and epochs is None:
             limits = replace(limits, epochs=DEFAULT_EPOCHS)
@@ -186,11 +180,10 @@ def fit(
             validation=judged,
             callback=_with_epochs(callback, epoch_callback),
             record=record,
-            batches_per_step=batches_per_step,
         )
     else:
         own = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
-        _check_no_batches(**own, batches_per_step=batches_per_step, curvature_samples=curvature_samples)
+        _check_no_batches(**own, curvature_samples=curvature_samples)
         _check_one_process()
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
@@ -373,13 +366,6 @@ def _check_one_process() -> None:
             f"fit: a pair, a function that draws samples and Equations are for one process, here are {size}: pass "
             "each a loader of its own samples ([(inputs, targets)] if they are one batch), or start one process"
         )
-
-
-def _check_batches(count: int | str) -> None:
-    if not isinstance(count, str):
-        _check_whole("batches_per_step", count)
-    elif count not in ("auto", "grow"):
-        raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
 
 
 def _check_absent(name: str, value: Any, what_for: str) -> None:

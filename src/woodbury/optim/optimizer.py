@@ -236,10 +236,6 @@ class SecondOrder(torch.optim.Optimizer):
             self.damping = replace(self.damping, initial=value)
         self.state["damping"] = to_device(value, self._context().device)
 
-    def affordable_samples(self, samples: int) -> int:
-        """N2 that curvature_samples="auto" takes of a batch of N1 samples: all where rows are not formed."""
-        return self._problems.affordable_samples(self._context(), samples)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""
         super().add_param_group(with_names(self.model, param_group))
