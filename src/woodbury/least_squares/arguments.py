@@ -41,10 +41,11 @@ def place(wrong: Tensor, shape: torch.Size, batched: bool) -> str:
 
 
 def _for_each(name: str, value: Any, x: Tensor, shape: torch.Size, batched: bool) -> Tensor:
-    """A number, or one for each parameter, as (b, p)."""
+    """A number, or one for each parameter, as (b, p) of float64, rounded to the type of x."""
     whole = (len(x), *shape) if batched else tuple(shape)
     try:
-        return torch.as_tensor(value, dtype=x.dtype, device=x.device).broadcast_to(whole).reshape(x.shape)
+        numbers = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        return numbers.broadcast_to(whole).reshape(x.shape).double()
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"{name} must be a number or numbers of the shape {whole} of start, got {value!r}"
