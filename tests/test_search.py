@@ -803,9 +803,9 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
         (lambda m, s: woodbury.CurvedSearch(rungs=()), ValueError, "at least one"),
         (lambda m, s: woodbury.CurvedSearch(rungs=1e-3), TypeError, "tuple"),
         (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 1e-2)), ValueError, "must fall"),
-        (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 0.0)), ValueError, r"rungs\[1\] must be positive"),
-        (lambda m, s: woodbury.CurvedSearch(bend=-1.0), ValueError, "bend must be positive"),
-        (lambda m, s: woodbury.CurvedSearch(first=0.0), ValueError, "first must be positive"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 0.0)), ValueError, r"rungs\[1\] must be more than 0"),
+        (lambda m, s: woodbury.CurvedSearch(bend=-1.0), ValueError, "bend must be more than 0"),
+        (lambda m, s: woodbury.CurvedSearch(first=0.0), ValueError, "first must be more than 0"),
         (lambda m, s: woodbury.CurvedSearch(bend="some"), TypeError, "bend must be a number"),
         (lambda m, s: woodbury.CurvedSearch(shortest=4.0), ValueError, "shortest <= longest"),
         (lambda m, s: woodbury.CurvedSearch(patience=0), ValueError, "patience"),
@@ -815,8 +815,8 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
             "corrections must be a whole number from 0",
         ),
         (lambda m, s: woodbury.CurvedSearch(corrections=1.5), ValueError, "corrections"),
-        (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be below 1"),
-        (lambda m, s: woodbury.CurvedSearch(deep=0.0), ValueError, "deep must be positive"),
+        (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be less than 1"),
+        (lambda m, s: woodbury.CurvedSearch(deep=0.0), ValueError, "deep must be more than 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(build, error, message):

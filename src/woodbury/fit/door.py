@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from woodbury._choice import check_whole_number, part_named
 from woodbury.fit.checkpoint import Where
 from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
@@ -163,7 +164,7 @@ def fit(
     if patience is not None:
         if validation is None:
             raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
-        _check_whole("patience", patience)
+        check_whole_number("fit: patience", patience, least=1)
     limits = Limits(steps, seconds, tolerance, epochs)
     run: Run
     if is_batches(given):
@@ -191,7 +192,7 @@ def fit(
         if callable(given) or isinstance(given, Equations):
             _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
             if samples is not None:
-                _check_whole("samples", samples)
+                check_whole_number("fit: samples", samples, least=1)
             given = drawing(given, convert) if callable(given) else given
             source = _source(model, criterion, given, forward, points)
             settings["forward"] = source.forward
@@ -256,9 +257,7 @@ def _source(
     model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str
 ) -> TermSource | Drawn:
     """Terms, or one of them, or the samples of another loss than a mean of squares."""
-    if points not in ("by residual", "as drawn"):
-        raise ValueError(f"fit: points must be 'by residual' or 'as drawn', got {points!r}")
-    by_residual = points == "by residual"
+    by_residual = part_named("fit: points", points, {"by residual": True, "as drawn": False})
     if isinstance(data, Equations):
         return TermSource(model, data.terms, by_residual)
     if type(loss) is not nn.MSELoss or loss.reduction != "mean":
@@ -305,11 +304,6 @@ def _validation(data: Any, patience: int) -> Validation | None:
             "pair or a loader of them"
         )
     return Validation(data if is_batches(data) else [as_pair(data, "validation must be a pair")], patience)
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"fit: {name} must be a whole number from 1 on, got {value!r}")
 
 
 def _is_evidence(weight_decay: float | str) -> bool:

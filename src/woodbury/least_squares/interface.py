@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from woodbury._choice import check_number, check_whole_number
 from woodbury.least_squares import arguments
 from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
 from woodbury.least_squares.residuals import Loss, Residuals
@@ -106,6 +107,11 @@ def least_squares(
     verbose: 1 prints how it ended, 2 every trial.
     callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
     """
+    for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
+        if tolerance is not None:
+            check_number(name, tolerance)
+    if max_nfev is not None:
+        check_whole_number("max_nfev", max_nfev, least=1)
     x, shape = arguments.starting_points(start, batched)
     start_shape = (len(x), *shape) if batched else shape
     residuals = Residuals(function, args, shape, batched, x)
@@ -114,10 +120,10 @@ def least_squares(
         Loss(loss, f_scale),
         arguments.limits(bounds, x, shape, batched),
         arguments.diagonal(x_scale, x, shape, batched),
-        ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
-        xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
-        gtol=arguments.tolerance("gtol", gtol, 0.0),
-        max_nfev=arguments.largest_nfev(max_nfev, x.shape[1]),
+        ftol=residuals.epsilon ** (4 / 3) if ftol is None else ftol,
+        xtol=4 * residuals.epsilon if xtol is None else xtol,
+        gtol=0.0 if gtol is None else gtol,
+        max_nfev=max(1000, 100 * (x.shape[1] + 1)) if max_nfev is None else max_nfev,
         verbose=verbose,
         callback=None if callback is None else lambda x: callback(x.to(residuals.dtype).reshape(start_shape)),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from woodbury._choice import part_named
+from woodbury._choice import check_number, part_named
 from woodbury.least_squares.arguments import place
 
 _FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
@@ -219,10 +219,7 @@ class Loss:
     def __init__(self, name: str, f_scale: float) -> None:
         """f_scale: C."""
         self._rho = part_named("loss", name, LOSSES)
-        if not isinstance(f_scale, int | float) or not _SCALES[0] <= f_scale <= _SCALES[1]:
-            raise ValueError(
-                f"f_scale must be a positive number from {_SCALES[0]} to {_SCALES[1]}, got {f_scale!r}"
-            )
+        check_number("f_scale", f_scale, least=_SCALES[0], most=_SCALES[1])
         self._scale = float(f_scale)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from woodbury import _random
 from woodbury._batch import Batch
-from woodbury._choice import FALLBACKS, part_named
+from woodbury._choice import FALLBACKS, check_number, check_truth, check_whole_number, part_named
 from woodbury._vector import Parts
 from woodbury.device.scalars import to_device
 from woodbury.loop.calls import Seen, SeenBatch
@@ -35,8 +35,6 @@ from woodbury.optim.recorded import RecordedStep, Replay
 from woodbury.optim.settings import (
     Settings,
     check_model_and_loss,
-    check_number,
-    check_whole_number,
     plain_groups,
     with_names,
 )
@@ -98,8 +96,7 @@ class SecondOrder(torch.optim.Optimizer):
             check_number(name, value)
         if seed is not None:
             check_whole_number("seed", seed)
-        if not isinstance(watch, bool):
-            raise TypeError(f"watch must be True or False, got {watch!r}")
+        check_truth("watch", watch)
         self.settings = Settings(
             method=type(self).__name__,
             loss=loss,

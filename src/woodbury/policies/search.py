@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from woodbury._choice import BELOW_ONE, check_number, check_whole_number
+
 LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone where the search is stuck
 
 
@@ -78,20 +80,14 @@ class CurvedSearch:
         chosen = ((name, getattr(self, name)) for name in ("bend", "first", "deep"))
         named += [(name, value) for name, value in chosen if value is not None]
         for name, value in named:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"CurvedSearch: {name} must be a number, got {value!r}")
-            if not 0 < value < math.inf:
-                raise ValueError(f"CurvedSearch: {name} must be positive and finite, got {value}")
+            most = BELOW_ONE if name == "least_gain" else math.inf
+            check_number(f"CurvedSearch: {name}", value, above=0, most=most)
         if any(smaller >= larger for larger, smaller in zip(self.rungs, self.rungs[1:], strict=False)):
             raise ValueError(f"CurvedSearch: rungs must fall, from large to small, got {self.rungs}")
         if self.shortest > self.longest:
             raise ValueError(f"CurvedSearch: needs shortest <= longest, got {self.shortest} > {self.longest}")
         for name, least in (("patience", 1), ("corrections", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"CurvedSearch: {name} must be a whole number from {least} on, got {value!r}")
-        if self.least_gain >= 1:
-            raise ValueError(f"CurvedSearch: least_gain must be below 1, got {self.least_gain}")
+            check_whole_number(f"CurvedSearch: {name}", getattr(self, name), least)
 
 
 class Length(NamedTuple):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch, is_empty
+from woodbury._choice import check_number
 from woodbury._vector import Space
 from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.info import Numbers, StepInfo
-from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
+from woodbury.optim.settings import check_model_and_loss, explain_inputs
 from woodbury.optim.shards import describe, find_group, start_alike
 from woodbury.products import loss_of
 from woodbury.quadratic.passes import check_loss
