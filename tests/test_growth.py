@@ -194,7 +194,7 @@ def run_by(limits, loader=None, loss=None, **settings):
     model, loss = network(), loss or nn.CrossEntropyLoss()
     optimizer = training.training_optimizer(model, loss, training.is_by_time(limits, model), **settings)
     source = MiniBatches(batches(classes()) if loader is None else loader)
-    return training.TrainingRun(optimizer, source, limits)
+    return training.TrainingRun(optimizer, source, limits=limits)
 
 
 def test_seconds_alone_choose_other_settings():

@@ -65,7 +65,7 @@ FLOORS = {
         ["limits", "sources"],
         ["equations"],
         ["run"],
-        ["growth", "descent", "evidence"],
+        ["growth", "evidence"],
         ["precise", "solving", "training"],
         ["door"],
     ],

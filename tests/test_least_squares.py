@@ -666,14 +666,17 @@ def test_fits_from_zero_in_units_far_from_1(dtype, of_x, of_f):
 
 
 @pytest.mark.parametrize(
-    "of_x, of_f, what",
-    [(1.0, 1e-170, "residuals"), (1.0, 1e160, "residuals"), (1e-100, 1.0, r"derivatives\[0\]")],
+    "of_x, of_f, batched, what",
+    [
+        (1.0, 1e-170, False, "residuals"),
+        (1.0, 1e160, True, r"residuals\[0\]"),
+        (1e-100, 1.0, False, r"derivatives\[0\]"),
+        (1e100, 1.0, True, r"derivatives\[0, 0\]"),
+    ],
 )
-@pytest.mark.parametrize("batched", [False, True])
-def test_units_whose_squares_are_no_numbers_are_an_error(of_x, of_f, what, batched):
+def test_units_whose_squares_are_no_numbers_are_an_error(of_x, of_f, batched, what):
     start = (double(*START) * of_x).expand(2, 3) if batched else double(*START) * of_x
-    what = what.replace("\\[0", "\\[0, 0") if batched and "der" in what else what + r"\[0\]" * batched
-    with pytest.raises(ValueError, match=f"the {what} are of the size 1e.*another unit"):
+    with pytest.raises(ValueError, match=f"the {what} are of the size .*another unit"):
         woodbury.least_squares(scaled_decay(of_x, of_f, data()), start, batched=batched)
 
 
@@ -829,7 +832,7 @@ BAD = [
     ({"x_scale": "auto"}, ValueError, 'x_scale must be "jac" or positive numbers'),
     ({"x_scale": [1.0, 0.0]}, ValueError, r"x_scale\[1\] is not a positive number"),
     ({"loss": "squared"}, ValueError, "loss must be one of .*'huber'"),
-    ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale must not be less than 1e-70, got 0"),
+    ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale must not be less than 1e-75, got 0"),
     ({"start": torch.ones(2, 3), "batched": True, "args": (y3,)}, ValueError, r"args\[0\] has .* \(3, 40\)"),
     (
         {"function": nan_at_third, "start": [[11.0, 1.0], [1.0, 1.0]], "batched": True},

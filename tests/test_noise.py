@@ -12,10 +12,10 @@ import bounds
 import problems
 import woodbury
 from benchmarks import noise
-from woodbury.fit.descent import Descent
 from woodbury.fit.evidence import EvidenceRun, Start
 from woodbury.fit.limits import Limits
-from woodbury.fit.run import Best
+from woodbury.fit.precise import PreciseRun
+from woodbury.fit.run import Best, Validation
 
 MSE = nn.MSELoss()
 
@@ -128,17 +128,23 @@ def test_a_fit_with_validation_goes_on_from_its_state_bit_by_bit():
 
 
 def test_the_search_goes_on_where_plain_steps_creep_and_counts_if_it_halves_the_loss():
-    optimizer = woodbury.GaussNewton(network(), MSE)
-    descent = Descent(optimizer)
+    optimizer, data = woodbury.GaussNewton(network(), MSE), noisy()
+    run = PreciseRun(optimizer, data, limits=Limits(), validation=Validation([data], 6))
     assert optimizer.search is None and optimizer.accept == 0.0
+
+    def go_on(loss, step, waited):
+        run.best, run.waited = Best(loss, step, run.parameters()), waited
+        run.choose_steps()
+        return run.best
+
     losses = [*(10.0 * 0.5**step for step in range(12)), *[2e-3] * 10, 1e-3]  # falls, then creeps
     for step, loss in enumerate(losses):
-        assert not descent.in_search
-        assert descent.next(best := Best(loss, step, {}), 0 if step < 12 or step == 22 else 1) is None
-    assert descent.in_search and optimizer.search is not None and optimizer.accept is None
-    assert descent.next(Best(0.9e-3, 30, {}), 2) is None
-    assert descent.next(Best(0.9e-3, 30, {}), 3) is best  # no better than by luck
-    assert not descent.in_search and optimizer.search is None
+        assert run.before is None
+        best = go_on(loss, step, 0 if step < 12 or step == 22 else 1)
+    assert run.before is best and optimizer.search is not None and optimizer.accept is None
+    assert go_on(0.9e-3, 30, 2).step == 30
+    assert go_on(0.9e-3, 30, 3) is best and run.waited == 0  # no better than by luck
+    assert run.before is None and optimizer.search is None
 
 
 # -- by the evidence ------------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ def test_a_linear_fit_has_the_decay_and_the_noise_of_the_largest_evidence():
     torch.manual_seed(0)
     model, x = nn.Linear(5, 1, bias=False).double(), torch.randn(40, 5, dtype=torch.float64)
     y = x @ torch.tensor([[1.0], [0.5], [0.0], [-1.0], [0.1]], dtype=torch.float64) + 0.3 * torch.randn(40, 1)
-    run = EvidenceRun(model, MSE, (x, y), Limits(steps=120), starts=[Start(1.0, 0.3)], tolerance=0.0)
+    run = EvidenceRun(model, MSE, (x, y), limits=Limits(steps=120), starts=[Start(1.0, 0.3)], tolerance=0.0)
     fit = run.go(None)
     weight = model.weight.detach().T
     delta, s = run.precisions["weight"], fit.noise
@@ -176,7 +182,7 @@ def test_a_classifier_is_at_the_minimum_with_the_decay_found():
     x = torch.randn(60, 2, generator=draws, dtype=torch.float64)
     y = (x[:, 0] > 0).long() ^ (torch.rand(60, generator=draws) < 0.1).long()
     model, loss = nn.Linear(2, 2, bias=False).double(), nn.CrossEntropyLoss()
-    run = EvidenceRun(model, loss, (x, y), Limits(steps=200), starts=[Start(1.0, 1.0)], tolerance=0.0)
+    run = EvidenceRun(model, loss, (x, y), limits=Limits(steps=200), starts=[Start(1.0, 1.0)], tolerance=0.0)
     fit = run.go(None)
     assert fit.noise is None and 0 < fit.effective_parameters < 4
     value = loss(model(x), y) * 60  # -log p(data)

@@ -66,7 +66,7 @@ def test_the_rate_falls_to_zero_over_the_budget_and_comes_back():
     run = training.TrainingRun(
         training.training_optimizer(model, nn.CrossEntropyLoss(), curvature_samples=4),
         MiniBatches(batches(data)),
-        Limits(epochs=2),
+        limits=Limits(epochs=2),
         callback=lambda fit: rates.append(run.optimizer.param_groups[0]["lr"]),
     )
     run.go(None)

@@ -77,7 +77,7 @@ class _LMEstimator(BaseEstimator):
         starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
         settings |= {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
         self.model_ = _network(widths, 0)
-        run = EvidenceRun(self.model_, loss, data, Limits(), **settings)
+        run = EvidenceRun(self.model_, loss, data, limits=Limits(), **settings)
         if run.go(None).reason != "evidence":
             text = f"{type(self).__name__}: the evidence still rises after {run.steps} steps; raise max_iter"
             warnings.warn(text, ConvergenceWarning, stacklevel=4)  # where fit was called

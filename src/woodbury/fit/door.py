@@ -17,13 +17,12 @@ from torch.nn import functional
 
 from woodbury._choice import check_whole_number, part_named
 from woodbury.fit.checkpoint import Where
-from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.evidence import EvidenceRun
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
-from woodbury.fit.run import SEARCH, Callback, Metric, Run, Validation
+from woodbury.fit.run import PLAIN, SEARCH, Callback, Metric, Run, Validation
 from woodbury.fit.solving import SolvingRun
 from woodbury.fit.sources import (
     Conversion,
@@ -44,6 +43,7 @@ from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.optim import GaussNewton
+from woodbury.optim.settings import MODULES_OF_FUNCTIONS
 from woodbury.parallel.group import all_processes, raised_by_all
 from woodbury.policies.search import CurvedSearch
 
@@ -121,7 +121,7 @@ def fit(
             and `Equations`. "as drawn" takes them as they come.
         validation: other samples (inputs, targets), with a loader also one of such batches; then the best
             parameters are those with the lowest loss on them, in evaluation mode. With a pair steps go only as
-            deep as that loss falls (`woodbury.fit.descent`), and a number, 0.2, sets this share of the samples
+            deep as that loss falls (`woodbury.fit.precise`), and a number, 0.2, sets this share of the samples
             aside, by `seed` or 0; `Fit.split` says which.
         patience: with validation data: stop after so many steps without a lower validation loss (6 by default),
             with a loader epochs (a quarter of all, at least 5).
@@ -179,7 +179,8 @@ def fit(
             MiniBatches(given, convert),
             limits=limits,
             validation=judged,
-            callback=_with_epochs(callback, epoch_callback),
+            callback=callback,
+            epoch_callback=epoch_callback,
             record=record,
         )
     else:
@@ -240,7 +241,7 @@ def _whole(
         _check_absent("metric", settings["metric"], "not for weight_decay='evidence'")
         check_learnable(pair)
         own = {name: settings[name] for name in ("forward", "fallback")}
-        run = EvidenceRun(model, loss, pair, limits, callback=callback, validation=judged, **own)
+        run = EvidenceRun(model, loss, pair, **own, limits=limits, validation=judged, callback=callback)
     else:
         optimizer = GaussNewton(model, loss, **settings)
         run = PreciseRun(optimizer, pair, limits=limits, validation=judged, callback=callback)
@@ -277,21 +278,11 @@ def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Ten
     return pair, other, split
 
 
-# losses of torch.nn.functional, by the classes that are the same
-_FUNCTIONS: dict[Any, type[nn.Module]] = {
-    functional.mse_loss: nn.MSELoss,
-    functional.huber_loss: nn.HuberLoss,
-    functional.smooth_l1_loss: nn.SmoothL1Loss,
-    functional.cross_entropy: nn.CrossEntropyLoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.poisson_nll_loss: nn.PoissonNLLLoss,
-    functional.gaussian_nll_loss: nn.GaussianNLLLoss,
-}
-
-
 def _as_module(loss: Any) -> Any:
-    kinds = [kind for function, kind in _FUNCTIONS.items() if function is loss]
-    return kinds[0]() if kinds else loss
+    """The class of a loss of torch.nn.functional, as mse_loss, stands for it."""
+    name = getattr(loss, "__name__", "")
+    is_function = name in MODULES_OF_FUNCTIONS and getattr(functional, name) is loss
+    return getattr(nn, MODULES_OF_FUNCTIONS[name])() if is_function else loss
 
 
 def _validation(data: Any, patience: int) -> Validation | None:
@@ -338,19 +329,6 @@ def _check_metrics(metrics: Mapping[str, Metric], run: Run) -> None:
 
 
 _COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "rate", "noise", "log_evidence", *SEARCH}
-
-
-def _with_epochs(callback: Callback | None, epoch_callback: Callback | None) -> Callback | None:
-    """One callback after every step, which calls the other where an epoch has just ended."""
-    if epoch_callback is None:
-        return callback
-
-    def call(fit: Fit) -> bool:
-        stops = callback is not None and bool(callback(fit))
-        is_over = bool(fit.history) and fit.history[-1]["step"] == fit.steps
-        return bool(is_over and epoch_callback(fit)) or stops
-
-    return call
 
 
 def _check_one_process() -> None:

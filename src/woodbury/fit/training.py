@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.fit.checkpoint import Checkpoint
-from woodbury.fit.descent import share_gained
 from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.result import Fit
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import Callback, Run, share_gained
 from woodbury.fit.sources import MiniBatches
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.optim.shards import find_group
@@ -62,17 +61,17 @@ class TrainingRun(Run):
         self,
         optimizer: GaussNewton,
         batches: MiniBatches,
-        limits: Limits,
-        validation: Validation | None = None,
-        callback: Callback | None = None,
         record: Record | None = None,
+        epoch_callback: Callback | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(optimizer, limits, callback, validation)
-        self.batches, self.record, self.convert = batches, record, batches.convert
+        super().__init__(optimizer, **shared)
+        self.batches, self.record, self.epoch_callback = batches, record, epoch_callback
+        self.convert = batches.convert
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         self.used = 0  # batches of that epoch, in steps that were taken
-        self.by_time = is_by_time(limits, self.model)  # only then anything may follow from what steps cost
+        self.by_time = is_by_time(self.limits, self.model)  # only then anything may follow from what steps cost
         self.growth: Growth | None = None
         if self.by_time and not is_sum(optimizer.loss):  # a sum grows with the samples
             self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
@@ -111,6 +110,12 @@ class TrainingRun(Run):
         self.losses.append(info.loss)
         self.used = self.batches.taken
         return lambda: self._note(info)
+
+    def asks_to_stop(self) -> bool:
+        asked, history = super().asks_to_stop(), self.fit.history
+        if self.epoch_callback is None or not history or history[-1]["step"] != self.fit.steps:
+            return asked
+        return bool(self.epoch_callback(self.fit)) or asked
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]

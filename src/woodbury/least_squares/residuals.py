@@ -210,7 +210,7 @@ LOSSES: dict[str, Rho | None] = {
 }
 
 _FARTHEST = 2.0**500  # its square does not overflow
-_SCALES = 1e-70, 1e140  # of C
+_SCALES = 1e-75, 1e140  # of C
 
 
 class Loss:

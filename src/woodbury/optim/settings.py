@@ -203,7 +203,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]], most_momentum: float) -> N
                 check_number(f"{name} (of parameter group {index})", value, most=most)
 
 
-_MODULES_OF_FUNCTIONS = {
+# losses of torch.nn.functional, by the names of the classes that are the same
+MODULES_OF_FUNCTIONS = {
     "mse_loss": "MSELoss",
     "cross_entropy": "CrossEntropyLoss",
     "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
@@ -236,7 +237,7 @@ def check_model_and_loss(model: Any, loss: Any) -> None:
         )
     if not isinstance(loss, nn.Module):
         name = getattr(loss, "__name__", type(loss).__name__)
-        known = _MODULES_OF_FUNCTIONS.get(name)
+        known = MODULES_OF_FUNCTIONS.get(name)
         instead = f": write torch.nn.{known}()" if known else ", such as torch.nn.CrossEntropyLoss()"
         raise TypeError(f"the second argument must be the loss as a module (an nn.Module), got {name}{instead}")
     if isinstance(model, _Loss) and not isinstance(loss, _Loss):
