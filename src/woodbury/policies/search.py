@@ -11,9 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from woodbury._choice import BELOW_ONE, check_number, check_whole_number
+from woodbury._choice import check_number
 
-LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone where the search is stuck
+LONGEST, SHORTEST = 2.0, 2.0**-20  # lengths alpha
+HOPELESS = 2.0**-12  # one that leaves out the smallest rung
+DULL, LEAST_GAIN = 3, 0.01  # steps in a row that each gain less than this of the loss: the search is stuck
+LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone then
+CORRECTIONS = 2  # of a point, at most
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,11 @@ class CurvedSearch:
        batch judges itself there are none: they take more time than they save.)
 
     Dampings are relative to the trace of K, so that the scale of the loss or of the outputs does not matter. After
-    `patience` steps in a row that each gain less than `least_gain` of the loss, one step goes along the best
-    single rung: from a bad start the search would creep along. For the same reason a step with a length of
-    `hopeless` or less leaves out the smallest rung from then on, until one with a length of 1/4 or more brings it
-    back. Where the targets are of quite another scale than
-    what the parameters produce (30 times), the first step moves the one layer that takes away most of the loss.
+    three steps in a row that each gain less than 1 % of the loss, one step goes along the best single rung: from a
+    bad start the search would creep along. For the same reason a step of length 2^-12 or less leaves out the
+    smallest rung from then on, until one of length 1/4 or more brings it back. Where the targets are of quite
+    another scale than what the parameters produce (30 times), the first step moves the one layer that takes away
+    most of the loss.
 
     It is for full or large batches and for samplers, in float64 (or float32 with gram_dtype=torch.float64). In
     small noisy batches use a damping policy instead.
@@ -51,23 +55,14 @@ class CurvedSearch:
         bend: damping lambda_b / trace(K) of the bend; None for the straight path alone. One that is a rung as well
             costs no factorisation.
         first: damping lambda / trace(K) of a first step in one layer; None for none. Not with `held_out=`.
-        longest, shortest: bounds of alpha.
-        hopeless, patience, least_gain: see above.
         deep: see 1.; None for none. There is none with weight decay, blocks, curvature from part of the batch, or
             in float32.
-        corrections: at most so many of each point, see 4.; 0 for none. There are none without a bend.
     """
 
     rungs: tuple[float, ...] = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
     bend: float | None = 1e-12
     first: float | None = 1e-6
-    longest: float = 2.0
-    shortest: float = 2.0**-20
-    hopeless: float = 2.0**-12
-    patience: int = 3
-    least_gain: float = 0.01
     deep: float | None = 1e-16
-    corrections: int = 2
 
     def __post_init__(self) -> None:
         if not isinstance(self.rungs, tuple | list):
@@ -76,18 +71,12 @@ class CurvedSearch:
         if not self.rungs:
             raise ValueError("CurvedSearch: rungs must hold at least one damping")
         named = [(f"rungs[{index}]", value) for index, value in enumerate(self.rungs)]
-        named += [(name, getattr(self, name)) for name in ("longest", "shortest", "hopeless", "least_gain")]
-        chosen = ((name, getattr(self, name)) for name in ("bend", "first", "deep"))
-        named += [(name, value) for name, value in chosen if value is not None]
+        named += [(name, getattr(self, name)) for name in ("bend", "first", "deep")]
         for name, value in named:
-            most = BELOW_ONE if name == "least_gain" else math.inf
-            check_number(f"CurvedSearch: {name}", value, above=0, most=most)
+            if value is not None:
+                check_number(f"CurvedSearch: {name}", value, above=0)
         if any(smaller >= larger for larger, smaller in zip(self.rungs, self.rungs[1:], strict=False)):
             raise ValueError(f"CurvedSearch: rungs must fall, from large to small, got {self.rungs}")
-        if self.shortest > self.longest:
-            raise ValueError(f"CurvedSearch: needs shortest <= longest, got {self.shortest} > {self.longest}")
-        for name, least in (("patience", 1), ("corrections", 0)):
-            check_whole_number(f"CurvedSearch: {name}", getattr(self, name), least)
 
 
 class Length(NamedTuple):
@@ -101,9 +90,7 @@ class Length(NamedTuple):
 STAY = Length(0.0, False, 0.0)
 
 
-def find_length(
-    decrease: Callable[[float, bool], float], policy: CurvedSearch, start: float, bends: bool
-) -> Length:
+def find_length(decrease: Callable[[float, bool], float], start: float, bends: bool) -> Length:
     """The best of the lengths start 2^k on the way downhill from `start`, along the bent and the straight path.
 
     decrease(alpha, bent) is f(theta) - f(theta(alpha)). Where the loss at `start` is no lower than at 0, shorter
@@ -120,11 +107,11 @@ def find_length(
             )
         return known[length]
 
-    best = at(min(max(start, policy.shortest), policy.longest))
-    while not best.decrease > 0 and best.length / 2 >= policy.shortest:
+    best = at(min(max(start, SHORTEST), LONGEST))
+    while not best.decrease > 0 and best.length / 2 >= SHORTEST:
         best = at(best.length / 2)
     for factor in (2.0, 0.5):
-        while policy.shortest <= factor * best.length <= policy.longest:
+        while SHORTEST <= factor * best.length <= LONGEST:
             trial = at(factor * best.length)
             if not trial.decrease > best.decrease:
                 break
