@@ -154,7 +154,7 @@ def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     J, f = J[0] / J[0].norm(dim=0), f[0]
     residuals = Residuals(lambda x: f + J @ x, (), torch.Size([4]), False, torch.zeros(1, 4).double())
     limits = iteration.Bounds(torch.full((1, 4), -0.04).double(), torch.full((1, 4), 0.03).double())
-    problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, 0, None)
+    problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, None)
     fits = begin(problem, torch.zeros(1, 4).double())
     fits.radius = double(radius)
     step = iteration._propose(problem, fits)
@@ -185,7 +185,7 @@ def test_gradients_at_both_ends_give_the_change_of_the_cost_to_third_order():
 def fits_at(function, x):
     """The state of the iteration at x (b, p), without bounds."""
     residuals = Residuals(function, (), x.shape[1:], True, x)
-    problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, 0, None)
+    problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, None)
     return problem, begin(problem, x)
 
 
@@ -849,18 +849,6 @@ def test_errors_name_the_argument(arguments, kind, message):
     arguments = {"function": lambda b, *_: b - 1, "start": [1.0, 2.0], **arguments}
     with pytest.raises(kind, match=message):
         woodbury.least_squares(**arguments)
-
-
-def test_verbose_prints_the_end_and_the_trials(capsys):
-    woodbury.least_squares(decay(data()), START)
-    assert capsys.readouterr().out == ""
-    result = woodbury.least_squares(decay(data()), START, verbose=1)
-    printed = capsys.readouterr().out
-    assert result.message in printed and f"{result.njev} Jacobians" in printed and printed.count("\n") == 1
-    woodbury.least_squares(decay(data()), START, verbose=2)
-    assert capsys.readouterr().out.count("\n") == 1 + result.nfev + 1  # heading, start and trials, end
-    woodbury.least_squares(curve_of, double(*START).expand(3, 3), args=(many(3),), batched=True, verbose=1)
-    assert "3 of 3 fits" in capsys.readouterr().out
 
 
 def test_docstring_example_runs():

@@ -36,7 +36,6 @@ class Growth:
 
     def __init__(self, optimizer: GaussNewton, most: int = MOST_BATCHES) -> None:
         self.optimizer, self.most = optimizer, most
-        self._on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
         self.batches = 1
         self.is_over = False  # whether it has found its number
         self._steps, self._resume, self._short = 0, 0, 0
@@ -73,7 +72,7 @@ class Growth:
 
     def _decide(self) -> None:
         now = median(self._times)
-        if self._on_cpu and now > DEAREST * self._before:  # elsewhere the clock does not wait for a step
+        if now > DEAREST * self._before:
             self.batches, self.is_over = self.batches // 2, True
         elif not self._difference > MOST_NOISE * self._sum:
             self._resume = self._steps + int(PAUSE * self._steps)

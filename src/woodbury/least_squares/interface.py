@@ -66,7 +66,6 @@ def least_squares(
     max_nfev: int | None = None,
     args: Sequence[Any] = (),
     batched: bool = False,
-    verbose: int = 0,
     callback: Callable[[Tensor], object] | None = None,
 ) -> LeastSquaresResult:
     """Minimize 1/2 sum_i C^2 rho(f_i(x)^2 / C^2) over x, within bounds, by the Levenberg-Marquardt method.
@@ -104,7 +103,6 @@ def least_squares(
     batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
         function sees one of them at a time. Tensors and arrays in `args` must have b entries as well, of which
         it sees one, as a tensor.
-    verbose: 1 prints how it ended, 2 every trial.
     callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
     """
     for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
@@ -124,14 +122,10 @@ def least_squares(
         xtol=4 * residuals.epsilon if xtol is None else xtol,
         gtol=0.0 if gtol is None else gtol,
         max_nfev=max(1000, 100 * (x.shape[1] + 1)) if max_nfev is None else max_nfev,
-        verbose=verbose,
         callback=None if callback is None else lambda x: callback(x.to(residuals.dtype).reshape(start_shape)),
     )
     with torch.no_grad():
-        result = _result(problem, minimize(problem, x.double(), *residuals.begin(x)))
-    if verbose:
-        _print_end(result, batched)
-    return result
+        return _result(problem, minimize(problem, x.double(), *residuals.begin(x)))
 
 
 def _result(problem: Problem, ends: Ends) -> LeastSquaresResult:
@@ -164,14 +158,3 @@ def _result(problem: Problem, ends: Ends) -> LeastSquaresResult:
         numbers = ("cost", "optimality", "nfev", "njev", "status", "success")
         each = {name: values[0].item() if name in numbers else values[0] for name, values in each.items()}
     return LeastSquaresResult(**each)
-
-
-def _print_end(result: LeastSquaresResult, batched: bool) -> None:
-    if not batched:
-        print(
-            f"{result.message} {result.nfev} points, {result.njev} Jacobians, cost {result.cost:.8e}, "
-            f"optimality {result.optimality:.2e}"
-        )
-        return
-    for status in sorted(set(result.status.tolist())):
-        print(f"{int((result.status == status).sum())} of {len(result.status)} fits: {MESSAGES[status]}")

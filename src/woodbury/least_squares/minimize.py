@@ -49,7 +49,6 @@ class Problem(NamedTuple):
     xtol: float
     gtol: float
     max_nfev: int
-    verbose: int
     callback: Callable[[Tensor], object] | None  # gets x (b, p) after every trial
 
 
@@ -100,10 +99,7 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
     """All fits from x (b, p), with residuals and Jacobian there, to their ends."""
     fits = _begin(problem, x, f, J)
     ends = Ends(*(getattr(fits, name).clone() for name in Ends._fields))
-    step = 0
     while True:
-        if problem.verbose > 1:
-            _print(step, problem, fits)
         finished = fits.status != RUNNING
         if finished.any():
             for name, values in ends._asdict().items():
@@ -112,20 +108,12 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
                 return ends
             fits = fits.take(~finished)
         fits = _advance(problem, fits)
-        step += 1
         if problem.callback is not None:
             ends.x[fits.row] = fits.x
             try:
                 problem.callback(ends.x.clone())
             except StopIteration:
                 fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
-
-
-def _print(step: int, problem: Problem, fits: _Fits) -> None:
-    if step == 0:
-        print(f"{'trial':>6}{'fits':>8}{'cost':>16}{'radius':>12}")
-    cost, radius = float(fits.cost.sum()), float(fits.radius.median())
-    print(f"{step:6}{len(fits.row):8}{cost:16.8e}{radius:12.2e}", flush=True)
 
 
 def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:

@@ -1,7 +1,7 @@
 """P^-1 by the factorisation of a small matrix, I + M = L L^T: in sample space, or with fewer parameters there.
 
-    in sample space       M = U D U^T               P^-1 = D - H^T H,   H = L^-1 U D
-    in parameter space    M = D^1/2 U^T U D^1/2     P^-1 = H^T H,       H = L^-1 D^1/2
+in sample space       M = U D U^T               P^-1 = D - H^T H,   H = L^-1 U D
+in parameter space    M = D^1/2 U^T U D^1/2     P^-1 = H^T H,       H = L^-1 D^1/2
 """
 
 from __future__ import annotations
