@@ -17,7 +17,6 @@ from woodbury.model.fallback import Forward
 from woodbury.policies.damping import Damping, is_relative
 from woodbury.policies.search import CurvedSearch
 from woodbury.quadratic.blocks import Blocks
-from woodbury.quadratic.metric import Metric
 from woodbury.quadratic.quadratic import Solver
 
 
@@ -58,7 +57,7 @@ class Settings:
     autocast: torch.dtype | None = None
     search: CurvedSearch | None = None
     memory: int = 0
-    metric: Metric | None = None
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         check_curvature_samples(self.curvature_samples)
@@ -94,11 +93,10 @@ class Settings:
 
     def _check_memory_and_metric(self) -> None:
         wanted = [f"memory={self.memory}"] if self.memory else []
-        wanted += [] if self.metric is None else [f"metric={self.metric.name!r}"]
+        wanted += [] if self.metric is None else [f"metric={self.metric!r}"]
         if wanted and not self.solver.exact:
             raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self.solver.name!r}")
-        searchable = self.metric is None or self.metric.name == "diagonal"
-        if self.search is not None and (self.memory or not searchable):
+        if wanted and self.search is not None:
             raise ValueError(f"search= and {wanted[0]} do not go together")
 
     def _check_damping(self) -> None:
