@@ -167,13 +167,15 @@ CASES: dict[str, Sequence[str]] = {
     "equation-90": _EQUATION,
     "equation-30": _EQUATION,
     "memory": (
-        *("GaussNewton memory=3", "GaussNewton metric='adam'"),
+        *("GaussNewton memory=3", "GaussNewton metric='adam'", "GaussNewton metric='diagonal'"),
         *("GaussNewton memory=3 metric='adam'", "GaussNewton memory=3 metric='adam' momentum=0.9"),
+        *("GaussNewton memory=3 metric='diagonal' momentum=0.9",),
         *("NaturalGradient memory=3 metric='adam' momentum=0.9",),
     ),
     "search": (
         *("GaussNewton search", "GaussNewton search held-out"),
         *("GaussNewton short-ladder", "GaussNewton short-ladder held-out"),
+        *("GaussNewton search metric='diagonal'", "GaussNewton search metric='diagonal' held-out"),
     ),
 }
 

@@ -72,6 +72,7 @@ SEARCHES = {
     "dampings down to 1e-15 only": {"search": woodbury.CurvedSearch(deep=None)},
     "dampings down to 1e-12 only": {"search": woodbury.CurvedSearch((1e-3, 1e-6, 1e-9, 1e-12), deep=None)},
     "dampings down to 1e-9 only": {"search": woodbury.CurvedSearch((1e-3, 1e-6, 1e-9), bend=1e-9, deep=None)},
+    'all parts, metric="diagonal"': {"search": woodbury.CurvedSearch(), "metric": "diagonal"},
     "no search: plain steps": {},
 }
 

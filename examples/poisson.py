@@ -117,11 +117,12 @@ class Task(NamedTuple):
 Method = Callable[[Task], Any]
 
 
-def by_fit(task: Task) -> woodbury.Fit:
+def by_fit(task: Task, metric: str = "auto") -> woodbury.Fit:
     return woodbury.fit(
         task.model,
         task.equation.terms(task.device),
         seconds=task.seconds,
+        metric=metric,
         callback=lambda _: task.note() >= task.seconds,
     )
 
@@ -211,6 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = options(__doc__, ".", **numbers, device=("cpu", "where to compute"))
     parser.add_argument("--dimensions", type=int, choices=list(EQUATIONS), default=2)
     parser.add_argument("--alone", action="store_true", help="leave out Adam and L-BFGS")
+    parser.add_argument("--metric", default="auto", help='of fit; "diagonal" for that of the diagonal of B')
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw what an earlier run wrote")
     args = parser.parse_args(argv)
     if args.draw is not None:
@@ -223,7 +225,8 @@ def main(argv: list[str] | None = None) -> None:
     equation = EQUATIONS[args.dimensions]
     run = partial(solve, equation=equation, device=args.device, seconds=args.seconds)
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
-    runs: dict[str, list[Curve]] = {"woodbury.fit": [run(by_fit, seed=seed) for seed in seeds]}
+    fit = partial(by_fit, metric=args.metric)
+    runs: dict[str, list[Curve]] = {"woodbury.fit": [run(fit, seed=seed) for seed in seeds]}
     for rival, settings in ({} if args.alone else RIVALS).items():
         for setting, method in settings.items():
             runs[f"{rival}, {setting}"] = [run(method, seed=FIRST_SEED)]

@@ -48,7 +48,7 @@ RIVALS: Methods = {
 }
 
 
-def run_fit(seed: int, seconds: float) -> Curve:
+def run_fit(seed: int, seconds: float, metric: str = "auto") -> Curve:
     """Loss after each step against the time spent so far."""
     model, inputs, targets = problem(seed)
     curve: Curve = []
@@ -57,6 +57,7 @@ def run_fit(seed: int, seconds: float) -> Curve:
         LOSS,
         (inputs, targets),
         seconds=seconds,
+        metric=metric,
         progress=False,
         callback=lambda fit: curve.append((fit.seconds, fit.loss)),
     )
@@ -90,10 +91,11 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, list[Curve]]:
     numbers = {"seconds": (5.0, "for each run"), "seeds": (3, "networks and data sets")}
     parser = options(__doc__, "precision.png", **numbers)
+    parser.add_argument("--metric", default="auto", help='of fit; "diagonal" for that of the diagonal of B')
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     seeds = range(100, 100 + args.seeds)
-    best: dict[str, list[Curve]] = {"woodbury.fit": [run_fit(seed, args.seconds) for seed in seeds]}
+    best: dict[str, list[Curve]] = {"woodbury.fit": [run_fit(seed, args.seconds, args.metric) for seed in seeds]}
     for seed, curve in zip(seeds, best["woodbury.fit"], strict=True):
         goals = ", ".join(f"{goal:.0e} at {first_below(curve, goal)}" for goal in (1e-6, 1e-10, 1e-12))
         print(f"woodbury.fit           seed {seed}: {goals}; {curve[-1][1]:.1e} at the end", flush=True)

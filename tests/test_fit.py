@@ -59,6 +59,24 @@ def test_a_fit_stops_at_the_tolerance_and_says_so(capsys):
     assert set(fit.history[0]) >= {"step", "seconds", "loss", "samples", "length", "share", "bent", "accepted"}
 
 
+def test_units_of_parameters_do_not_matter_in_the_metric_of_the_diagonal():
+    class Curve(nn.Module):
+        """b exp(-a x) in units of a and b that differ by ten orders of magnitude."""
+
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.tensor([1e5], dtype=torch.float64))
+            self.b = nn.Parameter(torch.tensor([1e-5], dtype=torch.float64))
+
+        def forward(self, x):
+            return 1e5 * self.b * torch.exp(-1e-5 * self.a * x)
+
+    x = torch.linspace(0, 2, 30, dtype=torch.float64).unsqueeze(1)
+    data = x, 3 * torch.exp(-2.5 * x)
+    fit = woodbury.fit(Curve(), nn.MSELoss(), data, tolerance=1e-20, metric="diagonal", progress=False)
+    assert fit.reason == "tolerance" and fit.steps <= 15
+
+
 def test_steps_seconds_a_callback_and_ctrl_c_end_it(capsys):
     model, data = smooth_fit()
     assert woodbury.fit(model, nn.MSELoss(), data, steps=3, progress=False).steps == 3
@@ -92,12 +110,13 @@ def test_a_problem_that_is_solved_is_left_when_nothing_moves():
     torch.testing.assert_close(values(model), least.flatten(), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("metric", [None, "diagonal"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled):
+def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
     def build():
         return (line_fit(), draw) if sampled else smooth_fit()
 
-    settings = {"progress": False, "seed": 3, "samples": 60 if sampled else None}
+    settings = {"progress": False, "seed": 3, "samples": 60 if sampled else None, "metric": metric}
     model, data = build()
     whole = woodbury.fit(model, nn.MSELoss(), data, steps=8, **settings)
     other, data = build()
@@ -222,7 +241,7 @@ def test_weight_decay_is_part_of_what_is_minimised():
         ({"data": (torch.zeros(3, 2), torch.zeros(4, 1))}, ValueError, "targets"),
         ({"data": lambda count: None}, TypeError, "must return a pair"),
         ({"epochs": 3}, ValueError, "epochs"),
-        ({"metric": "adam"}, ValueError, "metric= is for the batches of a loader: leave it out"),
+        ({"metric": "adam"}, ValueError, "search= and metric='adam' do not go together"),
         ({"memory": 2}, ValueError, "memory= is for the batches of a loader: leave it out"),
         ({"steps": -1}, ValueError, "steps must not be negative"),
         ({"steps": 1.5}, ValueError, "steps must be a whole number"),

@@ -15,7 +15,7 @@ from cases import every_pair
 from fuzz.models import Parts
 from woodbury._vector import Space
 from woodbury.layers import OuterRows
-from woodbury.quadratic.metric import FORGETTING, POWER, SMALLEST, units_of
+from woodbury.quadratic.metric import FORGETTING, METRICS, POWER, SMALLEST
 from woodbury.row_matrix import rows
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
@@ -91,10 +91,15 @@ def adams_metric(model, gradients):
     return reference.flat(result)
 
 
+def diagonal_metric(model, matrices):
+    largest = torch.stack([B.diagonal() for B in matrices]).max(0).values
+    return torch.where(largest > 0, largest, 1.0)
+
+
 @every_pair(
     curvature=list(METHODS),
     kind=list(MODELS),
-    change=[(None, 2), ("adam", 0), ("adam", 2)],
+    change=[(None, 2), ("adam", 0), ("adam", 2), ("diagonal", 0), ("diagonal", 2)],
     curvature_samples=[None, 4],
 )
 def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
@@ -119,7 +124,10 @@ def test_steps_solve_the_dense_system_of_all_kept_batches_in_their_metric(
         matrices.append(reference.curvature_matrix(picked, curvature))
         gradients.append(reference.gradient(model, loss, inputs, targets))
         B = torch.stack(matrices[-1 - memory :]).mean(0)
-        D = torch.ones(len(B), dtype=B.dtype) if metric is None else adams_metric(model, gradients)
+        if metric is None:
+            D = torch.ones(len(B), dtype=B.dtype)
+        else:
+            D = adams_metric(model, gradients) if metric == "adam" else diagonal_metric(model, matrices)
         scaled = B / D.sqrt() / D.sqrt().unsqueeze(1)  # the system in units of D
         damping = (0.05 + 1e-3) * scaled.trace()
         p = torch.linalg.solve(B + damping * D.diag(), damping * D * momentum * previous - gradients[-1])
@@ -179,21 +187,61 @@ def test_the_ratio_is_that_of_the_loss_at_the_step_without_momentum_too(kind, me
         assert math.isclose(info.ratio, expected, rel_tol=bound)
 
 
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_verify_knows_the_metric(kind):
+def test_verify_knows_the_metric(kind, metric):
     model, batches = problem(kind)
-    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), momentum=0.5, memory=2, metric="adam")
+    optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), momentum=0.5, memory=2, metric=metric)
     for batch in batches:
         optimizer.step(*batch)
     matrix = rows(model, nn.CrossEntropyLoss(), *batches[0])
     scaled, damping, residual = matrix.dense(), optimizer.current_damping, optimizer.verify(*batches[0])
     optimizer.step(*batches[0])  # leaves the metric that verify had
-    units = units_of(packed(optimizer.state["metric"]["moments"]), matrix.plan)
+    units = METRICS[metric].units(packed(optimizer.state["metric"]["moments"]), matrix.plan)
     s = reference.flat(units.vector.values())
     assert residual <= bounds.of_solve((scaled * s).T @ (scaled * s), damping) * s.max() / s.min()
 
 
-@pytest.mark.parametrize("metric", [None, "adam"])
+def network(unit):
+    """exp(-a x) b + c with a in other units."""
+
+    class Curve(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Parameter(torch.tensor([0.5 * unit], dtype=torch.float64))
+            self.line = nn.Linear(1, 1).double()
+
+        def forward(self, inputs):
+            return self.line(torch.exp(-self.a / unit * inputs))
+
+    torch.manual_seed(0)
+    return Curve()
+
+
+def test_steps_in_the_metric_of_the_diagonal_do_not_change_with_the_unit_of_a_parameter():
+    x = torch.linspace(0, 2, 30, dtype=torch.float64).unsqueeze(1)
+    y = 2 * torch.exp(-1.3 * x) + 0.3
+    losses = []
+    for unit in (1.0, 1e4):
+        model = network(unit)
+        optimizer = woodbury.GaussNewton(
+            *(model, nn.MSELoss()),
+            damping=woodbury.LevenbergMarquardt(initial=1.0, boost=3.0, drop=0.3, floor=1e-9, relative=True),
+            metric="diagonal",
+            fallback="autograd",
+            accept=0.0,
+        )
+        losses.append([float(optimizer.step(x, y).loss) for _ in range(12)])
+    U = rows(network(1.0), nn.MSELoss(), x, y, fallback="autograd").dense()
+    U = U / U.norm(dim=0)
+    condition = bounds.condition(U.T @ U, torch.linalg.svdvals(U)[-1] ** 2)
+    bound = bounds.rounding(len(x), condition, 12)  # of the outputs
+    for first, second in zip(*losses, strict=True):
+        assert abs(first - second) <= bound * math.sqrt(second * losses[0][0])
+    assert losses[0][-1] < 1e-3 * losses[0][0]
+
+
+@pytest.mark.parametrize("metric", [None, "adam", "diagonal"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_copy_and_a_saved_state_go_on_bit_by_bit(kind, metric):
     model, batches = problem(kind)
@@ -261,6 +309,7 @@ def test_rows_of_another_model_are_forgotten():
 def test_rows_in_other_units_are_the_rows_times_the_units(kind):
     model, ((inputs, targets), *_) = problem(kind)
     matrix = rows(model, nn.CrossEntropyLoss(), inputs, targets)
+    adam = METRICS["adam"]
     moments = {}
     for name, parameter in model.named_parameters():
         square = torch.rand_like(parameter)
@@ -271,7 +320,7 @@ def test_rows_in_other_units_are_the_rows_times_the_units(kind):
             )
         else:
             moments[name] = square
-    units = units_of(packed(moments), matrix.plan)
+    units = adam.units(packed(moments), matrix.plan)
     scaled = type(matrix)(matrix.plan, units.of_rows(matrix.forms), matrix.row_count, matrix.scale)
     expected = matrix.dense() * reference.flat(units.vector.values())
     assert reference.relative_error(scaled.dense(), expected) <= bounds.rounding(1)
@@ -281,12 +330,20 @@ def test_rows_in_other_units_are_the_rows_times_the_units(kind):
     assert all(type(scaled.forms[name]) is OuterRows for name in linear)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_squared_columns_are_the_diagonal_of_the_curvature(kind):
+    model, ((inputs, targets), *_) = problem(kind)
+    matrix = rows(model, nn.CrossEntropyLoss(), inputs, targets)
+    found = reference.flat(matrix.squared_columns(8).values())
+    assert reference.relative_error(found, matrix.dense()[:8].square().sum(0)) <= bounds.rounding(8)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"memory": -1}, "memory must be"),
         ({"memory": 1.5}, "memory must be"),
-        ({"metric": "euclid"}, "None, 'adam'"),
+        ({"metric": "euclid"}, "'adam', 'diagonal'"),
         ({"memory": 1, "solver": "cg"}, "memory=1 needs solver='cholesky'"),
         ({"metric": "adam", "solver": "products"}, "metric='adam' needs solver='cholesky'"),
         ({"metric": "adam", "search": woodbury.CurvedSearch()}, "search= and metric='adam' do not go together"),

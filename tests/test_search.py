@@ -227,24 +227,29 @@ def second_derivatives(model, inputs, p, forward=None):
     return value.detach().flatten(1)
 
 
-def dense_deepened(B, damping, g, p, iterations):
+def dense_deepened(B, D, damping, g, p, iterations):
     """argmin g x + x B x / 2 over p + span of (M^-1 B)^k M^-1 r: what conjugate gradients find, M the damped B.
 
-    And the smallest curvature of B in that space.
+    And the smallest curvature of B in that space, in units of D.
     """
-    damped = B + damping * torch.eye(len(B), dtype=B.dtype)
+    damped, s = B + damping * D, D.diagonal().rsqrt().unsqueeze(1)
     own, basis = torch.linalg.solve(damped, -g - B @ p), []
     for _ in range(iterations):
         basis.append(own / own.norm())
         own = torch.linalg.solve(damped, B @ own)
-    V = torch.linalg.qr(torch.stack(basis, 1)).Q
+    V = s * torch.linalg.qr(torch.stack(basis, 1) / s).Q
     curvature = V.T @ B @ V
     found = p + V @ torch.linalg.lstsq(curvature, V.T @ (-g - B @ p)).solution
     return found, torch.linalg.eigvalsh(curvature)[0]
 
 
-def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None, depth=0):
-    """p, bend, c, what corrects a point, and a bound on the errors of rounding, by dense matrices."""
+def dense_path(
+    problem, search, held_out=None, decay=0.0, subset=None, blocks="full", forward=None, metric=None, depth=0
+):
+    """p, bend, c, what corrects a point, and a bound on the errors of rounding in units s, by dense matrices.
+
+    The metric D = s^-2 is I, or the diagonal of B where that is no rounding error.
+    """
     model, loss, inputs, targets = copy.deepcopy(problem.model), problem.loss, problem.inputs, problem.targets
     subset = list(range(len(targets))) if subset is None else subset
     samples = reference.per_sample(model, loss, reference.chosen(inputs, subset), targets[subset], forward)
@@ -255,14 +260,17 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
         B = B * reference.block_mask(model).to(B)
     g = reference.gradient(model, loss, inputs, targets, forward)
     theta = reference.flat([own.detach() for own in reference.parameters(model).values()])
-    eye, trace = torch.eye(len(g), dtype=g.dtype), B.trace()
-    ladder = [torch.linalg.solve(B + (decay + r * trace) * eye, -(g + decay * theta)) for r in search.rungs]
+    eye, diagonal = torch.eye(len(g), dtype=g.dtype), B.diagonal()
+    negligible = (4 * torch.finfo(g.dtype).eps) ** 2 * diagonal.max()
+    D = eye if metric is None else torch.where(diagonal > negligible, diagonal, diagonal.max()).diag()
+    trace = (diagonal / D.diagonal()).sum()
+    ladder = [torch.linalg.solve(B + decay * eye + r * trace * D, -(g + decay * theta)) for r in search.rungs]
     least = search.rungs[-1] * trace
     if depth:
         least = search.deep * trace
-        ladder.append(torch.linalg.solve(B + least * eye, -g))
+        ladder.append(torch.linalg.solve(B + least * D, -g))
     if depth > 1:
-        deepened, curvature = dense_deepened(B, least, g, ladder[-1], 2 ** (depth - 2))
+        deepened, curvature = dense_deepened(B, D, least, g, ladder[-1], 2 ** (depth - 2))
         ladder.append(deepened)
         least = min(least, curvature)
     P = torch.stack(ladder)
@@ -274,15 +282,16 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
     matrix, linear = P @ (whole + decay * eye) @ P.T, -P @ (g + decay * theta)
     c = nonnegative_by_enumeration(matrix + 1e-10 * matrix.diagonal().diag(), linear)
     p = c @ P
+    s = D.diagonal().rsqrt()
     # J^T H J cancels where outputs move together: it errs by eps of its terms
     terms = times * reference.curvature_matrix([(J.abs(), r, H.abs()) for J, r, H in samples], "gauss-newton")
-    bound = bounds.of_solve(terms, least)
+    bound = bounds.of_solve(terms * s * s.unsqueeze(1), least)
     inside = reference.chosen(inputs, subset)
 
     def pulled_back(changes):
-        """(B + lambda_b I)^-1 J^T H y for changes y of the outputs."""
+        """(B + lambda_b D)^-1 J^T H y for changes y of the outputs."""
         force = sum(J.T @ H @ y for (J, _, H), y in zip(samples, changes, strict=True)) * (times / len(samples))
-        return torch.linalg.solve(B + (decay + search.bend * trace) * eye, force)
+        return torch.linalg.solve(B + decay * eye + search.bend * trace * D, force)
 
     def corrected(length, point):
         with torch.no_grad():
@@ -291,7 +300,7 @@ def dense_path(problem, search, held_out=None, decay=0.0, subset=None, blocks="f
         return point - pulled_back(moved - before - wanted)
 
     bend = -0.5 * pulled_back(second_derivatives(model, inside, p, forward))
-    return p, bend, c, corrected, bound
+    return p, bend, c, corrected, bound, s
 
 
 def points_of(info, p, bend, corrected):
@@ -308,8 +317,10 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
 
     Returns the number of corrections.
     """
-    blocks = settings.get("blocks", "full")
-    p, bend, c, corrected, bound = dense_path(problem, MILD, held_out, decay, subset, blocks, forward, depth)
+    blocks, metric = settings.get("blocks", "full"), settings.get("metric")
+    p, bend, c, corrected, bound, s = dense_path(
+        problem, MILD, held_out, decay, subset, blocks, forward, metric, depth
+    )
     optimizer = woodbury.GaussNewton(
         problem.model, problem.loss, search=MILD, weight_decay=decay, forward=forward, **settings
     )
@@ -326,17 +337,18 @@ def check_against_dense(problem, held_out=None, decay=0.0, subset=None, forward=
     # where y'' is a central difference with h = eps^(1/4) |theta| / |p|, the bend has half of its digits at best
     by_differences = info.bent and optimizer._plan().findings.forward_order < 2
     of_point = 1e-5 if by_differences else bound
-    assert reference.relative_error(found, expected) <= of_point
+    assert reference.relative_error(found / s, expected / s) <= of_point
     after = reference.flat([own.detach() for own in reference.parameters(problem.model).values()])
-    off = (after - before - expected).norm()
-    assert off <= of_point * expected.norm() + bounds.rounding(1) * after.norm()
+    off = ((after - before - expected) / s).norm()
+    assert off <= of_point * (expected / s).norm() + bounds.rounding(1) * (after / s).norm()
     assert abs(info.share - c.sum()) <= bound * c.sum()
     return corrections
 
 
-@pytest.mark.parametrize("name", problems.PROBLEMS)
-def test_the_step_is_the_dense_combination_with_its_bend(name):
-    check_against_dense(problems.make(name))
+@pytest.mark.parametrize("index, name", enumerate(problems.PROBLEMS))
+def test_the_step_is_the_dense_combination_with_its_bend(index, name):
+    """The metric: the identity and the diagonal of the curvature in turn."""
+    check_against_dense(problems.make(name), metric=(None, "diagonal")[index % 2])
 
 
 @every_pair(
@@ -353,12 +365,14 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower(monkeypatch):
     """A step on held-out samples ends as low as without corrections, and lower where it was corrected."""
     corrections, some = [], [0, 2, 3, 5]
     for name in ("softmax", "squared", "residual", "tokens", "narrow"):
-        for changes in ({}, {"subset": [1, 4, 5]}, {"decay": 0.05}, {"depth": 2}):
+        for changes in ({}, {"subset": [1, 4, 5]}, {"decay": 0.05}, {"metric": "diagonal"}, {"depth": 2}):
             problem, other = (narrow_fit() if name == "narrow" else problems.make(name) for _ in range(2))
             held_out = reference.chosen(problem.inputs, some), problem.targets[some]
             corrections.append(check_against_dense(problem, held_out=held_out, **changes))
             decay, subset = changes.get("decay", 0.0), changes.get("subset")
-            optimizer = woodbury.GaussNewton(other.model, other.loss, search=MILD, weight_decay=decay)
+            optimizer = woodbury.GaussNewton(
+                other.model, other.loss, search=MILD, weight_decay=decay, metric=changes.get("metric")
+            )
             optimizer.state["search"] = Memory(depth=changes.get("depth", 0)).as_state()
             subset = None if subset is None else torch.tensor(subset)
             with monkeypatch.context() as patched:
@@ -414,18 +428,19 @@ def narrow_fit():
 
 @pytest.mark.parametrize("index, name", enumerate(sorted(problems.PROBLEMS.keys() - {*NOT_IN_THE_ROWS})))
 def test_the_deep_rung_goes_on_by_conjugate_gradients(index, name):
-    """Three ways in turn: by itself, further on, judged by other samples."""
+    """Four ways in turn: by itself, further on, in a metric, judged by other samples."""
     problem, some = problems.make(name), [0, 2, 3, 5]
     held_out = reference.chosen(problem.inputs, some), problem.targets[some]
-    ways = {"depth": 1}, {"depth": 3}, {"depth": 3, "held_out": held_out}
-    check_against_dense(problem, **ways[index % 3])
+    ways = {"depth": 1}, {"depth": 3, "metric": "diagonal"}, {"depth": 2}, {"depth": 3, "held_out": held_out}
+    check_against_dense(problem, **ways[index % 4])
 
 
 def test_more_rows_than_parameters_take_the_same_step_and_go_on_by_conjugate_gradients_too():
     check_against_dense(narrow_fit(), decay=0.01)
-    problem = narrow_fit()
-    check_against_dense(problem, depth=3)
-    check_against_dense(problem, held_out=(problem.inputs[:9], problem.targets[:9]), depth=4)
+    for metric in (None, "diagonal"):
+        problem = narrow_fit()
+        check_against_dense(problem, depth=3, metric=metric)
+        check_against_dense(problem, held_out=(problem.inputs[:9], problem.targets[:9]), depth=4, metric=metric)
 
 
 def test_what_conjugate_gradients_do_not_cover_keeps_its_rungs():
@@ -473,14 +488,53 @@ def test_the_depth_follows_the_steps_of_an_optimizer():
     assert depths == [0, 0, 1, 1, 1, 2, 3, 2, 3, 2, 3, 3, 4]  # as it happens here
 
 
+@pytest.mark.parametrize("name", ["softmax", "squared", "residual", "pictures"])
+def test_subsets_and_blocks_know_the_metric(name):
+    check_against_dense(problems.make(name), subset=[1, 4, 5], blocks="layer", metric="diagonal")
+
+
 @pytest.mark.parametrize("name", ["softmax", "squared"])
-def test_verify_checks_the_system_of_the_smallest_damping_of_a_search(name):
+@pytest.mark.parametrize("metric", [None, "diagonal"])
+def test_verify_checks_the_system_of_the_smallest_damping_in_the_metric_of_a_search(name, metric):
     problem = problems.make(name)
-    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD)
+    optimizer = woodbury.GaussNewton(problem.model, problem.loss, search=MILD, metric=metric)
     for _ in range(3):
         optimizer.step(problem.inputs, problem.targets)
-        assert optimizer.verify(problem.inputs, problem.targets) <= of_rung(problem, MILD)
+        D = reference.flat(optimizer.state["metric"]["moments"].values()) if metric else torch.ones(1)
+        bound = of_rung(problem, MILD) * (D.max() / D.min()).sqrt()
+        assert optimizer.verify(problem.inputs, problem.targets) <= bound
     assert optimizer.search is MILD
+
+
+def test_the_unit_of_a_parameter_does_not_change_a_search_in_the_metric_of_the_diagonal():
+    x = torch.linspace(0, 2, 30, dtype=torch.float64).unsqueeze(1)
+    y, losses = 2 * torch.exp(-1.3 * x) + 0.3, []
+    for unit in (1.0, 1e4):
+        optimizer = woodbury.GaussNewton(
+            *(Decay(unit), nn.MSELoss()), search=woodbury.CurvedSearch(), metric="diagonal", fallback="autograd"
+        )
+        losses.append([float(optimizer.step(x, y).loss) for _ in range(6)])
+    # lengths are powers of two: the same ones
+    B = woodbury.rows(Decay(1.0), nn.MSELoss(), x, y, fallback="autograd").dense()
+    B = B / B.norm(dim=0)
+    condition = bounds.condition(B.T @ B, torch.linalg.svdvals(B)[-1] ** 2)
+    bound = bounds.rounding(len(x), condition, 6)  # of the outputs: of the root of a loss beside that of the first
+    for first, second in zip(*losses, strict=True):
+        assert abs(first - second) <= bound * math.sqrt(second * losses[0][0])
+    assert losses[0][-1] < 1e-8 * losses[0][0]
+
+
+class Decay(nn.Module):
+    """b exp(-a x) + c with a in other units."""
+
+    def __init__(self, unit):
+        super().__init__()
+        start = torch.tensor([0.5 * unit, 1.0, 0.0], dtype=torch.float64)
+        self.unit, self.values = unit, nn.Parameter(start)
+
+    def forward(self, x):
+        a, b, c = self.values
+        return b * torch.exp(-a / self.unit * x) + c
 
 
 def test_parameters_by_the_fallback_take_the_same_step():

@@ -257,8 +257,8 @@ def test_nothing_follows_from_the_clock_unless_seconds_are_the_budget(budget, mo
 
 @pytest.mark.parametrize("case", ["one process", "several processes", "weight decay", "chosen"])
 def test_memory_and_metric_are_left_out_where_they_do_not_go(case, monkeypatch):
-    settings = {"weight decay": {"weight_decay": 0.1}, "chosen": {"memory": 1, "metric": None}}.get(case, {})
-    expected = {"several processes": (0, None), "weight decay": (training.MEMORY, None), "chosen": (1, None)}
+    settings = {"weight decay": {"weight_decay": 0.1}, "chosen": {"memory": 1, "metric": "diagonal"}}.get(case, {})
+    expected = {"several processes": (0, None), "weight decay": (training.MEMORY, None), "chosen": (1, "diagonal")}
     if case == "several processes":
         monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
     optimizer = training.training_optimizer(network(), nn.CrossEntropyLoss(), **settings)

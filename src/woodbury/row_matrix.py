@@ -240,6 +240,16 @@ class Rows:
                 matrices.append(matrix)
         return matrices
 
+    def squared_columns(self, row_count: int) -> Parts:
+        """The diagonal of U^T U over the first rows, by parameter."""
+        squares: dict[str, list[Tensor]] = {name: [] for name in self.plan.parameters}
+        with full_precision():
+            for strip in self._strips(tuple(self.plan.parameters), self.plan.dtype):
+                for slab in strip:
+                    written = self._write_rows([slab], row_count, self.plan.dtype)
+                    squares[slab.name].append(written.square().sum(0))
+        return {name: torch.cat(own).view_as(self.plan.parameters[name]).detach() for name, own in squares.items()}
+
     @property
     def _byte_limit(self) -> int:
         """For rows that are written out: half of `max_bytes`."""

@@ -17,6 +17,7 @@ from woodbury.model.fallback import Forward
 from woodbury.policies.damping import Damping, is_relative
 from woodbury.policies.search import CurvedSearch
 from woodbury.quadratic.blocks import Blocks
+from woodbury.quadratic.metric import Metric
 from woodbury.quadratic.quadratic import Solver
 
 
@@ -57,7 +58,7 @@ class Settings:
     autocast: torch.dtype | None = None
     search: CurvedSearch | None = None
     memory: int = 0
-    metric: str | None = None
+    metric: Metric | None = None
 
     def __post_init__(self) -> None:
         check_curvature_samples(self.curvature_samples)
@@ -93,10 +94,11 @@ class Settings:
 
     def _check_memory_and_metric(self) -> None:
         wanted = [f"memory={self.memory}"] if self.memory else []
-        wanted += [] if self.metric is None else [f"metric={self.metric!r}"]
+        wanted += [] if self.metric is None else [f"metric={self.metric.name!r}"]
         if wanted and not self.solver.exact:
             raise ValueError(f"{wanted[0]} needs solver='cholesky', got {self.solver.name!r}")
-        if wanted and self.search is not None:
+        searchable = self.metric is None or self.metric.name == "diagonal"
+        if self.search is not None and (self.memory or not searchable):
             raise ValueError(f"search= and {wanted[0]} do not go together")
 
     def _check_damping(self) -> None:

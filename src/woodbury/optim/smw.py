@@ -58,7 +58,7 @@ class _SampleSpace(SecondOrder):
             "autocast": autocast,
             "search": search,
             "memory": memory,
-            "metric": part_named("metric", metric, METRICS),
+            "metric": None if metric is None else part_named("metric", metric, METRICS),
         }
         super().__init__(
             model, loss, lr, blocks=blocks, momentum=momentum, fallback=fallback, method=method, **common
@@ -82,7 +82,7 @@ class _SampleSpace(SecondOrder):
     @property
     def metric(self) -> str | None:
         """The name of the metric of damping and momentum, None for I."""
-        return self.settings.metric
+        return None if self.settings.metric is None else self.settings.metric.name
 
 
 class GaussNewton(_SampleSpace):
@@ -142,9 +142,10 @@ class GaussNewton(_SampleSpace):
             loss several times per step, and waits for the device.
         memory: of how many batches before this one the rows count in B as well, each at the theta of its step: a
             better B without a pass more. For small batches; see `woodbury.quadratic.memory`.
-        metric: None for damping and momentum in the metric I, or "adam" for Adam's: (B + lambda D) p = lambda D mu
-            p_prev - g. No weight_decay with it. See `woodbury.quadratic.metric`. Steps with memory or metric are
-            not recorded on a GPU, and a `search` takes neither.
+        metric: None for damping and momentum in the metric I, "adam" for Adam's, or "diagonal" for the diagonal of
+            B, as MINPACK does: (B + lambda D) p = lambda D mu p_prev - g. No weight_decay with it. See
+            `woodbury.quadratic.metric`. Steps with memory or metric are not recorded on a GPU; a `search` takes no
+            memory, and of the metrics "diagonal" alone.
         seed: of the draws of S2; by default they follow torch.manual_seed.
         watch: True to take steps in an unchanged loop: `loss = criterion(model(x), y); loss.backward();
             optimizer.step()`. Hooks on the model see its calls and the losses of their outputs, from now on.

@@ -127,10 +127,10 @@ class Step:
         if settings.metric is not None:
             if quadratic.decay is not None:
                 raise ValueError(
-                    f"metric={settings.metric!r} and weight_decay do not go together: leave one of them out, "
+                    f"metric={settings.metric.name!r} and weight_decay do not go together: leave one of them out, "
                     "or add the penalty to a loss of your own"
                 )
-            units, gains["metric"] = next_units(state.get("metric", {}), quadratic)
+            units, gains["metric"] = next_units(settings.metric, state.get("metric", {}), quadratic)
         if settings.memory:
             kept = Kept.read(state.get("kept", {}), plan)
             by_rows = not is_smaller(plan, settings.blocks, kept.rows + quadratic.curvature_rows)

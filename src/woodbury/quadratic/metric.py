@@ -4,32 +4,37 @@ It is a plain step in other units. With s = D^{-1/2}, p = s p' and U' = U s,
 
     (U'^T U' + lambda I) p' = lambda q / s - s g        K' = U' U'^T,  lambda relative to its trace
 
-The one metric there is, "adam", is made anew at every step: D = (v / mean(v) + 0.1)^0.35 with v the running mean
-of g^2 as in Adam (Kingma & Ba 2015). For a matrix W of outputs and inputs v is kept as the means r and c of its
-rows and columns, v = r c / mean(r) (Adafactor, Shazeer & Stern 2018), each with its own 0.1: then U' is U with
-inputs and columns of a layer in other units, and K' costs what K costs. A bias has the units of its outputs.
+METRICS has two, both made anew at every step:
+
+    "adam"      D = (v / mean(v) + 0.1)^0.35, v the running mean of g^2 as in Adam (Kingma & Ba 2015). For a matrix
+                W of outputs and inputs v is kept as the means r and c of its rows and columns, v = r c / mean(r)
+                (Adafactor, Shazeer & Stern 2018), each with its own 0.1: then U' is U with inputs and columns of a
+                layer in other units, and K' costs what K costs. A bias has the units of its outputs.
+    "diagonal"  D = the largest diagonal of B so far, as in MINPACK (More 1978): steps do not change with the unit
+                of a parameter. An entry below (4 eps)^2 times the largest is a rounding error, and counts as the
+                largest. Rows are written out: for small models.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from woodbury._vector import Space, Vector, flatten, like
 from woodbury.device.constants import constant_tensor
-from woodbury.device.scalars import Scalar, scalar
+from woodbury.device.scalars import Scalar, compute, scalar
 from woodbury.layers.forms import RowForm
 from woodbury.model.plan import Plan
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic
 from woodbury.row_matrix import Rows
 
-METRICS = {None: None, "adam": "adam"}  # by the names that users give them
 FORGETTING = 0.9  # of the moments, per step
 POWER = 0.35  # D = v^POWER
 SMALLEST = 0.1  # of v over its mean
@@ -86,6 +91,9 @@ class InMetric:
         """Of K' = U' U'^T."""
         return self._inside.trace()
 
+    def by_layer(self) -> InMetric:
+        return InMetric(self._plain.by_layer(), self._units)
+
     def at(self, damping: Scalar, refine: bool = False) -> Damped:
         return _DampedInMetric(self._inside.at(damping, refine), self._units, self._plain)
 
@@ -109,55 +117,79 @@ class _DampedInMetric(Damped):
             self._found, displacement=displacement, squared_norm=scalar(p.dot(p))
         )  # (Z s) (p / s) = Z p
 
+    def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
+        return self._inside.pull_back(weights, refine) * self._units.vector
+
     def doubt(self, found: Minimizer, look: bool) -> str | None:
         return self._inside.doubt(self._found, look)
 
 
-def _moments_of(gradient: Vector) -> Vector:
-    """g^2 of a vector, and for a matrix the means of its rows and of its columns."""
-    moments: dict[str, Tensor] = {}
-    for name, square in gradient.of(gradient.flat.square()).items():
-        if square.dim() > 1:
-            square = square if square.dim() == 2 else square.flatten(1)
-            moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mean(1), square.mean(0)
-        else:
-            moments[name] = square
-    return Space.of(moments).pack(moments)
+class Metric(ABC):
+    """A rule for D."""
 
+    name: ClassVar[str]
 
-def next_units(state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
-    """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
-    steps, before = state.get("steps", 0), state.get("moments", {})
-    moments = _moments_of(quadratic.all_of_gradient())
-    if before:
+    @abstractmethod
+    def seen(self, quadratic: Quadratic) -> Vector:
+        """What a step shows: the moments of its gradient or of its rows."""
+
+    @abstractmethod
+    def joined(self, before: Tensor, now: Tensor, steps: int) -> Tensor:
+        """The moments after so many steps with those of one more."""
+
+    @abstractmethod
+    def units(self, moments: Vector, plan: Plan) -> Units:
+        """s of the moments."""
+
+    def after(self, moments: Mapping[str, Tensor], quadratic: Quadratic, steps: int) -> Vector:
+        """The moments with those of a step, after so many others."""
+        now = self.seen(quadratic)
+        if not moments:
+            return now
         # those of parameters that are new begin with this step
-        kept = moments.space.pack({name: like(before.get(name, own), own) for name, own in moments.items()})
-        share = max(1 - FORGETTING, 1 / (steps + 1))  # a plain mean at first
-        moments = moments.of(torch.lerp(kept.flat, moments.flat, share))
-    return units_of(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
+        before = {name: like(moments.get(name, own), own) for name, own in now.items()}
+        return now.of(self.joined(now.space.pack(before).flat, now.flat, steps))
 
 
-def units_of(moments: Vector, plan: Plan) -> Units:
-    """s of the moments."""
-    # all at once: they are many, and small
-    lengths = _lengths(moments.space, plan.device)
-    means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
-    means = means.index_select(0, _places(moments.space, plan.space, plan.device))
-    shares = _shares(moments.space, plan.space, plan.dtype, plan.device)
-    tiny = torch.finfo(plan.dtype).tiny
-    divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
-    relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
-    parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
-    factors: dict[str, tuple[Tensor, ...]] = {}
-    for name in plan.parameters:
-        factors[name] = (next(parts),) if name in moments.space.shapes else (next(parts), next(parts))
-    for names in plan.owned.values():
-        weight, bias = names.get("weight"), names.get("bias")
-        if weight is None or bias is None or len(factors[weight]) != 2:
-            continue
-        if factors[weight][0].shape == plan.parameters[bias].shape:
-            factors[bias] = (factors[weight][0],)
-    return Units(plan, factors)
+class AdamMetric(Metric):
+    """See the module docstring. Moments are those of a vector, or of the rows and of the columns of a matrix."""
+
+    name = "adam"
+
+    def seen(self, quadratic: Quadratic) -> Vector:
+        gradient = quadratic.all_of_gradient()
+        moments: dict[str, Tensor] = {}
+        for name, square in gradient.of(gradient.flat.square()).items():
+            if square.dim() > 1:
+                square = square if square.dim() == 2 else square.flatten(1)
+                moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mean(1), square.mean(0)
+            else:
+                moments[name] = square
+        return Space.of(moments).pack(moments)
+
+    def joined(self, before: Tensor, now: Tensor, steps: int) -> Tensor:
+        return torch.lerp(before, now, max(1 - FORGETTING, 1 / (steps + 1)))  # a plain mean at first
+
+    def units(self, moments: Vector, plan: Plan) -> Units:
+        # all at once: they are many, and small
+        lengths = _lengths(moments.space, plan.device)
+        means = torch.segment_reduce(moments.flat, "mean", lengths=lengths, unsafe=True)
+        means = means.index_select(0, _places(moments.space, plan.space, plan.device))
+        shares = _shares(moments.space, plan.space, plan.dtype, plan.device)
+        tiny = torch.finfo(plan.dtype).tiny
+        divisors = torch.where(shares > 0, torch.dot(means, shares), means).clamp_min(tiny)
+        relative = moments.flat / torch.repeat_interleave(divisors, lengths, output_size=moments.space.size)
+        parts = iter(relative.add_(SMALLEST).pow_(-0.5 * POWER).split(moments.space.sizes))  # s = D^{-1/2}
+        factors: dict[str, tuple[Tensor, ...]] = {}
+        for name in plan.parameters:
+            factors[name] = (next(parts),) if name in moments.space.shapes else (next(parts), next(parts))
+        for names in plan.owned.values():
+            weight, bias = names.get("weight"), names.get("bias")
+            if weight is None or bias is None or len(factors[weight]) != 2:
+                continue
+            if factors[weight][0].shape == plan.parameters[bias].shape:
+                factors[bias] = (factors[weight][0],)
+        return Units(plan, factors)
 
 
 @constant_tensor
@@ -182,3 +214,35 @@ def _shares(moments: Space, parameters: Space, dtype: torch.dtype, device: torch
     sizes = {name: shape.numel() / parameters.size for name, shape in parameters.shapes.items()}
     sizes |= {f"{name}.rows": share for name, share in sizes.items() if name not in moments.shapes}
     return torch.tensor([sizes.get(name, 0.0) for name in moments.shapes], dtype=dtype, device="cpu").to(device)
+
+
+class DiagonalMetric(Metric):
+    """See the module docstring."""
+
+    name = "diagonal"
+
+    def seen(self, quadratic: Quadratic) -> Vector:
+        (divisor,) = compute(quadratic.divisor)
+        squares = quadratic.all_rows.squared_columns(quadratic.curvature_rows)
+        return quadratic.space.pack(squares) / divisor
+
+    def joined(self, before: Tensor, now: Tensor, steps: int) -> Tensor:
+        return torch.maximum(before, now)
+
+    def units(self, moments: Vector, plan: Plan) -> Units:
+        largest = moments.flat.max()
+        least = (4 * torch.finfo(largest.dtype).eps) ** 2 * largest
+        # where nothing moves the outputs at all B and g are zero, and so is p, whatever D is
+        instead = torch.where(largest > 0, largest, 1.0)
+        units = moments.of(torch.where(moments.flat > least, moments.flat, instead).rsqrt())
+        return Units(plan, {name: (own,) for name, own in units.items()})
+
+
+METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
+
+
+def next_units(metric: Metric, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
+    """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
+    steps = state.get("steps", 0)
+    moments = metric.after(state.get("moments", {}), quadratic, steps)
+    return metric.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
