@@ -92,7 +92,6 @@ FITS = {
     "validation loader": (network, lambda: {"data": loader(), **TRAINING, "validation": loader(size=7)}, (5, 13)),
     "own sampler": (network, lambda: {"data": by_sampler(), **TRAINING}, (3, 8)),
     "Python's order": (network, lambda: {"data": Shuffled(), **TRAINING}, (4, 11)),
-    "two batches a step": (network, lambda: {"data": loader(), **TRAINING, "batches_per_step": 2}, (2, 5)),
     "workers": (
         network,
         lambda: {"data": DataLoader(TensorDataset(*smooth()), 20, shuffle=True, num_workers=1), **TRAINING},

@@ -385,7 +385,7 @@ def test_a_field_of_a_policy_can_be_set(entries, expected, tmp_path, monkeypatch
     ("entry", "message"),
     [
         ("damping.bost=2", "smw-gn: LevenbergMarquardt has no field 'bost', only initial, boost"),
-        ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must lie between 1e-18 and 1e+18, got -1"),
+        ("damping.initial=-1", "smw-gn: LevenbergMarquardt: initial must not be less than 1e-18, got -1.0"),
         ("dampin.initial=2", "smw-gn: there is no setting 'dampin', only "),
         ("damping.initial.x=2", "smw-gn: LevenbergMarquardt has no field 'initial.x', only"),
         ("damping=" + "[" * 100_000, "smw-gn: "),

@@ -244,7 +244,7 @@ def test_weight_decay_is_part_of_what_is_minimised():
         ({"metric": "adam"}, ValueError, "search= and metric='adam' do not go together"),
         ({"memory": 2}, ValueError, "memory= is for the batches of a loader: leave it out"),
         ({"steps": -1}, ValueError, "steps must not be negative"),
-        ({"steps": 1.5}, TypeError, "steps must be a whole number"),
+        ({"steps": 1.5}, ValueError, "steps must be a whole number"),
         ({"seconds": "1"}, TypeError, "seconds must be a number"),
         ({"tolerance": -1.0}, ValueError, "tolerance must not be negative"),
         ({"samples": 10}, ValueError, "samples= is for a function"),

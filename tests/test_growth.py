@@ -12,9 +12,8 @@ import reference
 import woodbury
 from test_training import batches, classes, fitted, network
 from woodbury.fit import growth, training
-from woodbury.fit.growth import Growth
+from woodbury.fit.growth import Growth, gradients_of_halves
 from woodbury.fit.limits import Limits
-from woodbury.fit.measured import gradients_of_halves
 from woodbury.fit.sources import MiniBatches
 
 
@@ -112,9 +111,6 @@ def test_several_processes_do_not_grow_apart(monkeypatch):
     monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
     run = run_by(Limits(seconds=10))
     assert run.growth is None and not run.by_time and run.rates == [training.RATE]
-    assert run_by(Limits(seconds=10), 3).batches_per_step == 3
-    with pytest.raises(ValueError, match="'grow' is for one process"):
-        run_by(Limits(seconds=10), "grow")
 
 
 def test_without_noise_it_is_looked_at_ever_more_rarely(monkeypatch):
@@ -126,10 +122,12 @@ def test_without_noise_it_is_looked_at_ever_more_rarely(monkeypatch):
     assert 10 <= len(looks) <= 40
 
 
-def test_a_step_of_two_batches_is_that_of_a_batch_of_both():
+def test_a_step_of_two_batches_is_that_of_a_batch_of_both(monkeypatch):
     data, first, second = classes(), network(), network()
     settings = {"epochs": 3, "curvature_samples": 0.5, "memory": 1}
-    one = fitted(first, batches(data, 10), batches_per_step=2, **settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(training.TrainingRun, "batches_per_step", 2)
+        one = fitted(first, batches(data, 10), **settings)
     other = fitted(second, batches(data, 20), **settings)
     assert one.steps == other.steps == 18 and one.samples == 20
     assert torch.equal(reference.theta(first), reference.theta(second))
@@ -181,11 +179,11 @@ def test_batches_that_do_not_fit_together_are_steps_of_their_own():
     assert targets is None and count == 2 and inputs.shape == (3, 3)
 
 
-def run_by(limits, batches_per_step="auto", loader=None, loss=None, **settings):
+def run_by(limits, loader=None, loss=None, **settings):
     model, loss = network(), loss or nn.CrossEntropyLoss()
     optimizer = training.training_optimizer(model, loss, training.is_by_time(limits, model), **settings)
     source = MiniBatches(batches(classes()) if loader is None else loader)
-    return training.TrainingRun(optimizer, source, limits, batches_per_step=batches_per_step)
+    return training.TrainingRun(optimizer, source, limits=limits)
 
 
 def test_seconds_alone_choose_other_settings():
@@ -198,8 +196,6 @@ def test_seconds_alone_choose_other_settings():
         run = run_by(limits)
         assert not run.by_time and run.growth is None and run.batches_per_step == 1
         assert run.optimizer.memory == training.MEMORY and run.rates == [training.RATE]
-    assert run_by(Limits(epochs=3), "grow").growth is not None
-    assert run_by(Limits(seconds=10), 3).batches_per_step == 3 and run_by(Limits(seconds=10), 3).growth is None
     assert run_by(Limits(seconds=10), memory=2).optimizer.memory == 2
 
 
@@ -222,11 +218,3 @@ def test_seconds_are_kept_and_the_number_of_batches_goes_on():
     again = fitted(model, batches(classes()), seconds=first.seconds + 0.05, resume=state)
     assert again.reason == "seconds" and again.seconds >= first.seconds + 0.05
     assert again.samples >= 40  # of 120, in sixes: four of them, or the two at the end of an epoch
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, "many", 2])
-def test_a_wrong_number_of_batches_is_named(count):
-    data = classes() if count == 2 else batches(classes())  # whole data has none
-    message = r"= is for the batches of a loader: leave it out" if count == 2 else " must be a whole number"
-    with pytest.raises(ValueError, match=f"batches_per_step{message}"):
-        fitted(network(), data, steps=1, batches_per_step=count)

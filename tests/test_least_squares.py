@@ -71,7 +71,7 @@ def step_of(factors, radius, p):
 def test_step_solves_the_damped_normal_equations_inside_the_radius(m, p, radius):
     """(J^T J + damping D^2) q = -J^T f; damping = 0 if |D q| <= radius, else |D q| is within a tenth of it."""
     J, f, scale = random_systems(m, p)
-    step = step_of(trust_region.factorize(J, f, scale), radius, p)
+    step = step_of(trust_region.factorize(J, f, scale, EPS), radius, p)
     for i in range(5):
         A, q, damping = J[i] / scale[i], step.scaled[i], step.damping[i].item()  # in units of D
         least = torch.linalg.svdvals(A)[-1].item() ** 2 + damping
@@ -111,7 +111,7 @@ def test_bent_step_solves_the_system_with_s(radius):
     """(J^T J + S + damping D^2) q = -J^T f, and the model's own curvature q^T (J^T J + S) q."""
     J, f, scale = random_systems(9, 4)
     S = curvatures(J, scale, least=0.2)
-    step = step_of(trust_region.bend(trust_region.factorize(J, f, scale), S), radius, 4)
+    step = step_of(trust_region.bend(trust_region.factorize(J, f, scale, EPS), S), radius, 4)
     for i in range(5):
         A = J[i] / scale[i]
         H = A.T @ A + S[i]
@@ -129,7 +129,7 @@ def test_s_is_left_out_where_the_model_would_be_flat_or_curve_downwards():
     bound = bounds.rounding(9, float(torch.linalg.cond(A).max()) ** 2)
     for least, used in ((-3.0, False), (-0.995, False), (-0.98, True)):
         change = torch.diag_embed(double(least, -0.5, 0.0, 2.0)).expand(5, 4, 4)
-        s, V, c = trust_region.bend(trust_region.factorize(J, f, scale), L @ change @ L.mT)
+        s, V, c = trust_region.bend(trust_region.factorize(J, f, scale, EPS), L @ change @ L.mT)
         eye = torch.eye(4).double().expand(5, 4, 4)
         assert close(V.mT @ torch.diag_embed(s**2) @ V, L @ (eye + change if used else eye) @ L.mT, bound)
         gradient = (A.mT @ f.unsqueeze(-1)).squeeze(-1)
@@ -139,7 +139,7 @@ def test_s_is_left_out_where_the_model_would_be_flat_or_curve_downwards():
 def test_column_of_zeros_gets_no_step():
     J, f, scale = random_systems(9, 4)
     J[:, :, 2], scale[:, 2] = 0, 0
-    step = step_of(trust_region.factorize(J, f, scale), 1.0, 3)
+    step = step_of(trust_region.factorize(J, f, scale, EPS), 1.0, 3)
     assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
 
 
@@ -154,7 +154,7 @@ def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     J, f = J[0] / J[0].norm(dim=0), f[0]
     residuals = Residuals(lambda x: f + J @ x, (), torch.Size([4]), False, torch.zeros(1, 4).double())
     limits = iteration.Bounds(torch.full((1, 4), -0.04).double(), torch.full((1, 4), 0.03).double())
-    problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, 0, None)
+    problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, None)
     fits = begin(problem, torch.zeros(1, 4).double())
     fits.radius = double(radius)
     step = iteration._propose(problem, fits)
@@ -185,7 +185,7 @@ def test_gradients_at_both_ends_give_the_change_of_the_cost_to_third_order():
 def fits_at(function, x):
     """The state of the iteration at x (b, p), without bounds."""
     residuals = Residuals(function, (), x.shape[1:], True, x)
-    problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, 0, None)
+    problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, None)
     return problem, begin(problem, x)
 
 
@@ -610,7 +610,7 @@ def test_a_fit_that_breaks_leaves_the_others_alone():
 
 # ------------------------------------------------------------------------------------- numbers of any size
 
-FAR = {torch.float64: (1e-170, 1e-300, 1e160, 1e290), torch.float32: (1e-25, 1e25)}
+FAR = {torch.float64: (1e-70, 1e70), torch.float32: (1e-25, 1e25)}
 
 
 def scaled_decay(of_x, of_f, y, t=T):
@@ -636,12 +636,9 @@ def check_in_units(dtype, of_x, of_f, start, settings):
     assert plain.success and close(other.x / of_x, plain.x, 1000 * eps ** (2 / 3))
     assert torch.equal(other.fun, scaled_decay(of_x, of_f, y, t)(other.x))
     assert torch.equal(other.active_mask, plain.active_mask)
-    if math.isfinite(plain.cost * of_f * of_f):
-        assert (other.success, other.nfev, other.status) == (plain.success, plain.nfev, plain.status)
-        assert other.cost == pytest.approx(plain.cost * of_f * of_f, rel=1000 * eps)
-    else:
-        assert (other.success, other.status) == (False, -3) and "another unit" in other.message
-    # the unit of derivatives may be no number itself: then they are 0 or infinite
+    assert (other.success, other.nfev, other.status) == (plain.success, plain.nfev, plain.status)
+    assert other.cost == pytest.approx(plain.cost * of_f * of_f, rel=1000 * eps)
+    # the unit of derivatives may be no number of the type: then they are 0 or infinite
     expected = plain.jac.double() / of_x * of_f
     assert torch.allclose(other.jac.double(), expected.to(dtype).double(), 1000 * eps ** (2 / 3), atol=1e-300)
     assert not other.grad.isnan().any() and not math.isnan(other.optimality)
@@ -654,48 +651,48 @@ def check_in_units(dtype, of_x, of_f, start, settings):
         (dtype, *case)
         for dtype, units in FAR.items()
         for case in all_pairs((1.0, *units), (1.0, *units), list(ORDINARY.values()))
+        if torch.finfo(dtype).tiny ** 0.24 < case[1] / case[0] < torch.finfo(dtype).max ** 0.24
     ],
 )
 def test_fits_in_units_far_from_1(dtype, of_x, of_f, settings):
     check_in_units(dtype, of_x, of_f, torch.tensor([1.0, 1.0, 0.1], dtype=dtype), settings)
 
 
-@pytest.mark.parametrize("dtype, of_x, of_f", [(torch.float64, 1e-170, 1e160), (torch.float32, 1e-25, 1.0)])
+@pytest.mark.parametrize("dtype, of_x, of_f", [(torch.float64, 1e-30, 1e40), (torch.float32, 1e-25, 1.0)])
 def test_fits_from_zero_in_units_far_from_1(dtype, of_x, of_f):
     plain = check_in_units(dtype, of_x, of_f, torch.zeros(3, dtype=dtype), ORDINARY["plain"])
     if dtype == torch.float64:
         assert agrees_with_scipy(plain, trf(decay(data(outliers=1.0)), START))
 
 
-def test_each_fit_of_a_batch_has_its_own_units():
-    units = double(1e-170, 1.0, 1e-60, 1e140, 1e-250)
+@pytest.mark.parametrize(
+    "of_x, of_f, batched, what",
+    [
+        (1.0, 1e-170, False, "residuals"),
+        (1.0, 1e160, True, r"residuals\[0\]"),
+        (1e-100, 1.0, False, r"derivatives\[0\]"),
+        (1e100, 1.0, True, r"derivatives\[0, 0\]"),
+    ],
+)
+def test_units_whose_squares_are_no_numbers_are_an_error(of_x, of_f, batched, what):
+    start = (double(*START) * of_x).expand(2, 3) if batched else double(*START) * of_x
+    with pytest.raises(ValueError, match=f"the {what} are of the size .*another unit"):
+        woodbury.least_squares(scaled_decay(of_x, of_f, data()), start, batched=batched)
+
+
+def test_each_fit_of_a_batch_may_have_its_own_units():
+    units = double(1e-70, 1.0, 1e-60, 1e70, 1e-20)
     y, starts = many(5), double(1.0, 0.7, 0.1).expand(5, 3)
 
     def f(b, y, unit):
         return (curve(b / unit) - y) * unit
 
-    for settings in ({}, {"loss": "cauchy", "f_scale": 1e-300}, {"loss": "huber", "f_scale": 1e300}):
-        together = woodbury.least_squares(f, starts * units[:, None], args=(y, units), batched=True, **settings)
-        assert torch.isfinite(together.x).all() and torch.isfinite(together.cost).all()
-        for i in range(5):
-            alone = woodbury.least_squares(f, starts[i] * units[i], args=(y[i], units[i]), **settings)
-            assert close(together.x[i] / units[i], alone.x / units[i], 1e-9)
-            assert together.status[i] == alone.status
-        if "f_scale" not in settings or settings["f_scale"] > 1:
-            each = woodbury.least_squares(curve_of, starts, args=(y,), batched=True)
-            assert close(together.x / units[:, None], each.x, 1e-8) and together.success.all()
+    together = woodbury.least_squares(f, starts * units[:, None], args=(y, units), batched=True)
+    each = woodbury.least_squares(curve_of, starts, args=(y,), batched=True)
+    assert close(together.x / units[:, None], each.x, 1e-8) and together.success.all()
 
 
-def test_residuals_that_fall_by_hundreds_of_digits_do_not_end_half_way():
-    def f(b):
-        return torch.stack([torch.exp(b[0]), b[0] + 1, b[0] + 3])
-
-    far, near = woodbury.least_squares(f, [500.0]), woodbury.least_squares(f, [3.0])
-    assert far.success and near.success and far.nfev > near.nfev
-    assert close(far.x, near.x, 10 * DIGITS) and far.cost == pytest.approx(near.cost, rel=bounds.rounding(3))
-
-
-@pytest.mark.parametrize("f_scale", [1e20, 1e120, 1e200, 1e308])
+@pytest.mark.parametrize("f_scale", [1e20, 1e120, 1e140])
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "linear"])
 def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):
     f = decay(data(outliers=2.0))
@@ -705,7 +702,7 @@ def test_a_scale_far_above_the_residuals_gives_least_squares(loss, f_scale):
     assert close(result.jac, plain.jac, 10 * DIGITS)
 
 
-@pytest.mark.parametrize("f_scale", [1e-6, 1e-80, 1e-150])
+@pytest.mark.parametrize("f_scale", [1e-6, 1e-70])
 @pytest.mark.parametrize("loss", ["soft_l1", "huber"])
 def test_a_scale_far_below_the_residuals_gives_least_absolute_deviations(loss, f_scale):
     """Of a constant that is the median, and the cost C sum |f_i|."""
@@ -818,8 +815,8 @@ BAD = [
     ({"start": "abc"}, TypeError, "start must be a tensor, an array or a list"),
     ({"start": 1.0, "batched": True}, ValueError, "starts along its first axis"),
     ({"bounds": 3}, ValueError, r"bounds must be a pair \(lower, upper\), got 3"),
-    ({"ftol": -1}, ValueError, "ftol must be None or a number"),
-    ({"max_nfev": 0}, ValueError, "max_nfev must be a positive integer"),
+    ({"ftol": -1}, ValueError, "ftol must not be negative"),
+    ({"max_nfev": 0}, ValueError, "max_nfev must be a whole number from 1 on"),
     ({"function": lambda b: (b, b)}, TypeError, "tensor of residuals, got tuple; torch.stack"),
     ({"function": lambda b: b[:0]}, ValueError, r"one residual or more .* shape \(0,\)"),
     ({"function": lambda b: b.detach()}, ValueError, "do not depend on the parameters .* without detach"),
@@ -835,7 +832,7 @@ BAD = [
     ({"x_scale": "auto"}, ValueError, 'x_scale must be "jac" or positive numbers'),
     ({"x_scale": [1.0, 0.0]}, ValueError, r"x_scale\[1\] is not a positive number"),
     ({"loss": "squared"}, ValueError, "loss must be one of .*'huber'"),
-    ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale must be a positive number, got 0"),
+    ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale must not be less than 1e-75, got 0"),
     ({"start": torch.ones(2, 3), "batched": True, "args": (y3,)}, ValueError, r"args\[0\] has .* \(3, 40\)"),
     (
         {"function": nan_at_third, "start": [[11.0, 1.0], [1.0, 1.0]], "batched": True},
@@ -852,18 +849,6 @@ def test_errors_name_the_argument(arguments, kind, message):
     arguments = {"function": lambda b, *_: b - 1, "start": [1.0, 2.0], **arguments}
     with pytest.raises(kind, match=message):
         woodbury.least_squares(**arguments)
-
-
-def test_verbose_prints_the_end_and_the_trials(capsys):
-    woodbury.least_squares(decay(data()), START)
-    assert capsys.readouterr().out == ""
-    result = woodbury.least_squares(decay(data()), START, verbose=1)
-    printed = capsys.readouterr().out
-    assert result.message in printed and f"{result.njev} Jacobians" in printed and printed.count("\n") == 1
-    woodbury.least_squares(decay(data()), START, verbose=2)
-    assert capsys.readouterr().out.count("\n") == 1 + result.nfev + 1  # heading, start and trials, end
-    woodbury.least_squares(curve_of, double(*START).expand(3, 3), args=(many(3),), batched=True, verbose=1)
-    assert "3 of 3 fits" in capsys.readouterr().out
 
 
 def test_docstring_example_runs():

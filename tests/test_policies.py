@@ -82,7 +82,7 @@ def test_help_shows_the_damping_and_the_fields_of_a_step():
 def example(name):
     """A policy whose fields are not the defaults."""
     if name == "CurvedSearch":
-        return woodbury.CurvedSearch(rungs=(1e-3, 1e-5), bend=None, patience=5)
+        return woodbury.CurvedSearch(rungs=(1e-3, 1e-5), bend=None, deep=1e-7)
     return POLICIES[name](initial=0.3, floor=0.02)
 
 

@@ -435,10 +435,6 @@ APART = {
         "interrupted",
     ),
     "step interrupted": (lambda rank: (parts(rank, 2), {"forward": interrupted_forward(rank)}), "interrupted"),
-    "two batches per step": (
-        lambda rank: (parts(rank, 2, (5, 2)), {"epochs": 2, "batches_per_step": 2}),
-        "epochs",
-    ),
     "validation of one alone": (
         lambda rank: (parts(rank, 2), {"epochs": 2, "validation": [] if rank else [judged(0, 2)]}),
         "epochs",
@@ -487,7 +483,6 @@ REFUSED = {
     "other decay": (on_second(weight_decay=0.1), "weight_decay"),
     "evidence of one": (on_second(weight_decay="evidence"), "weight_decay='evidence' is for a pair"),
     "bad curvature samples": (on_second(curvature_samples="few"), "'auto'"),
-    "batches per step": (on_second(batches_per_step="grow"), "one process"),
     "bad fallback": (on_second(fallback="guess"), "fallback"),
     "other model": (on_second(model=lambda: small()[:1]), "parameter"),
     "no parameters": (on_second(model=lambda: small().requires_grad_(False)), "requires_grad"),

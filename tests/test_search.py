@@ -22,9 +22,10 @@ from woodbury.linalg import minimize_nonnegative
 from woodbury.model.capture import call_model, capture
 from woodbury.model.chain import ACTIVATIONS, read_chain
 from woodbury.model.plan import plan_layers
+from woodbury.policies import curved, path
 from woodbury.policies.curved import Choice, Memory
 from woodbury.policies.path import Path
-from woodbury.policies.search import Length, find_length
+from woodbury.policies.search import CORRECTIONS, Length, find_length
 
 NOT_IN_THE_ROWS = ("counts-by-rate",)  # part of the gradient
 # so mild that p keeps ten digits
@@ -78,7 +79,7 @@ def test_the_length_is_the_best_power_of_two_from_any_start(start, minimum):
         trials.append(length)
         return minimum**2 - (length - minimum) ** 2 - (0.0 if bent else 1e-3 * minimum**2)
 
-    found = find_length(decrease, woodbury.CurvedSearch(), start, bends=True)
+    found = find_length(decrease, start, bends=True)
     grid = [2.0**-k for k in range(-1, 21)]
     best = max(grid, key=lambda length: minimum**2 - (length - minimum) ** 2)
     assert found.length == best and found.bent and found.decrease == decrease(best, True)
@@ -86,9 +87,9 @@ def test_the_length_is_the_best_power_of_two_from_any_start(start, minimum):
 
 
 def test_nothing_better_than_staying_is_a_length_of_0():
-    found = find_length(lambda length, bent: -length, woodbury.CurvedSearch(), 1.0, bends=True)
+    found = find_length(lambda length, bent: -length, 1.0, bends=True)
     assert found == (0.0, False, 0.0)
-    assert find_length(lambda length, bent: math.nan, woodbury.CurvedSearch(), 1.0, bends=True).length == 0.0
+    assert find_length(lambda length, bent: math.nan, 1.0, bends=True).length == 0.0
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -306,7 +307,7 @@ def points_of(info, p, bend, corrected):
     """Where the dense path is at the length of a step, and its corrections there."""
     length = info.length.item()
     points = [length * p + length**2 * bend * info.bent]
-    while corrected is not None and info.bent and len(points) <= MILD.corrections:
+    while corrected is not None and info.bent and len(points) <= CORRECTIONS:
         points.append(corrected(length, points[-1]))
     return points
 
@@ -360,7 +361,7 @@ def test_weight_decay_the_metric_subsets_and_blocks_enter_as_in_the_dense_formul
     check_against_dense(problems.make(name), subset=subset, blocks=blocks, **changes)
 
 
-def test_corrected_points_are_those_of_the_dense_formula_and_lower():
+def test_corrected_points_are_those_of_the_dense_formula_and_lower(monkeypatch):
     """A step on held-out samples ends as low as without corrections, and lower where it was corrected."""
     corrections, some = [], [0, 2, 3, 5]
     for name in ("softmax", "squared", "residual", "tokens", "narrow"):
@@ -369,13 +370,14 @@ def test_corrected_points_are_those_of_the_dense_formula_and_lower():
             held_out = reference.chosen(problem.inputs, some), problem.targets[some]
             corrections.append(check_against_dense(problem, held_out=held_out, **changes))
             decay, subset = changes.get("decay", 0.0), changes.get("subset")
-            plain = dataclasses.replace(MILD, corrections=0)
             optimizer = woodbury.GaussNewton(
-                other.model, other.loss, search=plain, weight_decay=decay, metric=changes.get("metric")
+                other.model, other.loss, search=MILD, weight_decay=decay, metric=changes.get("metric")
             )
             optimizer.state["search"] = Memory(depth=changes.get("depth", 0)).as_state()
             subset = None if subset is None else torch.tensor(subset)
-            optimizer.step(other.inputs, other.targets, held_out=held_out, subset=subset)
+            with monkeypatch.context() as patched:
+                patched.setattr(path, "CORRECTIONS", 0)
+                optimizer.step(other.inputs, other.targets, held_out=held_out, subset=subset)
             corrected, straight = (objective(own, held_out, decay) for own in (problem, other))
             bound = bounds.rounding(problem.targets.numel())
             assert corrected <= straight * (1 + bound)
@@ -670,10 +672,11 @@ def test_targets_out_of_scale_move_one_layer_first():
     assert moved[~last].abs().max() > 0  # the next step moves all layers
 
 
-def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one():
+def test_a_hopeless_length_leaves_out_the_smallest_rung_until_a_long_one(monkeypatch):
     model, inputs, targets = wide_fit()
-    search = woodbury.CurvedSearch(hopeless=0.03, patience=100)
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=search)
+    monkeypatch.setattr(curved, "HOPELESS", 0.03)
+    monkeypatch.setattr(curved, "DULL", 100)
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
     dropped = 0
     for _ in range(25):
         length = optimizer.step(inputs, targets).length.item()
@@ -751,20 +754,11 @@ def test_an_error_in_the_middle_of_the_search_changes_nothing():
         (lambda m, s: woodbury.CurvedSearch(rungs=()), ValueError, "1 to 12 dampings"),
         (lambda m, s: woodbury.CurvedSearch(rungs=1e-3), TypeError, "tuple"),
         (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 1e-2)), ValueError, "must fall"),
-        (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 0.0)), ValueError, r"rungs\[1\] must be positive"),
-        (lambda m, s: woodbury.CurvedSearch(bend=-1.0), ValueError, "bend must be positive"),
-        (lambda m, s: woodbury.CurvedSearch(first=0.0), ValueError, "first must be positive"),
+        (lambda m, s: woodbury.CurvedSearch(rungs=(1e-3, 0.0)), ValueError, r"rungs\[1\] must be more than 0"),
+        (lambda m, s: woodbury.CurvedSearch(bend=-1.0), ValueError, "bend must be more than 0"),
+        (lambda m, s: woodbury.CurvedSearch(first=0.0), ValueError, "first must be more than 0"),
         (lambda m, s: woodbury.CurvedSearch(bend="some"), TypeError, "bend must be a number"),
-        (lambda m, s: woodbury.CurvedSearch(shortest=4.0), ValueError, "shortest <= longest"),
-        (lambda m, s: woodbury.CurvedSearch(patience=0), ValueError, "patience"),
-        (
-            lambda m, s: woodbury.CurvedSearch(corrections=-1),
-            ValueError,
-            "corrections must be a whole number from 0",
-        ),
-        (lambda m, s: woodbury.CurvedSearch(corrections=1.5), ValueError, "corrections"),
-        (lambda m, s: woodbury.CurvedSearch(least_gain=1.0), ValueError, "least_gain must be below 1"),
-        (lambda m, s: woodbury.CurvedSearch(deep=0.0), ValueError, "deep must be positive"),
+        (lambda m, s: woodbury.CurvedSearch(deep=0.0), ValueError, "deep must be more than 0"),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(build, error, message):

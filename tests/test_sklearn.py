@@ -204,13 +204,13 @@ def test_it_works_in_pipelines_searches_and_pickles(noisy):
 @pytest.mark.parametrize(
     "parameters, message",
     [
-        ({"hidden_layer_sizes": (0,)}, "hidden_layer_sizes must be whole numbers from 1 on"),
-        ({"hidden_layer_sizes": True}, "hidden_layer_sizes must be whole numbers from 1 on"),
-        ({"hidden_layer_sizes": "20"}, "hidden_layer_sizes must be whole numbers from 1 on"),
-        ({"hidden_layer_sizes": 0}, "hidden_layer_sizes must be whole numbers from 1 on"),
+        ({"hidden_layer_sizes": (0,)}, "hidden_layer_sizes must be a whole number from 1 on"),
+        ({"hidden_layer_sizes": True}, "hidden_layer_sizes must be a whole number from 1 on"),
+        ({"hidden_layer_sizes": "20"}, "hidden_layer_sizes must be a whole number from 1 on"),
+        ({"hidden_layer_sizes": 0}, "hidden_layer_sizes must be a whole number from 1 on"),
         ({"restarts": 0}, "restarts must be a whole number"),
         ({"max_iter": 2.5}, "max_iter must be a whole number"),
-        ({"tol": -1.0}, "tol must be a number from 0 on"),
+        ({"tol": -1.0}, "tol must not be negative"),
     ],
 )
 @pytest.mark.parametrize("kind", [LMRegressor, LMClassifier])

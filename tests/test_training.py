@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 import types
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,9 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import bounds
 import reference
 import woodbury
-from woodbury.fit import measured, training
+from woodbury.fit import training
 from woodbury.fit.limits import Limits
-from woodbury.fit.price import Price
 from woodbury.fit.sources import MiniBatches
 from woodbury.optim.price import FEWEST_ROWS, FREE, affordable_rows
 
@@ -62,7 +62,7 @@ def test_the_rate_falls_to_zero_over_the_budget_and_comes_back():
     run = training.TrainingRun(
         training.training_optimizer(model, nn.CrossEntropyLoss(), curvature_samples=4),
         MiniBatches(batches(data)),
-        Limits(epochs=2),
+        limits=Limits(epochs=2),
         callback=lambda fit: rates.append(run.optimizer.param_groups[0]["lr"]),
     )
     run.go(None)
@@ -171,29 +171,9 @@ def test_auto_takes_rows_over_columns_of_the_batch():
     model = nn.Sequential(nn.Linear(40, 100), nn.Tanh(), nn.Linear(100, 30))
     optimizer = woodbury.GaussNewton(model, nn.CrossEntropyLoss(), curvature_samples="auto")
     optimizer.step(torch.randn(64, 40), torch.arange(64) % 30)
-    assert optimizer.affordable_samples(64) == affordable_rows(64, list(model.parameters())) // 29
-    assert optimizer.affordable_samples(3) <= 3
-
-
-def test_the_number_of_curvature_samples_follows_what_steps_cost():
-    optimizer = training.training_optimizer(network(), nn.CrossEntropyLoss(), curvature_samples="auto")
-    data = classes(64)
-    optimizer.step(*data)
-
-    def after(price, count, seconds):
-        optimizer.state["curvature_samples"] = count
-        for _ in range(8):
-            price.note(seconds, data)
-        return optimizer.state["curvature_samples"]
-
-    price = Price(optimizer)
-    price.sgd = 1.0
-    assert after(price, 16, 5.0) == 8  # too dear: half of them
-    assert after(price, 8, 2.9) == 8  # and that helped
-    assert after(price, 8, 1.2) == 16  # cheap: twice as many
-    assert after(price, 16, 6.0) == 8
-    assert after(price, 8, 5.9) == 16  # in vain: back, for good
-    assert after(price, 16, 60.0) == 16
+    count = partial(optimizer._problems.affordable_samples, optimizer._context())
+    assert count(64) == affordable_rows(64, list(model.parameters())) // 29
+    assert count(3) <= 3
 
 
 def fit_by_clock(monkeypatch, ticks, **budget):
@@ -213,20 +193,6 @@ def test_nothing_follows_from_the_clock_unless_seconds_are_the_budget(budget, mo
         fit_by_clock(monkeypatch, ticks, **budget) for ticks in ([1e-3], [1e-6, 30.0, 1e-3, 2.0, 7.0])
     )
     assert steps == others and steps >= 60 and torch.equal(first, second)
-
-
-def test_the_cost_of_an_sgd_step_is_measured_without_a_trace():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    optimizer, before, state = (
-        training.training_optimizer(model, nn.CrossEntropyLoss()),
-        reference.theta(model),
-        None,
-    )
-    state = torch.get_rng_state()
-    assert measured.sgd_seconds(optimizer, classes()) > 0
-    assert torch.equal(state, torch.get_rng_state()) and torch.equal(before, reference.theta(model))
-    assert all(own.grad is None for own in model.parameters())
 
 
 @pytest.mark.parametrize("case", ["one process", "several processes", "weight decay", "chosen"])

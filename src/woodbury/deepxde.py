@@ -27,9 +27,9 @@ from deepxde.icbc.boundary_conditions import BC, Interface2DBC, PointSetBC, Poin
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
+from woodbury.fit.run import PLAIN
 from woodbury.fit.solving import FEW, SolvingRun
 from woodbury.optim import GaussNewton
 from woodbury.policies.search import CurvedSearch
@@ -115,7 +115,6 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
         GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings),
         source,
         limits=Limits(steps, max(run.deadline - time.perf_counter(), 0.0)),
-        validation=None,
         seed=None,
         callback=run.note,
         samples=max(FEW // max(1, problem.equations), FEWEST),

@@ -22,8 +22,8 @@ from pina.solver import PhysicsInformedSingleModelSolver
 from pina.weighting import ScalarWeighting
 from torch import Tensor, nn
 
-from woodbury.fit.descent import PLAIN, use_search
 from woodbury.fit.equations import Equations, TermSource
+from woodbury.fit.run import PLAIN, use_search
 from woodbury.fit.solving import WINDOW
 from woodbury.optim import GaussNewton
 

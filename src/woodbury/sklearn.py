@@ -23,6 +23,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from woodbury._choice import check_number, check_whole_number
 from woodbury.fit.evidence import EvidenceRun, Start
 from woodbury.fit.limits import Limits
 
@@ -76,7 +77,7 @@ class _LMEstimator(BaseEstimator):
         starts = [Start(*PRIORS[index % len(PRIORS)], own.state_dict()) for index, own in enumerate(networks)]
         settings |= {"starts": starts, "most_steps": self.max_iter, "tolerance": self.tol}
         self.model_ = _network(widths, 0)
-        run = EvidenceRun(self.model_, loss, data, Limits(), **settings)
+        run = EvidenceRun(self.model_, loss, data, limits=Limits(), **settings)
         if run.go(None).reason != "evidence":
             text = f"{type(self).__name__}: the evidence still rises after {run.steps} steps; raise max_iter"
             warnings.warn(text, ConvergenceWarning, stacklevel=4)  # where fit was called
@@ -87,13 +88,11 @@ class _LMEstimator(BaseEstimator):
         name = type(self).__name__
         sizes: Any = self.hidden_layer_sizes
         is_sequence = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
-        if not all(_is_whole(size) for size in (sizes if is_sequence else [sizes])):
-            raise ValueError(f"{name}: hidden_layer_sizes must be whole numbers from 1 on, got {sizes!r}")
-        for own in ("restarts", "max_iter"):
-            if not _is_whole(getattr(self, own)):
-                raise ValueError(f"{name}: {own} must be a whole number from 1 on, got {getattr(self, own)!r}")
-        if isinstance(self.tol, bool) or not isinstance(self.tol, int | float) or not 0 <= self.tol < math.inf:
-            raise ValueError(f"{name}: tol must be a number from 0 on, got {self.tol!r}")
+        for size in sizes if is_sequence else [sizes]:
+            check_whole_number(f"{name}: hidden_layer_sizes", size, least=1)
+        check_whole_number(f"{name}: restarts", self.restarts, least=1)
+        check_whole_number(f"{name}: max_iter", self.max_iter, least=1)
+        check_number(f"{name}: tol", self.tol)
 
 
 class LMRegressor(MultiOutputMixin, RegressorMixin, _LMEstimator):
@@ -246,7 +245,3 @@ def _location_and_scale(values: np.ndarray, weights: np.ndarray | None) -> tuple
     mean = np.average(values, axis=0, weights=weights)
     deviation = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
     return mean * size, np.where(deviation > 10 * np.finfo(np.float64).eps, deviation, 1.0) * size
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1

@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from woodbury._choice import check_whole_number, part_named
 from woodbury.fit.checkpoint import Where
-from woodbury.fit.descent import PLAIN
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.evidence import EvidenceRun
 from woodbury.fit.limits import Limits, Progress
 from woodbury.fit.precise import DEFAULT_STEPS, PATIENCE, PreciseRun
 from woodbury.fit.result import Fit
-from woodbury.fit.run import SEARCH, Callback, Metric, Run, Validation
+from woodbury.fit.run import PLAIN, SEARCH, Callback, Metric, Run, Validation
 from woodbury.fit.solving import SolvingRun
 from woodbury.fit.sources import (
     Conversion,
@@ -67,7 +67,6 @@ def fit(
     patience: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
     curvature_samples: int | float | str | None = "auto",
-    batches_per_step: int | str = "auto",
     memory: int | None = None,
     metric: str | None = "auto",
     record: Record | None = None,
@@ -119,7 +118,9 @@ def fit(
             (`woodbury.fit.evidence`); validation data is then measured only, as nothing has to be held out.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
-        epochs: how often to go through a loader.
+        epochs: how often to go through a loader. Where seconds alone are the budget steps take up to four of its
+            batches, as the noise of the gradient asks for it and time allows it (`woodbury.fit.growth`); with
+            epochs or steps nothing follows from the clock, and two runs are the same.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
             8192), and for `Equations` on a CPU 256, from the ninth step on 512. There are twice as many, up to 4
             per parameter (on a GPU 8), after two steps in a row for which others promise less than half as much.
@@ -133,11 +134,7 @@ def fit(
         metrics: functions by name, {"accuracy": f}, from (outputs, targets) of all validation samples, or of a
             pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
         curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
-            `GaussNewton`. "auto" aims at the cost of three SGD steps, by the shapes of the model and, with
-            `seconds` alone on the CPU in one process, by the clock; with epochs or steps two runs are the same.
-        batches_per_step: with a loader: how many of its batches make up a step. "auto" is one, and where seconds
-            alone are the budget up to four, as the noise of the gradient asks for (on the CPU, in one process,
-            with a loss that is a mean); "grow" does that with any budget. See `woodbury.fit.growth`.
+            `GaussNewton`. "auto" aims at the cost of three SGD steps, by the shapes of the model.
         memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one, and none
             where seconds alone are the budget, on a GPU and with several processes.
         metric: as in `GaussNewton`; by default "adam" with a loader (not with weight decay, on a GPU or in several
@@ -171,13 +168,12 @@ def fit(
     if patience is not None:
         if validation is None:
             raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
-        _check_whole("patience", patience)
+        check_whole_number("fit: patience", patience, least=1)
     limits = Limits(steps, seconds, tolerance, epochs)
     run: Run
     if is_batches(given):
         _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
         _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
-        _check_batches(batches_per_step)
         settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
         if steps is None and seconds is None and epochs is None:
             limits = replace(limits, epochs=DEFAULT_EPOCHS)
@@ -187,13 +183,13 @@ def fit(
             MiniBatches(given, convert),
             limits=limits,
             validation=judged,
-            callback=_with_epochs(callback, epoch_callback),
+            callback=callback,
+            epoch_callback=epoch_callback,
             record=record,
-            batches_per_step=batches_per_step,
         )
     else:
         own = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
-        _check_no_batches(**own, batches_per_step=batches_per_step, curvature_samples=curvature_samples)
+        _check_no_batches(**own, curvature_samples=curvature_samples)
         _check_one_process()
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
@@ -201,7 +197,7 @@ def fit(
         if callable(given) or isinstance(given, Equations):
             _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
             if samples is not None:
-                _check_whole("samples", samples)
+                check_whole_number("fit: samples", samples, least=1)
             given = drawing(given, convert) if callable(given) else given
             source = _source(model, criterion, given, forward, points)
             settings["forward"] = source.forward
@@ -249,7 +245,7 @@ def _whole(
         _check_absent("metric", settings["metric"], "not for weight_decay='evidence'")
         check_learnable(pair)
         own = {name: settings[name] for name in ("forward", "fallback")}
-        run = EvidenceRun(model, loss, pair, limits, callback=callback, validation=judged, **own)
+        run = EvidenceRun(model, loss, pair, **own, limits=limits, validation=judged, callback=callback)
     else:
         optimizer = GaussNewton(model, loss, **settings)
         run = PreciseRun(optimizer, pair, limits=limits, validation=judged, callback=callback)
@@ -266,9 +262,7 @@ def _source(
     model: nn.Module, loss: nn.Module, data: Any, forward: Forward | None, points: str
 ) -> TermSource | Drawn:
     """Terms, or one of them, or the samples of another loss than a mean of squares."""
-    if points not in ("by residual", "as drawn"):
-        raise ValueError(f"fit: points must be 'by residual' or 'as drawn', got {points!r}")
-    by_residual = points == "by residual"
+    by_residual = part_named("fit: points", points, {"by residual": True, "as drawn": False})
     if isinstance(data, Equations):
         return TermSource(model, data.terms, by_residual)
     if type(loss) is not nn.MSELoss or loss.reduction != "mean":
@@ -309,11 +303,6 @@ def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
         raise TypeError(f"fit: the loss or the data is missing, got {type(loss).__name__} alone: {write}")
 
 
-def _check_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"fit: {name} must be a whole number from 1 on, got {value!r}")
-
-
 def _is_evidence(weight_decay: float | str) -> bool:
     if isinstance(weight_decay, str) and weight_decay != "evidence":
         raise ValueError(f"fit: weight_decay must be a number or 'evidence', got {weight_decay!r}")
@@ -348,19 +337,6 @@ def _check_metrics(metrics: Mapping[str, Metric], run: Run) -> None:
 _COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "rate", "noise", "log_evidence", *SEARCH}
 
 
-def _with_epochs(callback: Callback | None, epoch_callback: Callback | None) -> Callback | None:
-    """One callback after every step, which calls the other where an epoch has just ended."""
-    if epoch_callback is None:
-        return callback
-
-    def call(fit: Fit) -> bool:
-        stops = callback is not None and bool(callback(fit))
-        is_over = bool(fit.history) and fit.history[-1]["step"] == fit.steps
-        return bool(is_over and epoch_callback(fit)) or stops
-
-    return call
-
-
 def _check_one_process() -> None:
     size = all_processes().size
     if size > 1:
@@ -368,13 +344,6 @@ def _check_one_process() -> None:
             f"fit: a pair, a function that draws samples and Equations are for one process, here are {size}: pass "
             "each a loader of its own samples ([(inputs, targets)] if they are one batch), or start one process"
         )
-
-
-def _check_batches(count: int | str) -> None:
-    if not isinstance(count, str):
-        _check_whole("batches_per_step", count)
-    elif count not in ("auto", "grow"):
-        raise ValueError(f"fit: batches_per_step must be a whole number, 'auto' or 'grow', got {count!r}")
 
 
 def _check_absent(name: str, value: Any, what_for: str) -> None:

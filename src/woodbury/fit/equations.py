@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
+from woodbury._choice import check_number
 from woodbury.device import fingerprint
 from woodbury.device.passes import Replays
 from woodbury.fit.sources import Data, Draw
@@ -114,10 +115,7 @@ class _Source:
             raise TypeError(f"Equations: {name} must be (source, function) or (source, function, weight)")
         source, function, weight = (*term, None)[:3]
         if weight is not None:
-            if isinstance(weight, bool) or not isinstance(weight, int | float):
-                raise TypeError(f"Equations: the weight of {name} must be a number, got {weight!r}")
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"Equations: the weight of {name} must be positive and finite, got {weight}")
+            check_number(f"Equations: the weight of {name}", weight, above=0)
         if callable(source):
             return _Source(_Residual(name, function), source, None, weight)
         fixed = _as_data(source)

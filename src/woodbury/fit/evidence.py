@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch
-from woodbury.fit.limits import Limits
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import Run
 from woodbury.fit.sources import Data
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
@@ -62,22 +61,20 @@ class EvidenceRun(Run):
         model: nn.Module,
         loss: nn.Module,
         data: Data,
-        limits: Limits,
         *,
         forward: Forward | None = None,
         fallback: str | None = None,
-        callback: Callback | None = None,
-        validation: Validation | None = None,
         starts: Sequence[Start] = STARTS,
         most_steps: float = math.inf,  # of one start
         tolerance: float = TOLERANCE,
         number_count: float | None = None,  # of numbers that are predicted, where samples have weights
+        **shared: Any,
     ) -> None:
         self.names = [name for name, own in model.named_parameters() if own.requires_grad]
         groups = [{"params": [own]} for own in model.parameters() if own.requires_grad]
         settings: dict[str, Any] = {"params": groups, "damping": DAMPING, "accept": LEAST_RATIO}
         optimizer = GaussNewton(model, loss, forward=forward, fallback=fallback, **settings)
-        super().__init__(optimizer, limits, callback, validation)
+        super().__init__(optimizer, **shared)
         if self.group.size > 1:
             raise ValueError("fit: weight_decay='evidence' is for one process: pass a number, and a loader")
         self.data, self.fallback, self.tolerance, self.most_steps = data, fallback, tolerance, most_steps
@@ -89,8 +86,8 @@ class EvidenceRun(Run):
         if isinstance(loss, nn.MSELoss) and data[1] is not None:
             centre = data[1].mean(0) if number_count is None else 0.0  # which weighted targets have lost already
             self.variance = float((data[1] - centre).double().square().sum()) / self.number_count or 1.0
-        if limits.steps is not None:
-            starts = starts[: max(1, limits.steps // LEAST_TRIAL)]
+        if self.limits.steps is not None:
+            starts = starts[: max(1, self.limits.steps // LEAST_TRIAL)]
         self.first = self.parameters(), copy.deepcopy(optimizer.state_dict())
         self.trials: list[dict[str, Any]] = []  # the starts that were tried
         self.waiting = list(starts[1:])

@@ -15,9 +15,13 @@ from __future__ import annotations
 from math import inf
 from statistics import median
 
-from woodbury.fit.measured import gradients_of_halves
+import torch
+from torch import Tensor
+
+from woodbury import _batch, _random
 from woodbury.fit.sources import Data
 from woodbury.optim import GaussNewton
+from woodbury.products import loss_of
 
 MOST_BATCHES = 4  # that make up a step
 MOST_NOISE = 0.5  # share of it in |g|^2 that is left alone
@@ -32,7 +36,6 @@ class Growth:
 
     def __init__(self, optimizer: GaussNewton, most: int = MOST_BATCHES) -> None:
         self.optimizer, self.most = optimizer, most
-        self._on_cpu = optimizer.param_groups[0]["params"][0].device.type == "cpu"
         self.batches = 1
         self.is_over = False  # whether it has found its number
         self._steps, self._resume, self._short = 0, 0, 0
@@ -69,7 +72,7 @@ class Growth:
 
     def _decide(self) -> None:
         now = median(self._times)
-        if self._on_cpu and now > DEAREST * self._before:  # elsewhere the clock does not wait for a step
+        if now > DEAREST * self._before:
             self.batches, self.is_over = self.batches // 2, True
         elif not self._difference > MOST_NOISE * self._sum:
             self._resume = self._steps + int(PAUSE * self._steps)
@@ -77,3 +80,28 @@ class Growth:
             self.is_over = True
         else:
             self.batches, self._before = 2 * self.batches, now
+
+
+def gradients_of_halves(optimizer: GaussNewton, batch: Data) -> tuple[Tensor, Tensor] | None:
+    """g_a and g_b of the two halves of a batch, by autograd; None for a single sample. Nothing changes."""
+    inputs, targets = batch
+    samples = _batch.sample_count(inputs)
+    half = samples // 2
+    if not half:
+        return None
+    parameters = [own for group in optimizer.param_groups for own in group["params"]]
+    buffers = [(own, own.clone()) for own in optimizer.model.buffers()]
+    random, gradients = _random.snapshot(parameters[0].device), []
+    try:
+        for window in (slice(0, half), slice(half, 2 * half)):
+            own = _batch.part(inputs, window, samples), None if targets is None else targets[window]
+            with torch.enable_grad():
+                loss = loss_of(optimizer.loss, optimizer.forward(optimizer.model, own[0]), own[1])
+                slopes = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradients.append(torch.cat([slope.flatten() for slope in slopes if slope is not None]))
+    finally:
+        _random.restore(random)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return gradients[0], gradients[1]

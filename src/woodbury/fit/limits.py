@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from woodbury._choice import check_number, check_whole_number
 from woodbury.fit.result import Fit
 
 
@@ -22,14 +23,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("steps", "seconds", "tolerance", "epochs"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"fit: {name} must be a number, got {value!r}")
-            if not value >= 0:
-                raise ValueError(f"fit: {name} must not be negative, got {value}")
-        if self.steps is not None and not isinstance(self.steps, int):
-            raise TypeError(f"fit: steps must be a whole number, got {self.steps!r}")
+            if value is not None and value != math.inf:
+                check_number(f"fit: {name}", value)
+        if self.steps is not None:
+            check_whole_number("fit: steps", self.steps)
 
     def reached(self, steps: int, seconds: float, epochs: float = 0.0) -> str | None:
         """The budget that is used up, if one is."""

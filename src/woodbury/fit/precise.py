@@ -1,6 +1,14 @@
 """Fits to data used whole: steps with a `CurvedSearch`, to many digits.
 
-With validation data `woodbury.fit.descent` says how deep steps go.
+With validation data steps go as deep as the loss on it falls. Steps with a search follow the samples to many
+digits, and with them their noise. So such a fit begins with plain Levenberg-Marquardt steps (`PLAIN`, MATLAB's
+trainlm in units of the trace of K): its damping is large at first and falls while steps keep what they promise.
+Noise shows in a validation loss that rises, and ends the fit.
+
+Without noise the validation loss keeps falling, but such steps creep along the floor of a valley. Where ten of
+them have taken away less than 70 % of it, the search goes on from the best point, until three of its steps in a
+row pass without a lower validation loss. What it found counts if it has at least halved that loss: a little less
+may be luck. After that there are plain steps again.
 """
 
 from __future__ import annotations
@@ -9,9 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from woodbury import _batch
-from woodbury.fit.descent import Descent, share_gained
-from woodbury.fit.limits import Limits
-from woodbury.fit.run import SEARCH, Callback, Run, Validation
+from woodbury.fit.run import SEARCH, Best, Run, share_gained, use_search
 from woodbury.fit.sources import Data
 from woodbury.optim import GaussNewton, StepInfo
 
@@ -19,25 +25,23 @@ DEFAULT_STEPS = 300  # where no budget is given
 STALL_WINDOW = 12  # steps that together gain less than STALL_GAIN of the loss: nothing moves any more
 STALL_GAIN = 0.01
 PATIENCE = 6  # steps without a lower validation loss, as in trainlm
+WINDOW, CREEP = 10, 0.7  # plain steps that together take away less than this of the validation loss
+TRIAL, WORTH = 3, 0.5  # steps of the search without a lower validation loss; how much of it all must take away
 
 
 class PreciseRun(Run):
-    """Steps with a search, all on the same samples."""
+    """Steps with a search, all on the same samples; with validation data plain ones as well."""
 
     kind: ClassVar[str] = "a pair"
 
-    def __init__(
-        self,
-        optimizer: GaussNewton,
-        data: Data,
-        limits: Limits,
-        validation: Validation | None,
-        callback: Callback | None,
-    ) -> None:
-        super().__init__(optimizer, limits, callback, validation)
+    def __init__(self, optimizer: GaussNewton, data: Data, **shared: Any) -> None:
+        super().__init__(optimizer, **shared)
         self.data = data
         self.fit.samples = _batch.check_batch(*data)
-        self.descent = None if validation is None else Descent(optimizer)
+        self.course: list[float] = []  # the lowest validation losses after plain steps since the last search
+        self.before: Best | None = None  # the best point when the search began, while it lasts
+        if self.validation is not None:
+            use_search(optimizer, False)
 
     def advance(self) -> Callable[[], str | None]:
         info = self.optimizer.step(*self.data)
@@ -52,27 +56,36 @@ class PreciseRun(Run):
         self.measure(record)
         if self.limits.tolerance is not None and fit.loss <= self.limits.tolerance:
             return "tolerance"
-        if self.validation is not None and self._is_over(record["validation"], self.validation.patience):
-            return "validation"
+        if self.validation is not None:
+            self.judge(record["validation"])
+            was_plain = self.before is None
+            self.choose_steps()
+            if was_plain and self.waited >= self.validation.patience:
+                return "validation"
         return "stalled" if self._is_stalled() else None
 
-    def _is_over(self, judged: float, patience: int) -> bool:
-        """Whether the validation loss has stopped falling; plain steps and searched ones may take turns."""
-        self.judge(judged)
-        assert self.descent is not None and self.best is not None
-        was_plain = not self.descent.in_search
-        back = self.descent.next(self.best, self.waited)
-        if back is not None:
-            self.best, self.waited = back, 0
-            self.load_parameters(back.parameters)
-        return was_plain and self.waited >= patience
+    def choose_steps(self) -> None:
+        """Go on with plain steps or with the search; where a search is over, from the point that counts."""
+        best, before = self.best, self.before
+        assert best is not None
+        if before is None:
+            self.course.append(best.judged)
+            creeps = len(self.course) > WINDOW and share_gained(self.course[-1 - WINDOW], best.judged) < CREEP
+            if self.waited == 0 and creeps:
+                self.before = best
+                use_search(self.optimizer, True)
+        elif self.waited >= TRIAL:
+            self.before, self.course, self.waited = None, [], 0
+            use_search(self.optimizer, False)
+            self.best = best if share_gained(before.judged, best.judged) >= WORTH else before
+            self.load_parameters(self.best.parameters)
 
     def _is_stalled(self) -> bool:
         """Whether the last steps gained next to nothing together."""
         recent = self.fit.history[-STALL_WINDOW:]
         if len(recent) < STALL_WINDOW:
             return False
-        if self.descent is not None:
+        if self.validation is not None:
             return not any(record["accepted"] for record in recent)
         return share_gained(float(recent[0]["loss"]), self.fit.loss) <= STALL_GAIN
 
@@ -83,8 +96,12 @@ class PreciseRun(Run):
         self.fit.loss = self.evaluate([self.data])
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), **({} if self.descent is None else {"descent": self.descent.state()})}
+        before = None if self.before is None else dict(vars(self.before))
+        return {**super().state(), "descent": {"course": list(self.course), "before": before}}
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
-        if self.descent is not None and "descent" in state:
-            self.descent.load(state["descent"])
+        descent = state["descent"]
+        self.course = list(descent["course"])
+        if self.validation is not None and descent["before"] is not None:
+            self.before = Best(**descent["before"])
+            use_search(self.optimizer, True, self.optimizer.state.get("search"))

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,22 +27,16 @@ from woodbury.model.capture import call_model
 from woodbury.optim import GaussNewton
 from woodbury.optim.shards import find_group
 from woodbury.parallel.group import of_all
+from woodbury.policies.damping import LevenbergMarquardt
+from woodbury.policies.search import CurvedSearch
 from woodbury.products import loss_of
 
+PLAIN = LevenbergMarquardt(initial=0.1, boost=3.0, drop=1 / 3, floor=1e-12, relative=True)  # of plain steps
 Callback = Callable[[Fit], Any]
 SEARCH = ("length", "share", "bent", "accepted")  # what the history has of steps with a search
 Metric = Callable[[Tensor, "Tensor | None"], Any]  # (outputs, targets) -> a number
-_NEEDED = {
-    "kind",
-    "end",
-    "random",
-    "parameters",
-    "optimizer",
-    "steps",
-    "seconds",
-    "samples",
-    "history",
-}  # to go on
+# to go on
+_NEEDED = {"kind", "end", "random", "parameters", "optimizer", "steps", "seconds", "samples", "history"}
 _FOUND = ("tolerance", "validation", "stalled")  # ends of a fit that are no budget
 
 
@@ -53,6 +47,20 @@ class Best:
     judged: float  # on the validation data, if there is any
     step: int
     parameters: dict[str, Tensor]
+
+
+def share_gained(before: float, after: float) -> float:
+    """How much of a loss, of any sign, is gone."""
+    return (before - after) / abs(before) if before else before - after
+
+
+def use_search(optimizer: GaussNewton, on: bool, memory: Any = None) -> None:
+    """From now on steps with a search, and what it remembers, or plain ones that are taken if they gain."""
+    search, accept = (CurvedSearch(), None) if on else (None, 0.0)
+    optimizer.settings = replace(optimizer.settings, search=search, accept=accept)
+    optimizer.state.pop("search", None)
+    if memory is not None:
+        optimizer.state["search"] = memory
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Run(ABC):
         self,
         optimizer: GaussNewton,
         limits: Limits,
-        callback: Callback | None,
+        callback: Callback | None = None,
         validation: Validation | None = None,
     ) -> None:
         self.optimizer, self.model = optimizer, optimizer.model
@@ -100,6 +108,10 @@ class Run(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Leave the best parameters in the model, and what is true of them in the `Fit`."""
+
+    def asks_to_stop(self) -> bool:
+        """Call back after a step."""
+        return self.callback is not None and bool(self.callback(self.fit))
 
     def shown(self) -> tuple[str, float]:
         """What the progress line says beside losses and metrics, and the epochs so far."""
@@ -164,7 +176,7 @@ class Run(ABC):
                 with group.together():
                     if progress is not None:
                         progress.show(fit, *self.shown())
-                    asked = bool(self.callback(fit)) if self.callback is not None else False
+                    asked = self.asks_to_stop()
                 stops = group.sums(told(), asked)  # asked of one, all of them stop
                 if fit.reason == "running" and any(stops):
                     fit.reason = "interrupted" if stops[0] else "callback"

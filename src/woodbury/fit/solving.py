@@ -17,10 +17,8 @@ import torch
 
 from woodbury import _random
 from woodbury._bytes import available_bytes
-from woodbury.fit.descent import use_search
 from woodbury.fit.equations import TermSource
-from woodbury.fit.limits import Limits
-from woodbury.fit.run import SEARCH, Callback, Run, Validation
+from woodbury.fit.run import SEARCH, Run, use_search
 from woodbury.fit.sources import Drawn
 from woodbury.optim import GaussNewton, StepInfo
 
@@ -56,13 +54,11 @@ class SolvingRun(Run):
         self,
         optimizer: GaussNewton,
         source: TermSource | Drawn,
-        limits: Limits,
-        validation: Validation | None,
         seed: int | None,
-        callback: Callback | None,
         samples: int | None,
+        **shared: Any,
     ) -> None:
-        super().__init__(optimizer, limits, callback, validation)
+        super().__init__(optimizer, **shared)
         self.source = source
         self.size = sum(own.numel() for own in self.model.parameters() if own.requires_grad)
         on_cpu = self.device.type == "cpu"

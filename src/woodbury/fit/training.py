@@ -27,12 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from woodbury.fit.checkpoint import Checkpoint
-from woodbury.fit.descent import share_gained
 from woodbury.fit.growth import MOST_BATCHES, Growth
 from woodbury.fit.limits import Limits, Progress
-from woodbury.fit.price import Price
 from woodbury.fit.result import Fit
-from woodbury.fit.run import Callback, Run, Validation
+from woodbury.fit.run import Callback, Run, share_gained
 from woodbury.fit.sources import MiniBatches
 from woodbury.optim import GaussNewton, StepInfo
 from woodbury.optim.shards import find_group
@@ -63,31 +61,24 @@ class TrainingRun(Run):
         self,
         optimizer: GaussNewton,
         batches: MiniBatches,
-        limits: Limits,
-        validation: Validation | None = None,
-        callback: Callback | None = None,
         record: Record | None = None,
-        batches_per_step: int | str = 1,
+        epoch_callback: Callback | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(optimizer, limits, callback, validation)
-        self.batches, self.record, self.convert = batches, record, batches.convert
+        super().__init__(optimizer, **shared)
+        self.batches, self.record, self.epoch_callback = batches, record, epoch_callback
+        self.convert = batches.convert
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.losses: list[Tensor] = []  # of the epoch under way
         self.used = 0  # batches of that epoch, in steps that were taken
-        self.by_time = is_by_time(limits, self.model)  # only then anything may follow from what steps cost
-        self.price = Price(optimizer) if optimizer.curvature_samples == "auto" and self.by_time else None
+        self.by_time = is_by_time(self.limits, self.model)  # only then anything may follow from what steps cost
         self.growth: Growth | None = None
-        if isinstance(batches_per_step, str):
-            if batches_per_step == "grow" and find_group(None, self.model).size > 1:
-                raise ValueError("fit: batches_per_step='grow' is for one process: pass a number")
-            if batches_per_step == "grow" or (self.by_time and not is_sum(optimizer.loss)):  # a sum grows with N
-                self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
-            batches_per_step = 1
-        self._batches_per_step = batches_per_step
+        if self.by_time and not is_sum(optimizer.loss):  # a sum grows with the samples
+            self.growth = Growth(optimizer, min(MOST_BATCHES, batches.length or MOST_BATCHES))
 
     @property
     def batches_per_step(self) -> int:
-        return self._batches_per_step if self.growth is None else self.growth.batches
+        return 1 if self.growth is None else self.growth.batches
 
     def _go(self, progress: Progress | None, file: Checkpoint | None, told: Callable[[], bool]) -> Fit:
         with nullcontext() if self.model.training else self.in_mode(training=True):
@@ -113,15 +104,18 @@ class TrainingRun(Run):
             group["lr"] = rate * risen * math.sqrt(1 - share)
         started = time.process_time()  # which other programs on the machine do not disturb
         info = self.optimizer.step(*batch)
-        seconds = time.process_time() - started
         if self.growth is not None:
-            self.growth.note(seconds, batch, count)
-        if self.price is not None and (self.growth is None or self.growth.is_over):
-            self.price.note(seconds, batch)
+            self.growth.note(time.process_time() - started, batch, count)
         fit.steps, fit.samples = fit.steps + 1, samples
         self.losses.append(info.loss)
         self.used = self.batches.taken
         return lambda: self._note(info)
+
+    def asks_to_stop(self) -> bool:
+        asked, history = super().asks_to_stop(), self.fit.history
+        if self.epoch_callback is None or not history or history[-1]["step"] != self.fit.steps:
+            return asked
+        return bool(self.epoch_callback(self.fit)) or asked
 
     def shown(self) -> tuple[str, float]:
         rate = self.optimizer.param_groups[0]["lr"]

@@ -41,10 +41,11 @@ def place(wrong: Tensor, shape: torch.Size, batched: bool) -> str:
 
 
 def _for_each(name: str, value: Any, x: Tensor, shape: torch.Size, batched: bool) -> Tensor:
-    """A number, or one for each parameter, as (b, p)."""
+    """A number, or one for each parameter, as (b, p) of float64, rounded to the type of x."""
     whole = (len(x), *shape) if batched else tuple(shape)
     try:
-        return torch.as_tensor(value, dtype=x.dtype, device=x.device).broadcast_to(whole).reshape(x.shape)
+        numbers = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        return numbers.broadcast_to(whole).reshape(x.shape).double()
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"{name} must be a number or numbers of the shape {whole} of start, got {value!r}"
@@ -97,19 +98,3 @@ def diagonal(x_scale: Any, x: Tensor, shape: torch.Size, batched: bool) -> Tenso
     if wrong.any():
         raise ValueError(f"x_scale{place(wrong, shape, batched)} is not a positive number")
     return 1 / scales
-
-
-def tolerance(name: str, value: float | None, default: float) -> float:
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{name} must be None or a number that is not negative, got {value!r}")
-    return float(value)
-
-
-def largest_nfev(value: int | None, parameter_count: int) -> int:
-    if value is None:
-        return max(1000, 100 * (parameter_count + 1))
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"max_nfev must be a positive integer or None, got {value!r}")
-    return value

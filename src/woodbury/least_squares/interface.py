@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from woodbury._choice import check_number, check_whole_number
 from woodbury.least_squares import arguments
 from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
 from woodbury.least_squares.residuals import Loss, Residuals
 
 MESSAGES = {
-    -3: "The cost is too large for a number; give the residuals in another unit.",
     -2: "Stopped because the callback raised StopIteration.",
     -1: "The Jacobian is not finite.",
     0: "The maximum number of function evaluations is exceeded.",
@@ -41,7 +41,7 @@ class LeastSquaresResult:
     active_mask: Tensor  # -1, 0, 1: at the lower bound, at none, at the upper bound
     nfev: Any  # points at which the function was computed
     njev: Any  # Jacobians on the way; `jac` is one more, which scipy does not count either
-    status: Any  # the code of the message, as in scipy; -1 or -3 where a Jacobian or the cost is not finite
+    status: Any  # the code of the message, as in scipy; -1 where a Jacobian is not finite
     message: Any
     success: Any  # whether a tolerance was met
 
@@ -66,7 +66,6 @@ def least_squares(
     max_nfev: int | None = None,
     args: Sequence[Any] = (),
     batched: bool = False,
-    verbose: int = 0,
     callback: Callable[[Tensor], object] | None = None,
 ) -> LeastSquaresResult:
     """Minimize 1/2 sum_i C^2 rho(f_i(x)^2 / C^2) over x, within bounds, by the Levenberg-Marquardt method.
@@ -80,11 +79,12 @@ def least_squares(
     The step p minimizes |f + J p| subject to |D p| <= radius, with J by torch.func and D the largest norm that
     each column of J has had. Radius, damping and the rules to accept a step are those of MINPACK (Moré 1978); near
     the minimum, where the cost no longer shows the difference, steps are judged by gradients. Another unit for a
-    parameter, or for all residuals, gives the same fit in the other unit, also where squares overflow.
+    parameter, or for all residuals, gives the same fit in the other unit.
 
     function: maps parameters (in the shape of `start`) to residuals f, a tensor of any shape, with operations that
         autograd follows. Where torch.func cannot transform it, J is computed row by row.
-    start: a tensor, array or list; its type and device are those of the fit. Lists and integers become float64.
+    start: a tensor, array or list; its device is that of the fit, and its type the one in which the function is
+        computed (everything else is float64). Lists and integers become float64.
     bounds: (lower, upper), each None, a number, or one number for each parameter. Parameters that a step would
         carry past a bound are put on it, and the step of the others is solved again. The function is computed
         within the bounds only.
@@ -103,86 +103,58 @@ def least_squares(
     batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
         function sees one of them at a time. Tensors and arrays in `args` must have b entries as well, of which
         it sees one, as a tensor.
-    verbose: 1 prints how it ended, 2 every trial.
     callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
     """
+    for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
+        if tolerance is not None:
+            check_number(name, tolerance)
+    if max_nfev is not None:
+        check_whole_number("max_nfev", max_nfev, least=1)
     x, shape = arguments.starting_points(start, batched)
     start_shape = (len(x), *shape) if batched else shape
-    cost = Loss(loss, f_scale)
-    limits = arguments.limits(bounds, x, shape, batched)
-    scale = arguments.diagonal(x_scale, x, shape, batched)
     residuals = Residuals(function, args, shape, batched, x)
-    most = arguments.largest_nfev(max_nfev, x.shape[1])
-
-    def run(x: Tensor, most: int) -> Ends:
-        f, J = residuals.begin(x, cost.scale)
-        units = residuals.units
-        problem = Problem(
-            residuals,
-            cost if bool((units.f == 1).all()) else cost.in_units(),
-            None if limits is None else arguments.Bounds(*(side / units.x for side in limits)),
-            None if scale is None else scale * units.x,
-            ftol=arguments.tolerance("ftol", ftol, residuals.epsilon ** (4 / 3)),
-            xtol=arguments.tolerance("xtol", xtol, 4 * residuals.epsilon),
-            gtol=arguments.tolerance("gtol", gtol, 0.0),
-            max_nfev=most,
-            verbose=verbose,
-            callback=None if callback is None else lambda x: callback((x * units.x).reshape(start_shape)),
-        )
-        return minimize(problem, x / units.x, f, J)
-
+    problem = Problem(
+        residuals,
+        Loss(loss, f_scale),
+        arguments.limits(bounds, x, shape, batched),
+        arguments.diagonal(x_scale, x, shape, batched),
+        ftol=residuals.epsilon ** (4 / 3) if ftol is None else ftol,
+        xtol=4 * residuals.epsilon if xtol is None else xtol,
+        gtol=0.0 if gtol is None else gtol,
+        max_nfev=max(1000, 100 * (x.shape[1] + 1)) if max_nfev is None else max_nfev,
+        callback=None if callback is None else lambda x: callback(x.to(residuals.dtype).reshape(start_shape)),
+    )
     with torch.no_grad():
-        ends = run(x, most)
-        while residuals.are_tiny(ends.f) and bool((ends.status > 0).all()):
-            more = run(ends.x * residuals.units.x, max(1, most - int(ends.nfev.max())))
-            ends = more._replace(nfev=more.nfev + ends.nfev, njev=more.njev + ends.njev)
-        result = _result(residuals, cost, limits, ends)
-    if verbose:
-        _print_end(result, batched)
-    return result
+        return _result(problem, minimize(problem, x.double(), *residuals.begin(x)))
 
 
-def _result(residuals: Residuals, loss: Loss, limits: arguments.Bounds | None, ends: Ends) -> LeastSquaresResult:
-    """The ends, in the units of the caller."""
-    shape, batched, units = residuals.shape, residuals.batched, residuals.units
-    f_unit = units.f.unsqueeze(-1)
-    x, f = ends.x * units.x, ends.f * f_unit
-    target, J = loss.gauss_newton(f, residuals.jacobian(ends.x, None))
-    g = gradient(J, target / f_unit)
+def _result(problem: Problem, ends: Ends) -> LeastSquaresResult:
+    """The ends in the shapes of the caller."""
+    residuals, x = problem.residuals, ends.x
+    target, J = problem.loss.gauss_newton(ends.f, residuals.jacobian(x, None))
+    g = gradient(J, target)
     mask, distance = torch.zeros_like(x, dtype=torch.int64), torch.ones_like(x)
-    if limits is not None:
-        lower, upper = limits
+    if problem.bounds is not None:
+        lower, upper = problem.bounds
         mask = (x >= upper).long() - (x <= lower).long()
         distance = torch.where(g < 0, upper - x, x - lower)
         distance = torch.where((g != 0) & torch.isfinite(distance), distance, 1.0)
-    cost = loss.cost(f)
-    status = torch.where(torch.isfinite(cost) | (ends.status <= 0), ends.status, -3)
+    of_parameters = (-1, *residuals.shape)
     each: dict[str, Any] = {
-        "x": x.reshape(-1, *shape),
-        "cost": cost,
-        "fun": f.reshape(-1, *residuals.output_shape),
-        "jac": J / units.x.unsqueeze(1) * f_unit.unsqueeze(-1),
-        "grad": (g / units.x * f_unit * f_unit).reshape(-1, *shape),
-        "optimality": (g * distance / units.x * f_unit * f_unit).abs().amax(-1),
-        "active_mask": mask.reshape(-1, *shape),
+        "x": x.to(residuals.dtype).reshape(of_parameters),
+        "cost": ends.cost,
+        "fun": ends.f.to(residuals.dtype).reshape(-1, *residuals.output_shape),
+        "jac": J.to(residuals.dtype),
+        "grad": g.to(residuals.dtype).reshape(of_parameters),
+        "optimality": (g * distance).abs().amax(-1),
+        "active_mask": mask.reshape(of_parameters),
         "nfev": ends.nfev,
         "njev": ends.njev,
-        "status": status,
-        "message": [MESSAGES[code] for code in status.tolist()],
-        "success": status > 0,
+        "status": ends.status,
+        "message": [MESSAGES[code] for code in ends.status.tolist()],
+        "success": ends.status > 0,
     }
-    if not batched:
+    if not residuals.batched:
         numbers = ("cost", "optimality", "nfev", "njev", "status", "success")
         each = {name: values[0].item() if name in numbers else values[0] for name, values in each.items()}
     return LeastSquaresResult(**each)
-
-
-def _print_end(result: LeastSquaresResult, batched: bool) -> None:
-    if not batched:
-        print(
-            f"{result.message} {result.nfev} points, {result.njev} Jacobians, cost {result.cost:.8e}, "
-            f"optimality {result.optimality:.2e}"
-        )
-        return
-    for status in sorted(set(result.status.tolist())):
-        print(f"{int((result.status == status).sum())} of {len(result.status)} fits: {MESSAGES[status]}")

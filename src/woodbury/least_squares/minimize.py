@@ -29,7 +29,6 @@ from torch.linalg import vector_norm
 from woodbury.least_squares import trust_region
 from woodbury.least_squares.arguments import Bounds
 from woodbury.least_squares.residuals import Loss, Residuals
-from woodbury.linalg import full_precision
 
 FACTOR = 100.0  # the first radius, relative to |D x|: MINPACK's
 ROBUST_FACTOR = 1.0  # the same for losses that are not convex: that of scipy's trf
@@ -50,7 +49,6 @@ class Problem(NamedTuple):
     xtol: float
     gtol: float
     max_nfev: int
-    verbose: int
     callback: Callable[[Tensor], object] | None  # gets x (b, p) after every trial
 
 
@@ -72,7 +70,7 @@ class _Fits:
     row: Tensor  # its place in the batch
     x: Tensor  # (b, p)
     f: Tensor  # residuals (b, m)
-    cost: Tensor  # (b,), float64, as all numbers per fit
+    cost: Tensor  # (b,)
     nfev: Tensor
     njev: Tensor
     status: Tensor
@@ -84,7 +82,7 @@ class _Fits:
     target: Tensor  # f, scaled by the loss
     free: Tensor  # (b, p): false at a bound beyond which the cost would fall
     rounding: Tensor  # |J p| / |f| of a step p as short as rounding errors
-    S: Tensor  # (b, p, p), float64: what the Hessian has beside J^T J, by secants; (b, 0, 0) if m < p
+    S: Tensor  # (b, p, p): what the Hessian has beside J^T J, by secants; (b, 0, 0) if m < p
     s: Tensor  # the factors of J D^-1
     V: Tensor
     c: Tensor
@@ -101,10 +99,7 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
     """All fits from x (b, p), with residuals and Jacobian there, to their ends."""
     fits = _begin(problem, x, f, J)
     ends = Ends(*(getattr(fits, name).clone() for name in Ends._fields))
-    step = 0
     while True:
-        if problem.verbose > 1:
-            _print(step, problem, fits)
         finished = fits.status != RUNNING
         if finished.any():
             for name, values in ends._asdict().items():
@@ -113,7 +108,6 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
                 return ends
             fits = fits.take(~finished)
         fits = _advance(problem, fits)
-        step += 1
         if problem.callback is not None:
             ends.x[fits.row] = fits.x
             try:
@@ -122,16 +116,8 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
                 fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
 
 
-def _print(step: int, problem: Problem, fits: _Fits) -> None:
-    if step == 0:
-        print(f"{'trial':>6}{'fits':>8}{'cost':>16}{'radius':>12}")
-    unit = problem.residuals.units.f[fits.row].double()
-    cost, radius = float((fits.cost * unit * unit).sum()), float(fits.radius.median())
-    print(f"{step:6}{len(fits.row):8}{cost:16.8e}{radius:12.2e}", flush=True)
-
-
 def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:
-    number, count = x.new_zeros(len(x), dtype=torch.float64), x.new_zeros(len(x), dtype=torch.int64)
+    number, count = x.new_zeros(len(x)), x.new_zeros(len(x), dtype=torch.int64)
     scale = torch.zeros_like(x) if problem.scale is None else problem.scale
     cost = problem.loss.cost(f)
     size = x.shape[1] if f.shape[1] >= x.shape[1] else 0
@@ -142,10 +128,10 @@ def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:
         *(number, number, number > 0, scale, *later, S, *later[:3]),
     )
     fits = _linearize(problem, fits, J)
-    size = vector_norm(fits.scale * x, dim=-1, dtype=torch.float64)
+    size = vector_norm(fits.scale * x, dim=-1)
     # from zero: D x is measured in units of f, or of x_scale
     instead = (2 * cost).sqrt() if problem.scale is None else torch.ones_like(cost)
-    fits.radius = (FACTOR if problem.loss.scale is None else ROBUST_FACTOR) * torch.where(size > 0, size, instead)
+    fits.radius = (FACTOR if problem.loss.is_linear else ROBUST_FACTOR) * torch.where(size > 0, size, instead)
     if problem.max_nfev == 1:
         fits.status = torch.where(fits.status == RUNNING, 0, fits.status)
     return fits
@@ -157,8 +143,8 @@ def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
     if not finite.all():
         J = torch.where(finite[:, None, None], J, 0.0)
     target, J = problem.loss.gauss_newton(fits.f, J)
-    norms = vector_norm(J, dim=1, dtype=torch.float64)
-    scale = torch.maximum(fits.scale, norms.to(J.dtype)) if problem.scale is None else fits.scale
+    norms = vector_norm(J, dim=1)
+    scale = torch.maximum(fits.scale, norms) if problem.scale is None else fits.scale
     g = gradient(J, target)
     free = torch.ones_like(g, dtype=torch.bool)
     if problem.bounds is not None:
@@ -169,7 +155,7 @@ def _linearize(problem: Problem, fits: _Fits, J: Tensor) -> _Fits:
     flat = ((cosine <= problem.gtol * size.unsqueeze(-1)) | ~free).all(1)
     rounding = 4 * problem.residuals.epsilon * (1 + vector_norm(norms * fits.x, dim=-1) / size)
     status = torch.where(finite, torch.where(flat, 1, fits.status), -1)
-    factors = trust_region.factorize(J * free.unsqueeze(1), target, scale)
+    factors = trust_region.factorize(J * free.unsqueeze(1), target, scale, problem.residuals.epsilon)
     model = {"scale": scale, "J": J, "target": target, "free": free, "rounding": rounding}
     return replace(fits, status=status, **model, **factors._asdict())
 
@@ -179,7 +165,7 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     p, damping, length, predicted, slope, held = _propose(problem, fits)
     # until it moves, the radius is no more than the first step that was tried
     fits.radius = torch.where(fits.begun | held, fits.radius, torch.minimum(fits.radius, length))
-    x = fits.x + p
+    x = problem.residuals.rounded(fits.x + p)
     if problem.bounds is not None:
         x = torch.clamp(x, *problem.bounds.of(fits.row))
     f = problem.residuals(x, fits.row)
@@ -195,9 +181,7 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
     if blind.any():
         J = _jacobians(problem, x, fits.row, blind)
         target, scaled = problem.loss.gauss_newton(f, J)
-        with full_precision():
-            change = (scaled @ p.unsqueeze(-1)).squeeze(-1).double()
-        by_slopes = -slope - (target.double() * change).sum(-1) / (2 * fits.cost)
+        by_slopes = -slope - (target * times(scaled, p)).sum(-1) / (2 * fits.cost)
         actual = torch.where(blind, torch.where(by_slopes.isfinite(), by_slopes, -math.inf), actual)
     ratio, radius, fits.damping = trust_region.judge(fits.radius, damping, length, actual, predicted, slope)
     if blind.any():
@@ -210,7 +194,7 @@ def _advance(problem: Problem, fits: _Fits) -> _Fits:
 
     small = last & (actual.abs() <= problem.ftol) & (ratio <= 2)
     small = small | ((predicted >= 0) & (predicted <= fits.rounding**2))
-    short = fits.radius <= problem.xtol * vector_norm(fits.scale * fits.x, dim=-1, dtype=torch.float64)
+    short = fits.radius <= problem.xtol * vector_norm(fits.scale * fits.x, dim=-1)
     status = torch.where(fits.nfev >= problem.max_nfev, 0, RUNNING)
     fits.status = torch.where(small, torch.where(short, 4, 2), torch.where(short, 3, status))
 
@@ -238,11 +222,7 @@ def _with_secant(fits: _Fits, p: Tensor, g: Tensor, ratio: Tensor, blind: Tensor
     wanted = blind & (((ratio - 1).abs() > CURVED) | fits.S.flatten(1).any(1))
     if fits.S.numel() == 0 or not wanted.any():
         return fits.S
-    with full_precision():
-        image = (fits.J @ p.unsqueeze(-1)).squeeze(-1)
-    p = p.double()
-    r = (g - gradient(fits.J, fits.target) - gradient(fits.J, image)).double()
-    r = r - (fits.S @ p.unsqueeze(-1)).squeeze(-1)
+    r = g - gradient(fits.J, fits.target) - gradient(fits.J, times(fits.J, p)) - times(fits.S, p)
     terms = r * p
     wanted = wanted & (terms.sum(-1).abs() > ORTHOGONAL * terms.abs().sum(-1))
     update = r.unsqueeze(-1) * r.unsqueeze(-2) / torch.where(wanted, terms.sum(-1), 1.0)[:, None, None]
@@ -280,7 +260,7 @@ def _propose(problem: Problem, fits: _Fits) -> _Proposal:
     factors, free = trust_region.Factors(fits.s, fits.V, fits.c), fits.free
     curved = fits.S.flatten(1).any(1)
     if curved.any():
-        weights = (free / units)[curved].double()
+        weights = (free / units)[curved]
         S = fits.S[curved] * weights.unsqueeze(-1) * weights.unsqueeze(-2)
         bent = trust_region.bend(trust_region.Factors(*(own[curved] for own in factors)), S)
         pairs = zip(factors, bent, strict=True)
@@ -298,24 +278,28 @@ def _propose(problem: Problem, fits: _Fits) -> _Proposal:
                 break
             a = torch.where(past, torch.clamp(end, lower, upper) - fits.x, a)
             free, held = free & ~past, held | past.any(-1)
-            with full_precision():
-                target = fits.target + (fits.J @ a.unsqueeze(-1)).squeeze(-1)
-            factors = trust_region.factorize(fits.J * free.unsqueeze(1), target, fits.scale)
+            target = fits.target + times(fits.J, a)
+            factors = trust_region.factorize(
+                fits.J * free.unsqueeze(1), target, fits.scale, problem.residuals.epsilon
+            )
             step = trust_region.solve(factors, fits.radius, fits.damping, free.sum(-1))
             p = torch.where(free, step.scaled / units, a)
     damped = step.damping * step.length**2
     decrease, slope, length = step.image + 2 * damped, -step.image - damped, step.length
     if held.any():
-        with full_precision():
-            Ja, Jq = (fits.J @ torch.stack([a, p - a], dim=-1)).double().unbind(-1)
-        along = (fits.target.double() * Ja).sum(-1)
+        Ja, Jq = times(fits.J, a), times(fits.J, p - a)
+        along = (fits.target * Ja).sum(-1)
         decrease = decrease - 2 * along - (Ja * Ja).sum(-1)
         slope = slope + along - (Ja * Jq).sum(-1)
-        length = torch.where(held, vector_norm(units * p, dim=-1, dtype=torch.float64), length)
+        length = torch.where(held, vector_norm(units * p, dim=-1), length)
     return _Proposal(p, step.damping, length, decrease / (2 * fits.cost), slope / (2 * fits.cost), held)
 
 
 def gradient(J: Tensor, target: Tensor) -> Tensor:
     """J^T f for every fit, (b, p)."""
-    with full_precision():
-        return (target.unsqueeze(-2) @ J).squeeze(-2)
+    return (target.unsqueeze(-2) @ J).squeeze(-2)
+
+
+def times(matrix: Tensor, vector: Tensor) -> Tensor:
+    """A v for every fit."""
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

@@ -1,31 +1,22 @@
-"""Residuals of `least_squares`: values and exact Jacobians of a function at many points, and their cost."""
+"""Residuals of `least_squares`: values and exact Jacobians of a function at many points, and their cost.
+
+The function is computed in the type of the start. All numbers that come from it are float64.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from woodbury._choice import part_named
+from woodbury._choice import check_number, part_named
 from woodbury.least_squares.arguments import place
 
 _FEW = 10_000  # b m^2: up to here reverse mode is the quicker one, whatever the number of parameters
-
-
-class Units(NamedTuple):
-    """What parameters and residuals of each fit are divided by: powers of 2, which round nothing."""
-
-    x: Tensor  # (b, p)
-    f: Tensor  # (b,)
-
-
-def _exponents(sizes: Tensor) -> Tensor:
-    """Powers of 2 near positive numbers, as float64; 0 for zero."""
-    farthest = -math.log2(torch.finfo(sizes.dtype).tiny) - 2
-    return torch.frexp(sizes.double()).exponent.double().clamp(-farthest, farthest)
+_SMALLEST, _LARGEST = 1e-75, 1e75  # of residuals and derivatives: squares of their squares are numbers
 
 
 def _shared_out(value: Any, device: torch.device) -> Any:
@@ -40,15 +31,12 @@ class Residuals:
     def __init__(
         self, function: Callable[..., Tensor], args: Sequence[Any], shape: torch.Size, batched: bool, start: Tensor
     ) -> None:
-        """start (b, p); shape: that of the parameters as the function sees them."""
+        """start (b, p), in the type of the function; shape: that of the parameters as the function sees them."""
         if not callable(function):
             raise TypeError(f"function must be a function of the parameters, got {type(function).__name__}")
         self.batched, self._count = batched, len(start)
-        self._function, self.shape = function, shape
-        self.units = Units(torch.ones_like(start), start.new_ones(len(start)))
-        # squares of squares of 2^reach do not overflow
-        self._reach = -math.log2(torch.finfo(start.dtype).tiny) // 5
-        self._args = self._given = tuple(_shared_out(value, start.device) if batched else value for value in args)
+        self._function, self.shape, self.dtype = function, shape, start.dtype
+        self._args = tuple(_shared_out(value, start.device) if batched else value for value in args)
         if batched:
             for number, value in enumerate(self._args):
                 if isinstance(value, Tensor) and (value.dim() == 0 or len(value) != len(start)):
@@ -59,7 +47,7 @@ class Residuals:
                     )
         point = start[0].detach().requires_grad_()
         with torch.enable_grad():
-            first = self._evaluate(point, *self._arguments(0))
+            first = self._function(point.reshape(shape), *self._arguments(0))
         if not isinstance(first, Tensor):
             raise TypeError(
                 f"function must return a tensor of residuals, got {type(first).__name__}; "
@@ -88,39 +76,20 @@ class Residuals:
         """J (b, m, p)."""
         return self._map(self._jacobian, x, rows)
 
-    def begin(self, x: Tensor, C: float | None) -> tuple[Tensor, Tensor]:
-        """f and J at x (b, p), in the `units` that are chosen there for all that follows: 1 for ordinary sizes.
-
-        That of residuals is the largest of them, or the power of 2 above C, the scale of a robust loss, if that
-        is not too far from them; that of a parameter is the change that changes residuals by about 1.
-        """
-        self.units, self._args = Units(torch.ones_like(x), x.new_ones(len(x))), self._given
-        f, reach = self(x, None), self._reach
-        self._check_finite(f, f.unsqueeze(-1))
-        size = _exponents(f.abs().amax(-1))
-        wanted = size if C is None else torch.full_like(size, math.frexp(C)[1])
-        farthest = max(float(own.abs().max()) for own in (size, wanted, wanted - size))
-        if farthest > reach:
-            wanted = torch.minimum(torch.maximum(wanted, size - reach), size + reach)
-            self._change_units(self.units.x, torch.exp2(wanted).to(x))
-        J = self.jacobian(x, None)
+    def begin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """f and J at the start; raises an error that says where they cannot be used."""
+        f, J = self(x, None), self.jacobian(x, None)
         self._check_finite(f, J)
-        size = J.abs().amax(1)
-        # a parameter that changes nothing here is as large as it is, or as the one that changes most
-        instead = torch.where(x == 0, _exponents(size.amax(-1, keepdim=True)), -_exponents(x.abs()))
-        slope = torch.where(size > 0, _exponents(size), instead)
-        if bool((slope.abs() > reach).any()):
-            self._change_units(torch.exp2(torch.where(slope.abs() > reach, -slope, 0.0)).to(x), self.units.f)
-        return f / self.units.f.unsqueeze(-1), J * self.units.x.unsqueeze(1)
-
-    def are_tiny(self, f: Tensor) -> bool:
-        """Whether those of a fit have become so small in their unit that squares are lost: begin again there."""
-        size = f.abs().amax(-1)
-        return bool(((self.units.f != 1) & (size > 0) & (_exponents(size) < -self._reach)).any())
-
-    def _change_units(self, x: Tensor, f: Tensor) -> None:
-        self.units = Units(x, f)
-        self._args = (*(self.units if self.batched else (x[0], f[0])), *self._given)
+        of_f, of_x = f.abs().amax(-1, keepdim=True), J.abs().amax(1)
+        for name, sizes, shape in (("residuals", of_f, torch.Size()), ("derivatives", of_x, self.shape)):
+            wrong = (sizes > 0) & ~((sizes > _SMALLEST) & (sizes < _LARGEST))
+            if wrong.any():
+                where = place(wrong, shape, self.batched)
+                raise ValueError(
+                    f"the {name}{where} are of the size {sizes[wrong][0].item():.0e}, whose square is no number: "
+                    "take another unit for them"
+                )
+        return f, J
 
     def _check_finite(self, f: Tensor, J: Tensor) -> None:
         """Raises an error that names the first residual that is not finite, or the parameter of a derivative."""
@@ -134,14 +103,12 @@ class Residuals:
             where = place(wrong, self.shape, self.batched)
             raise ValueError(f"the derivative in parameter{where} is not finite at the start; {advice}")
 
-    def _evaluate(self, x: Tensor, *args: Any) -> Tensor:
-        if self._args is self._given:
-            return self._function(x.reshape(self.shape), *args)
-        x_unit, f_unit, *given = args
-        return self._function((x * x_unit).reshape(self.shape), *given) / f_unit
+    def rounded(self, x: Tensor) -> Tensor:
+        """Points that the function can be computed at."""
+        return x.to(self.dtype).double()
 
     def _flat(self, x: Tensor, *args: Any) -> Tensor:
-        return self._evaluate(x, *args).reshape(-1)
+        return self._function(x.reshape(self.shape), *args).reshape(-1)
 
     def _arguments(self, row: int) -> tuple[Any, ...]:
         if not self.batched:
@@ -150,6 +117,7 @@ class Residuals:
 
     def _map(self, compute: Callable[..., Tensor], x: Tensor, rows: Tensor | None) -> Tensor:
         """compute(x, *args) for each point, stacked."""
+        x = x.to(self.dtype)
         with torch.enable_grad():  # the function may compute derivatives itself
             if not self.batched:
                 values = compute(x[0], *self._args).unsqueeze(0)
@@ -162,7 +130,7 @@ class Residuals:
                 args = [value[chosen] if isinstance(value, Tensor) else value for value in self._args]
                 axes = [0 if isinstance(value, Tensor) else None for value in args]
                 values = torch.func.vmap(compute, in_dims=(0, *axes))(x, *args)
-        return values.detach().to(x)
+        return values.detach().double()
 
     def _can_map(self, start: Tensor, first: Tensor) -> bool:
         """Whether torch.func maps the function over points; first: what it gives at the first of them."""
@@ -185,7 +153,7 @@ class Residuals:
         forward, reverse = torch.func.jacfwd(self._flat), torch.func.jacrev(self._flat)
         weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype, device=first.device)
         (expected,) = torch.autograd.grad(first.flatten(), point, weights, materialize_grads=True)
-        weights = weights.to(point.detach())
+        weights, expected = weights.double(), expected.double()
         start = point.detach().unsqueeze(0)
         rows = torch.zeros(1, dtype=torch.int64, device=start.device)
         # Forward mode carries p numbers along with each, reverse mode m, but it has less to do per operation.
@@ -242,6 +210,7 @@ LOSSES: dict[str, Rho | None] = {
 }
 
 _FARTHEST = 2.0**500  # its square does not overflow
+_SCALES = 1e-75, 1e140  # of C
 
 
 class Loss:
@@ -250,29 +219,21 @@ class Loss:
     def __init__(self, name: str, f_scale: float) -> None:
         """f_scale: C."""
         self._rho = part_named("loss", name, LOSSES)
-        if not isinstance(f_scale, int | float) or not 0 < f_scale < math.inf:
-            raise ValueError(f"f_scale must be a positive number, got {f_scale!r}")
-        self._name, self._scale = name, float(f_scale)
+        check_number("f_scale", f_scale, least=_SCALES[0], most=_SCALES[1])
+        self._scale = float(f_scale)
 
     @property
-    def scale(self) -> float | None:
-        """C where the loss has one."""
-        return None if self._rho is None else self._scale
-
-    def in_units(self) -> Loss:
-        """The loss of residuals whose unit is that of C."""
-        return Loss(self._name, math.frexp(self._scale)[0])
+    def is_linear(self) -> bool:
+        return self._rho is None
 
     def cost(self, f: Tensor) -> Tensor:
-        """(b,), float64: of residuals and C of any size, as far as it is a number."""
-        f = f.double()
-        size = f.detach().abs().amax(-1)
-        unit = torch.where(size > 0, size, 1.0)
-        if self._rho is not None:
-            unit = torch.full_like(unit, self._scale).clamp(unit / _FARTHEST, unit * _FARTHEST)
-        squares = (f / unit.unsqueeze(-1)).square()
-        values = squares if self._rho is None else self._rho(squares)[0]
-        return 0.5 * values.sum(-1) * unit * unit
+        """(b,)"""
+        if self._rho is None:
+            return 0.5 * f.square().sum(-1)
+        return 0.5 * self._scale**2 * self._rho(self._z(f))[0].sum(-1)
+
+    def _z(self, f: Tensor) -> Tensor:
+        return (f / self._scale).square().clamp(max=_FARTHEST)
 
     def gauss_newton(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
         """Residuals and Jacobian with J^T f the gradient of the cost and J^T J its Gauss-Newton Hessian.
@@ -283,8 +244,8 @@ class Loss:
         """
         if self._rho is None:
             return f, J
-        z = (f.double() / self._scale).square().clamp(max=_FARTHEST)
+        z = self._z(f)
         _, slope, curvature = self._rho(z)
         smallest = math.sqrt(torch.finfo(f.dtype).eps)  # h is cancelled by f rho' / h: rounding must not show
         root = torch.maximum(slope + 2 * curvature * z, smallest * slope).sqrt()
-        return (f * (slope / root)).to(f.dtype), J * root.to(J.dtype).unsqueeze(-1)
+        return f * (slope / root), J * root.unsqueeze(-1)

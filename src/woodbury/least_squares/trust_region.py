@@ -8,7 +8,7 @@ With J D^-1 = U diag(s) V^T and c = U^T f the solution is
 
 where damping = 0 if that is short enough, and otherwise solves the secular equation |w(damping)| = radius. Nothing
 is squared before it is factorised, and changing the unit of a parameter, or that of all residuals, changes nothing
-but the units of the answer. Numbers per problem and w are float64 whatever the type of J.
+but the units of the answer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from woodbury.linalg import full_precision
-
 SLACK = 0.1  # the length of a step may differ from the radius by this share of it
 FLATTEST = 0.01  # the least curvature that S may leave, relative to that of J^T J
 _ITERATIONS = 10  # of the search for the damping; two or three are the rule
@@ -29,9 +27,9 @@ _ITERATIONS = 10  # of the search for the damping; two or three are the rule
 class Factors(NamedTuple):
     """The singular value decomposition J D^-1 = U diag(s) V^T, and c = U^T f."""
 
-    s: Tensor  # (b, k), k = min(m, p), float64
+    s: Tensor  # (b, k), k = min(m, p)
     V: Tensor  # V^T (b, k, p)
-    c: Tensor  # (b, k), float64
+    c: Tensor  # (b, k)
 
 
 class Step(NamedTuple):
@@ -43,19 +41,26 @@ class Step(NamedTuple):
     image: Tensor  # |J p|^2 (b,)
 
 
-def factorize(J: Tensor, f: Tensor, scale: Tensor) -> Factors:
+def factorize(J: Tensor, f: Tensor, scale: Tensor, epsilon: float) -> Factors:
     """Factors of J D^-1 for J (b, m, p), residuals f (b, m) and the diagonal of D, scale (b, p).
 
-    A column of zeros gets a step of zero, whatever its scale.
+    A column of zeros gets a step of zero, whatever its scale. Singular values at the rounding errors of the
+    largest, of which J has those of a type with this epsilon, are zero.
     """
-    with full_precision():
-        A = J / torch.where(scale > 0, scale, 1.0).unsqueeze(-2)
-        c = f.unsqueeze(-1)
-        if A.shape[-2] > A.shape[-1]:
-            Q, A = torch.linalg.qr(A)
-            c = Q.mT @ c
-        U, s, V = torch.linalg.svd(A, full_matrices=False)
-        return Factors(s.double(), V, (U.mT @ c).squeeze(-1).double())
+    A = J / torch.where(scale > 0, scale, 1.0).unsqueeze(-2)
+    c = f.unsqueeze(-1)
+    if A.shape[-2] > A.shape[-1]:
+        Q, A = torch.linalg.qr(A)
+        c = Q.mT @ c
+    U, s, V = torch.linalg.svd(A, full_matrices=False)
+    s = torch.where(s > V.shape[-1] * epsilon * s[:, :1], s, 0.0)
+    return Factors(s, V, (U.mT @ c).squeeze(-1))
+
+
+def _inverse(s: Tensor) -> Tensor:
+    """1 / s, and 0 for singular values at the rounding errors of the largest."""
+    nonzero = s > s.shape[-1] * torch.finfo(s.dtype).eps * s[:, :1]
+    return torch.where(nonzero, 1 / torch.where(nonzero, s, 1.0), 0.0)
 
 
 def bend(factors: Factors, S: Tensor) -> Factors:
@@ -66,30 +71,25 @@ def bend(factors: Factors, S: Tensor) -> Factors:
     FLATTEST the point is not near a minimum, or S is wrong: it is left out.
     """
     s, V, c = factors
-    nonzero = s > V.shape[-1] * torch.finfo(V.dtype).eps * s[:, :1]
-    inverse = torch.where(nonzero, 1 / torch.where(nonzero, s, 1.0), 0.0)
-    with full_precision():
-        half = inverse.unsqueeze(-1) * V.double()
-        T, Q = torch.linalg.eigh(half @ S @ half.mT)
-        steep = (1 + T >= FLATTEST).all(-1, keepdim=True)
-        root = torch.where(steep, 1 + T, 1.0).sqrt()
-        A = root.unsqueeze(-1) * (Q.mT @ (s.unsqueeze(-1) * V.double()))
-        c = (Q.mT @ c.unsqueeze(-1)).squeeze(-1) / root
-        U, s, W = torch.linalg.svd(A, full_matrices=False)
-        return Factors(s, W.to(V.dtype), (U.mT @ c.unsqueeze(-1)).squeeze(-1))
+    half = _inverse(s).unsqueeze(-1) * V
+    T, Q = torch.linalg.eigh(half @ S @ half.mT)
+    steep = (1 + T >= FLATTEST).all(-1, keepdim=True)
+    root = torch.where(steep, 1 + T, 1.0).sqrt()
+    A = root.unsqueeze(-1) * (Q.mT @ (s.unsqueeze(-1) * V))
+    c = (Q.mT @ c.unsqueeze(-1)).squeeze(-1) / root
+    U, s, W = torch.linalg.svd(A, full_matrices=False)
+    return Factors(s, W, (U.mT @ c.unsqueeze(-1)).squeeze(-1))
 
 
 def solve(factors: Factors, radius: Tensor, damping: Tensor, free: Tensor) -> Step:
     """The step for each problem; damping (b,) is the first guess, free (b,) how many columns are not held at zero.
 
-    Singular values at the rounding errors of the largest count as zero. The search is that of MINPACK's lmpar:
-    Newton's iteration on 1 / |w(damping)| = 1 / radius between an upper and a lower bound, until |w| is within
-    SLACK of the radius.
+    The search is that of MINPACK's lmpar: Newton's iteration on 1 / |w(damping)| = 1 / radius between an upper and
+    a lower bound, until |w| is within SLACK of the radius.
     """
     s, V, c = factors
     dwarf = torch.finfo(s.dtype).tiny
-    nonzero = s > V.shape[-1] * torch.finfo(V.dtype).eps * s[:, :1]
-    inverse = torch.where(nonzero, 1 / torch.where(nonzero, s, 1.0), 0.0)
+    inverse = _inverse(s)
     w = c * inverse  # the Gauss-Newton step
     length = vector_norm(w, dim=-1)
     excess = length - radius
@@ -98,7 +98,7 @@ def solve(factors: Factors, radius: Tensor, damping: Tensor, free: Tensor) -> St
         upper = vector_norm(s * c, dim=-1) / radius
         upper = torch.where(upper > 0, upper, dwarf / radius.clamp(max=SLACK))
         slope = (vector_norm(w * inverse, dim=-1) / length) ** 2
-        lower = torch.where(nonzero.sum(-1) == free, excess / (radius * slope), 0.0)
+        lower = torch.where(inverse.count_nonzero(-1) == free, excess / (radius * slope), 0.0)
         found = inside | ~torch.isfinite(length)
         lower = torch.where(found, 0.0, lower)
         damping = torch.minimum(torch.maximum(damping, lower), upper)
@@ -120,8 +120,7 @@ def solve(factors: Factors, radius: Tensor, damping: Tensor, free: Tensor) -> St
             corrected = torch.maximum(lower, damping + excess / (radius * slope))
             damping = torch.where(found, damping, corrected)
     damping = torch.where(inside, 0.0, damping)
-    with full_precision():
-        scaled = -(w.to(V.dtype).unsqueeze(-2) @ V).squeeze(-2)
+    scaled = -(w.unsqueeze(-2) @ V).squeeze(-2)
     return Step(scaled, damping, length, vector_norm(s * w, dim=-1) ** 2)
 
 

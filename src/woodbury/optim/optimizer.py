@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from woodbury import _random
 from woodbury._batch import Batch
-from woodbury._choice import FALLBACKS, part_named
+from woodbury._choice import FALLBACKS, check_number, check_truth, check_whole_number, part_named
 from woodbury._vector import Parts
 from woodbury.device.recording import Recordings
 from woodbury.device.scalars import to_device
@@ -36,8 +36,6 @@ from woodbury.optim.recorded import RecordedStep
 from woodbury.optim.settings import (
     Settings,
     check_model_and_loss,
-    check_number,
-    check_whole_number,
     plain_groups,
     with_names,
 )
@@ -99,8 +97,7 @@ class SecondOrder(torch.optim.Optimizer):
             check_number(name, value)
         if seed is not None:
             check_whole_number("seed", seed)
-        if not isinstance(watch, bool):
-            raise TypeError(f"watch must be True or False, got {watch!r}")
+        check_truth("watch", watch)
         self.settings = Settings(
             method=type(self).__name__,
             loss=loss,
@@ -236,10 +233,6 @@ class SecondOrder(torch.optim.Optimizer):
         if isinstance(self.damping, Constant):
             self.damping = replace(self.damping, initial=value)
         self.state["damping"] = to_device(value, self._context().device)
-
-    def affordable_samples(self, samples: int) -> int:
-        """N2 that curvature_samples="auto" takes of a batch of N1 samples: all where rows are not formed."""
-        return self._problems.affordable_samples(self._context(), samples)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, given as torch.optim takes them, with settings of their own."""

@@ -8,8 +8,7 @@ step takes about so many operations beside the 6 N1 P of an SGD step:
     R^3 / 3    Cholesky factorisation
 
 R is the largest with a sum of at most 12 N1 P: then a step has the operations of three SGD steps. Steps so small
-that they are bound by the number of operations, and not by their size, get more. With a budget of seconds alone
-`woodbury.fit` goes on from there by what steps are seen to cost.
+that they are bound by the number of operations, and not by their size, get more.
 """
 
 from __future__ import annotations

@@ -288,13 +288,10 @@ class Problems:
         """N2 that curvature_samples="auto" takes of a batch of N1 samples: all where no Gram matrix is formed."""
         if not context.settings.solver.has_trace:
             return samples
-        chosen = context.state.get("curvature_samples")  # by `woodbury.fit`
-        if chosen is None:
-            if samples not in self._affordable:
-                trained = [parameter for group in context.groups for parameter in group["params"]]
-                self._affordable[samples] = affordable_rows(samples, trained)
-            chosen = max(2, self._affordable[samples] // self._columns)
-        return min(samples, int(chosen))
+        if samples not in self._affordable:
+            trained = [parameter for group in context.groups for parameter in group["params"]]
+            self._affordable[samples] = affordable_rows(samples, trained)
+        return min(samples, max(2, self._affordable[samples] // self._columns))
 
 
 def count_samples(inputs: Any, targets: Tensor | None) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
+from woodbury._choice import BELOW_ONE, check_number, check_truth, check_whole_number
 from woodbury.curvature import Curvature
 from woodbury.losses.rules import check_is_module
 from woodbury.model.fallback import Forward
@@ -35,9 +35,6 @@ class Common(TypedDict, total=False):
     params: Iterable[Any] | None
     process_group: Any
     watch: bool
-
-
-BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ class Settings:
             raise ValueError(f"gram_dtype must be torch.float32, torch.float64 or None, got {self.gram_dtype}")
         if self.autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast must be torch.bfloat16 or None, got {self.autocast}")
-        if not isinstance(self.capture, bool):
-            raise TypeError(f"capture must be True or False, got {self.capture!r}")
+        check_truth("capture", self.capture)
         check_whole_number("memory", self.memory, least=0)
         self._check_search()
         self._check_memory_and_metric()
@@ -190,23 +186,6 @@ def with_names(model: nn.Module, group: Mapping[str, Any]) -> dict[str, Any]:
     return {**group, "params": [(names[id(p)], p) for p in members]}
 
 
-def check_number(name: str, value: Any, *, above: float | None = None, most: float = math.inf) -> None:
-    """Raise an error that names the setting unless it is a finite number, not negative or above a bound."""
-    if isinstance(value, Tensor):
-        value = value.item() if value.numel() == 1 else value
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    value = float(value)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    if above is None and value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    if above is not None and not value > above:
-        raise ValueError(f"{name} must be more than {above:g}, got {value}")
-    if value > most:
-        raise ValueError(f"{name} must lie in [0, {'1)' if most < 1 else f'{most:g}]'}, got {value}")
-
-
 def check_groups(groups: Sequence[Mapping[str, Any]], most_momentum: float) -> None:
     """Raise if a setting of a group is out of its range now; a tensor on a device is not looked at."""
     for index, group in enumerate(groups):
@@ -223,12 +202,6 @@ def check_groups(groups: Sequence[Mapping[str, Any]], most_momentum: float) -> N
         ):
             if not isinstance(value, Tensor) or value.device.type == "cpu":
                 check_number(f"{name} (of parameter group {index})", value, most=most)
-
-
-def check_whole_number(name: str, value: Any, least: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        bound = "" if least is None else f", at least {least}"
-        raise ValueError(f"{name} must be a whole number{bound}, got {value!r}")
 
 
 def check_model_and_loss(model: Any, loss: Any) -> None:
@@ -271,12 +244,10 @@ def check_curvature_samples(value: int | float | str | None) -> None:
         return
     if isinstance(value, str):
         raise ValueError(f"curvature_samples must be None, an int, a fraction or 'auto', got {value!r}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"curvature_samples must be None, an int, a fraction or 'auto', got {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"curvature_samples must be at least 1, got {value}")
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"curvature_samples as a fraction must lie in (0, 1], got {value}")
+    if isinstance(value, float):
+        check_number("curvature_samples as a fraction", value, above=0, most=1)
+    else:
+        check_whole_number("curvature_samples", value, least=1)
 
 
 def refuse_fixed(method: str, given: Collection[str]) -> None:

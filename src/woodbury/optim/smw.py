@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from woodbury._choice import part_named
+from woodbury._choice import BELOW_ONE, check_number, part_named
 from woodbury.curvature import CURVATURES, Curvature
 from woodbury.optim.optimizer import SecondOrder
-from woodbury.optim.settings import BELOW_ONE, Common, check_number
+from woodbury.optim.settings import Common
 from woodbury.policies.search import CurvedSearch
 from woodbury.quadratic.metric import METRICS
 from woodbury.quadratic.solvers import SOLVERS

@@ -20,7 +20,16 @@ from woodbury.linalg import minimize_nonnegative
 from woodbury.policies.ladder import Ladder, Rung, of_layers
 from woodbury.policies.path import Choice, Judge, Path, bent_path
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
-from woodbury.policies.search import LENGTHS_OF_ONE_RUNG, STAY, CurvedSearch, Length, find_length
+from woodbury.policies.search import (
+    DULL,
+    HOPELESS,
+    LEAST_GAIN,
+    LENGTHS_OF_ONE_RUNG,
+    STAY,
+    CurvedSearch,
+    Length,
+    find_length,
+)
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective, OnPieces, on_samples
 from woodbury.quadratic.quadratic import Damped, Minimizer
@@ -53,9 +62,9 @@ class Memory:
     def after(self, search: CurvedSearch, choice: Choice, loss: float, promised: float) -> Memory:
         """After a step along the combination, whose quadratic model promised some decrease."""
         length, decrease = choice.length.length, choice.length.decrease
-        gained = decrease >= search.least_gain * abs(loss)
+        gained = decrease >= LEAST_GAIN * abs(loss)
         dropped = self.dropped
-        if length <= search.hopeless and bool(choice.coefficients.any()):
+        if length <= HOPELESS and bool(choice.coefficients.any()):
             dropped = min(dropped + 1, len(search.rungs) - 1)
         elif length >= 0.25:
             dropped = max(dropped - 1, 0)
@@ -87,7 +96,7 @@ class SearchedStep(Policy):
             layer = self._best_layer(quadratic, ladder.trace, judge)
         if layer is not None:
             choice, memory = Choice(*layer, combined), Memory()
-        elif memory.dull >= search.patience:
+        elif memory.dull >= DULL:
             vector, length, rung = _best_of(judge, [own.vector for own in rungs], LENGTHS_OF_ONE_RUNG)
             coefficients = torch.zeros_like(combined)
             coefficients[rung] = float(length.length > 0)
@@ -123,10 +132,10 @@ class SearchedStep(Policy):
         def gain(length: float, bent: bool) -> float:
             return judge.decrease(path.at(length, bent))
 
-        length = find_length(gain, search, start, path.bend is not None)
+        length = find_length(gain, start, path.bend is not None)
         if path.bend is None or quadratic.held_out is None:
             return Choice(path.at(length.length, length.bent), length, combined)
-        return Choice(*path.beyond(length, judge, search, judge.predicted(combined)), combined)
+        return Choice(*path.beyond(length, judge, judge.predicted(combined)), combined)
 
     def _judge_of(self, quadratic: AnyQuadratic, objective: Objective, rungs: Sequence[Rung]) -> Judge:
         """The quadratic model along the rungs, on the samples that judge the step."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Protocol
+from typing import Protocol
 
+from woodbury._choice import check_number, check_truth
 from woodbury.device.scalars import Scalar, where
 
 FORGETTING = 0.999  # of the scale of K, per step
@@ -61,23 +62,14 @@ class LevenbergMarquardt:
     forgetting: float = FORGETTING  # of that scale
 
     def __post_init__(self) -> None:
-        for name in ("initial", "boost", "drop", "threshold", "floor", "forgetting"):
-            _check_finite(f"LevenbergMarquardt: {name}", getattr(self, name))
-        _check_truth("LevenbergMarquardt: relative", self.relative)
-        if not LOWEST <= self.initial <= HIGHEST:
-            raise ValueError(
-                f"LevenbergMarquardt: initial must lie between {LOWEST:g} and {HIGHEST:g}, got {self.initial}"
-            )
-        if not 0 < self.drop <= 1 <= self.boost:
-            raise ValueError(
-                f"LevenbergMarquardt: needs 0 < drop <= 1 <= boost, got drop={self.drop}, boost={self.boost}"
-            )
-        if not 0 < self.threshold < 0.5:
-            raise ValueError(f"LevenbergMarquardt: threshold must lie in (0, 1/2), got {self.threshold}")
-        if not 0 <= self.forgetting <= 1:
-            raise ValueError(f"LevenbergMarquardt: forgetting must lie in [0, 1], got {self.forgetting}")
-        if not 0 <= self.floor <= HIGHEST:
-            raise ValueError(f"LevenbergMarquardt: floor must lie in [0, {HIGHEST:g}], got {self.floor}")
+        kind = "LevenbergMarquardt"
+        check_number(f"{kind}: initial", self.initial, least=LOWEST, most=HIGHEST)
+        check_number(f"{kind}: floor", self.floor, most=HIGHEST)
+        check_number(f"{kind}: boost", self.boost, least=1)
+        check_number(f"{kind}: drop", self.drop, above=0, most=1)
+        check_number(f"{kind}: threshold", self.threshold, above=0, most=math.nextafter(0.5, 0.0))
+        check_number(f"{kind}: forgetting", self.forgetting, most=1)
+        check_truth(f"{kind}: relative", self.relative)
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         multiplier = where(ratio > 1 - self.threshold, self.drop, 1.0)
@@ -96,13 +88,9 @@ class Constant:
     relative: bool = False  # to the scale of K, see above
 
     def __post_init__(self) -> None:
-        _check_truth("Constant: relative", self.relative)
-        _check_finite("damping", self.initial)
-        _check_finite("Constant: floor", self.floor)
-        if not self.initial > 0:
-            raise ValueError(f"damping must be positive and finite, got {self.initial}")
-        if self.floor < 0:
-            raise ValueError(f"Constant: floor must not be negative, got {self.floor}")
+        check_number("damping", self.initial, above=0)
+        check_number("Constant: floor", self.floor)
+        check_truth("Constant: relative", self.relative)
 
     def next(self, value: Scalar, ratio: Scalar) -> Scalar:
         return 0 * value + self.initial
@@ -129,7 +117,7 @@ def as_damping(damping: Damping | float) -> Damping:
     ):
         raise TypeError(f"damping must be a number or a policy with initial, floor and next, got {damping!r}")
     for name in ("initial", "floor"):
-        _check_finite(f"damping: {name} of {type(damping).__name__}", getattr(damping, name))
+        check_number(f"damping: {name} of {type(damping).__name__}", getattr(damping, name), least=-math.inf)
     check_damping(damping.initial + damping.floor, damping)
     return damping
 
@@ -138,16 +126,3 @@ def check_damping(value: float, policy: Damping) -> None:
     """Raise if lambda is not a positive finite number."""
     if not 0 < value < math.inf:
         raise ValueError(f"damping must be positive and finite, and {type(policy).__name__} gives {value}")
-
-
-def _check_truth(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def _check_finite(name: str, value: Any) -> None:
-    """Raise an error with this name unless the value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")

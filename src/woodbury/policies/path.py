@@ -11,7 +11,7 @@ from torch import Tensor
 
 from woodbury._vector import Vector
 from woodbury.policies.proposal import AnyQuadratic
-from woodbury.policies.search import CurvedSearch, Length
+from woodbury.policies.search import CORRECTIONS, LONGEST, Length
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.objective import Objective
 from woodbury.quadratic.quadratic import Damped
@@ -68,12 +68,12 @@ class Path:
         missed = self.quadratic.change_of_outputs(vector) - length * self.image
         return vector - self.damped.pull_back(missed)
 
-    def beyond(self, length: Length, judge: Judge, search: CurvedSearch, promised: float) -> tuple[Vector, Length]:
+    def beyond(self, length: Length, judge: Judge, promised: float) -> tuple[Vector, Length]:
         """The best of corrected points, at the length found and at twice that as long as they are better."""
         best, vector, alpha = length, self.at(length.length, length.bent), length.length
-        while 0 < alpha <= search.longest and best.decrease < ENOUGH * promised:
+        while 0 < alpha <= LONGEST and best.decrease < ENOUGH * promised:
             before, trial = best, self.at(alpha, bent=True)
-            for _ in range(search.corrections):
+            for _ in range(CORRECTIONS):
                 trial = self.corrected(alpha, trial)
                 decrease = judge.decrease(trial)
                 if not decrease > best.decrease:

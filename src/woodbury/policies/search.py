@@ -11,7 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone where the search is stuck
+from woodbury._choice import check_number
+
+LONGEST, SHORTEST = 2.0, 2.0**-20  # lengths alpha
+HOPELESS = 2.0**-12  # one that leaves out the smallest rung
+DULL, LEAST_GAIN = 3, 0.01  # steps in a row that each gain less than this of the loss: the search is stuck
+LENGTHS_OF_ONE_RUNG = (1.0, 1 / 4, 1 / 16, 1 / 64)  # tried along each rung alone then
+CORRECTIONS = 2  # of a point, at most
 MOST_RUNGS = 12  # all their subsets are tried
 
 
@@ -36,11 +42,11 @@ class CurvedSearch:
        batch judges itself there are none: they take more time than they save.)
 
     Dampings are relative to the trace of K, so that the scale of the loss or of the outputs does not matter. After
-    `patience` steps in a row that each gain less than `least_gain` of the loss, one step goes along the best
-    single rung: from a bad start the search would creep along. For the same reason a step with a length of
-    `hopeless` or less leaves out the smallest rung from then on, until one with a length of 1/4 or more brings it
-    back. Where the targets are of quite another scale than
-    what the parameters produce (30 times), the first step moves the one layer that takes away most of the loss.
+    three steps in a row that each gain less than 1 % of the loss, one step goes along the best single rung: from a
+    bad start the search would creep along. For the same reason a step of length 2^-12 or less leaves out the
+    smallest rung from then on, until one of length 1/4 or more brings it back. Where the targets are of quite
+    another scale than what the parameters produce (30 times), the first step moves the one layer that takes away
+    most of the loss.
 
     It is for full or large batches and for samplers, in float64 (or float32 with gram_dtype=torch.float64). In
     small noisy batches use a damping policy instead.
@@ -50,23 +56,14 @@ class CurvedSearch:
         bend: damping lambda_b / trace(K) of the bend; None for the straight path alone. One that is a rung as well
             costs no factorisation.
         first: damping lambda / trace(K) of a first step in one layer; None for none. Not with `held_out=`.
-        longest, shortest: bounds of alpha.
-        hopeless, patience, least_gain: see above.
         deep: see 1.; None for none. There is none with weight decay, blocks, curvature from part of the batch, or
             in float32.
-        corrections: at most so many of each point, see 4.; 0 for none. There are none without a bend.
     """
 
     rungs: tuple[float, ...] = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15)
     bend: float | None = 1e-12
     first: float | None = 1e-6
-    longest: float = 2.0
-    shortest: float = 2.0**-20
-    hopeless: float = 2.0**-12
-    patience: int = 3
-    least_gain: float = 0.01
     deep: float | None = 1e-16
-    corrections: int = 2
 
     def __post_init__(self) -> None:
         if not isinstance(self.rungs, tuple | list):
@@ -75,24 +72,12 @@ class CurvedSearch:
         if not 1 <= len(self.rungs) <= MOST_RUNGS:
             raise ValueError(f"CurvedSearch: rungs must hold 1 to {MOST_RUNGS} dampings, got {len(self.rungs)}")
         named = [(f"rungs[{index}]", value) for index, value in enumerate(self.rungs)]
-        named += [(name, getattr(self, name)) for name in ("longest", "shortest", "hopeless", "least_gain")]
-        chosen = ((name, getattr(self, name)) for name in ("bend", "first", "deep"))
-        named += [(name, value) for name, value in chosen if value is not None]
+        named += [(name, getattr(self, name)) for name in ("bend", "first", "deep")]
         for name, value in named:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"CurvedSearch: {name} must be a number, got {value!r}")
-            if not 0 < value < math.inf:
-                raise ValueError(f"CurvedSearch: {name} must be positive and finite, got {value}")
+            if value is not None:
+                check_number(f"CurvedSearch: {name}", value, above=0)
         if any(smaller >= larger for larger, smaller in zip(self.rungs, self.rungs[1:], strict=False)):
             raise ValueError(f"CurvedSearch: rungs must fall, from large to small, got {self.rungs}")
-        if self.shortest > self.longest:
-            raise ValueError(f"CurvedSearch: needs shortest <= longest, got {self.shortest} > {self.longest}")
-        for name, least in (("patience", 1), ("corrections", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"CurvedSearch: {name} must be a whole number from {least} on, got {value!r}")
-        if self.least_gain >= 1:
-            raise ValueError(f"CurvedSearch: least_gain must be below 1, got {self.least_gain}")
 
 
 class Length(NamedTuple):
@@ -106,9 +91,7 @@ class Length(NamedTuple):
 STAY = Length(0.0, False, 0.0)
 
 
-def find_length(
-    decrease: Callable[[float, bool], float], policy: CurvedSearch, start: float, bends: bool
-) -> Length:
+def find_length(decrease: Callable[[float, bool], float], start: float, bends: bool) -> Length:
     """The best of the lengths start 2^k on the way downhill from `start`, along the bent and the straight path.
 
     decrease(alpha, bent) is f(theta) - f(theta(alpha)). Where the loss at `start` is no lower than at 0, shorter
@@ -125,11 +108,11 @@ def find_length(
             )
         return known[length]
 
-    best = at(min(max(start, policy.shortest), policy.longest))
-    while not best.decrease > 0 and best.length / 2 >= policy.shortest:
+    best = at(min(max(start, SHORTEST), LONGEST))
+    while not best.decrease > 0 and best.length / 2 >= SHORTEST:
         best = at(best.length / 2)
     for factor in (2.0, 0.5):
-        while policy.shortest <= factor * best.length <= policy.longest:
+        while SHORTEST <= factor * best.length <= LONGEST:
             trial = at(factor * best.length)
             if not trial.decrease > best.decrease:
                 break

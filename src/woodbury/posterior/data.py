@@ -19,7 +19,7 @@ from woodbury.losses.rules import LossRule, loss_rule, prepare
 from woodbury.model.capture import GraphCapture
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
-from woodbury.posterior.systems import InParameterSpace, InSampleSpace, System, root_of_scales
+from woodbury.posterior.systems import System, root_of_scales
 from woodbury.row_matrix import Rows, capture_rows
 
 _WORTH_ASKING = 2**28  # bytes from which on memory is looked at
@@ -161,7 +161,7 @@ class TrainingData:
                 "prior too small for float64; pass a larger prior="
             )
         scaled = Rows(rows.plan, rows.forms, rows.row_count, rows.scale * math.sqrt(factor))
-        return (InSampleSpace if self.in_sample_space else InParameterSpace)(scaled, dict(precisions), lower)
+        return System(scaled, dict(precisions), lower, self.in_sample_space)
 
     def log_evidence(self, system: System, noise: float | None) -> float:
         """-L(theta) - theta^T Delta theta / 2 - log det(A) / 2."""

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from woodbury import _batch
+from woodbury._choice import check_number, check_whole_number
 from woodbury.model.compiled import written_model
 from woodbury.model.fallback import Forward
 from woodbury.posterior.classes import mean_softmax, share_by_left_out
@@ -76,8 +77,7 @@ class Posterior:
         y(x) + J(x) (theta' - theta) with theta' from the posterior: each draw is one function, and its values at
         different inputs go together.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"sample: count must be a whole number from 1 on, got {count!r}")
+        check_whole_number("sample: count", count, least=1)
         draws = self._system.draw(count, generator)
         moves = []
         for own, width in self._output_rows(inputs):
@@ -248,5 +248,4 @@ def _check_argument(name: str, value: Any, what: str) -> None:
         return
     numbers = list(value.values()) if name == "prior" and isinstance(value, Mapping) else [value]
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-            raise ValueError(f"posterior: {name} must be {EVIDENCE!r} or {what}, a positive number; got {value!r}")
+        check_number(f"posterior: {name} must be {EVIDENCE!r} or {what}, which", number, above=0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,59 +13,34 @@ from woodbury.model.plan import Plan
 from woodbury.row_matrix import Rows
 
 
-class Blocks(ABC):
-    """How the terms of layers form the small system: (r, r), or (b, r, r) for b blocks."""
+@dataclass(frozen=True)
+class Blocks:
+    """How the terms of layers form the small system: (r, r), or (b, r, r) for b blocks, one per layer."""
 
-    name: ClassVar[str]
+    name: str
 
-    @abstractmethod
+    @property
+    def is_whole(self) -> bool:
+        return self.name == "full"
+
     def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
         """The names of the parameters of each block."""
-
-    @abstractmethod
-    def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
-        """Z D Z^T of each block."""
-
-    @abstractmethod
-    def join(self, terms: list[Tensor]) -> Tensor:
-        """The sum of the terms of each block, from one term per layer."""
+        return [tuple(plan.parameters)] if self.is_whole else plan.blocks
 
     def sizes(self, plan: Plan) -> list[int]:
         """The number of parameters in each block."""
-        return plan.block_sizes
-
-
-class OneBlock(Blocks):
-    """All of B."""
-
-    name = "full"
-
-    def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
-        return [tuple(plan.parameters)]
+        return [plan.size] if self.is_whole else plan.block_sizes
 
     def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
-        return rows.gram(scales=scales, dtype=dtype)
-
-    def join(self, terms: list[Tensor]) -> Tensor:
-        return torch.stack(terms).sum(0)
-
-    def sizes(self, plan: Plan) -> list[int]:
-        return [plan.size]
-
-
-class LayerBlocks(Blocks):
-    """B without the entries between parameters of two layers."""
-
-    name = "layer"
-
-    def parameter_names(self, plan: Plan) -> list[tuple[str, ...]]:
-        return plan.blocks
-
-    def gram(self, rows: Rows, scales: Mapping[str, Scale] | None, dtype: torch.dtype | None) -> Tensor:
+        """Z D Z^T of each block."""
+        if self.is_whole:
+            return rows.gram(scales=scales, dtype=dtype)
         return torch.stack(rows.layer_grams(scales=scales, dtype=dtype))
 
     def join(self, terms: list[Tensor]) -> Tensor:
-        return torch.stack(terms)
+        """The sum of the terms of each block, from one term per layer."""
+        stacked = torch.stack(terms)
+        return stacked.sum(0) if self.is_whole else stacked
 
 
-BLOCKS: dict[str, Blocks] = {kind.name: kind for kind in (OneBlock(), LayerBlocks())}
+BLOCKS = {name: Blocks(name) for name in ("full", "layer")}

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from woodbury._batch import check_batch
+from woodbury._choice import check_number
 from woodbury.device.scalars import scalar
 from woodbury.model.capture import call_model
 from woodbury.model.fallback import Forward
 from woodbury.optim.info import Numbers, StepInfo
-from woodbury.optim.settings import check_model_and_loss, check_number, explain_inputs
+from woodbury.optim.settings import check_model_and_loss, explain_inputs
 from woodbury.parallel.group import all_processes
 from woodbury.products import loss_of
 from woodbury.quadratic.passes import check_loss

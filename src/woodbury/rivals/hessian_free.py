@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from woodbury._choice import check_number, check_whole_number
 from woodbury._vector import Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.scalars import Scalar
 from woodbury.linalg import minimize_quadratic
 from woodbury.optim.optimizer import SecondOrder
-from woodbury.optim.settings import Common, check_number, check_whole_number, refuse_fixed
+from woodbury.optim.settings import Common, refuse_fixed
 from woodbury.products import FactorProducts
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from woodbury._choice import BELOW_ONE, check_number, check_whole_number
 from woodbury._vector import Parts, Vector
 from woodbury.curvature import CURVATURES
 from woodbury.device.constants import identity
@@ -27,7 +28,7 @@ from woodbury.device.scalars import Scalar, as_double, root, scalar, truth
 from woodbury.layers.forms import RowForm
 from woodbury.linalg import full_precision
 from woodbury.optim.optimizer import SecondOrder
-from woodbury.optim.settings import BELOW_ONE, Common, check_number, check_whole_number, refuse_fixed
+from woodbury.optim.settings import Common, refuse_fixed
 from woodbury.quadratic.displacement import Displacement
 from woodbury.quadratic.quadratic import Damped, Minimizer, Quadratic, Solver
 
