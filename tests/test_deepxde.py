@@ -323,11 +323,46 @@ def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
     assert all(
         torch.equal(own, best.double()) for own, best in zip(run.solution.parameters(), run.best, strict=True)
     )
+
+
+def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
+    run = deepxde._Run(poisson("dirichlet"), None, 0)
+    run.begin()
+    for later in ([9.0, 1.0, 1.0, 1.0], [2.0] * 3 + [1.0, 1.0, 9.0] + [0.1] * 3 + [0.95, 0.95, 9.0], [0.5]):
+        run.turn_end = 0.0  # the first quarter does not count, nor does a loss by itself
+        assert run.note(woodbury.Fit(history=[{"loss": loss} for loss in later]))
+        assert run.turn_end == float("inf")
     run.turn_end = 0.0
-    fits = [woodbury.Fit(history=[{"loss": 1.0}, {"loss": last}]) for last in (0.95, 0.5)]
-    assert run.note(fits[0]) and run.turn_end == float("inf")  # that is no gain: another turn of Adam
-    run.turn_end = 0.0
-    assert not run.note(fits[1])
+    assert not run.note(woodbury.Fit(history=[{"loss": loss} for loss in (0.1, 1.0, 1.0, 0.85)]))
+
+
+@pytest.mark.parametrize("at", [3, "end"])
+def test_ctrl_c_while_adam_runs_loses_nothing(monkeypatch, at):
+    model, seen = poisson("dirichlet"), []
+    first = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
+    train_step = model._train_step
+
+    def interrupted(*batch):
+        seen.append(train_step(*batch))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "_train_step", interrupted)
+    if at == "end":  # a second time, when the fit puts things in order
+
+        def again(run):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(deepxde._Run, "keep", again)
+        with pytest.raises(KeyboardInterrupt):
+            woodbury.deepxde.fit(model, seconds=60, verbose=0)
+    else:
+        woodbury.deepxde.fit(model, seconds=60, verbose=0)
+        assert model.losshistory.loss_train[-1].sum() == min(map(np.sum, model.losshistory.loss_train))
+    assert len(seen) == 3
+    assert model._outputs_losses(True, *model.data.train_next_batch())[1].sum() < first
+    assert all(own.grad is None and own.requires_grad for own in model.net.parameters())
 
 
 def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
@@ -340,10 +375,14 @@ def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
     assert model.losshistory.loss_train[-1].sum() < before
 
 
-def test_the_measurement_runs(capsys):
-    benchmark = import_module("benchmarks.__main__")
-    assert benchmark.main(["deepxde", "laplace", "--seconds", "0.3", "--seeds", "1"]) == 0
-    assert capsys.readouterr().out.count("laplace-disk") == 2
+def test_the_measurement_runs_and_makes_a_table_of_what_it_saved(capsys, tmp_path):
+    benchmark, files = import_module("benchmarks.__main__"), [str(tmp_path / name) for name in ("fit", "recipe")]
+    for file in files:
+        command = ["deepxde", "laplace", "--seconds", "0.3", "--seeds", "1"]
+        assert benchmark.main([*command, "--method", os.path.basename(file), "--save", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert benchmark.main(["deepxde", "--read", *files]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines[:2], lines[3]] and "laplace-disk" in lines[3]
 
 
 def test_the_script_of_the_page_runs(monkeypatch):

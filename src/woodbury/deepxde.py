@@ -16,8 +16,10 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import deepxde as dde
@@ -32,14 +34,14 @@ from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
 from woodbury.fit.solving import FEW, SolvingRun
 from woodbury.optim import GaussNewton
-from woodbury.policies.search import CurvedSearch
 
 POINTS = ("by residual", "as drawn", "given")
 WEIGHTS = ("auto", "given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
-FEWEST = 64  # points of the equation at first
-TURNS = 12  # parts of the time, of which the first turn has one
-ENOUGH = 0.9  # of the loss, or less, after a turn of Gauss-Newton steps: there are no other turns after it
+FIRST = 128  # residuals of the equation in the first steps: momentum makes up for the others
+MOMENTUM, DAMPING = 0.9, replace(PLAIN, initial=1e-3)  # of plain steps
+TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer two, four, ...
+ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
 _SETS = (PointSetBC, PointSetOperatorBC)  # measured values
@@ -86,17 +88,21 @@ def fit(
                 problem.losses(run.solution)
             except RuntimeError:  # a function of the user multiplies by a matrix of the given type
                 run.cast(None, run.first)
-        turn, reason = 0.0, "callback"
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
-            is_first_order = not dde.optimizers.is_external_optimizer(model.opt_name)
-            turn = run.length = seconds / TURNS if is_new and is_first_order else 0.0
-        while reason == "callback" and not run.is_over:
-            if turn > 0:
-                run.descend(turn)
-                turn *= 2
-            reason = _solving(run, problem, steps, points, weights).go(None).reason
+            if is_new and not dde.optimizers.is_external_optimizer(model.opt_name):
+                run.length = seconds / TURNS
+        turn, reason = 2 * run.length, "callback"
+        with suppress(KeyboardInterrupt):  # which ends the fit as its time does
+            while reason == "callback" and not run.is_over:
+                if turn > 0:
+                    run.descend(turn)
+                    turn *= 2
+                reason = _solving(run, problem, steps, points, weights).go(None).reason
         run.end()
+    except KeyboardInterrupt:
+        run.keep()
+        raise
     except BaseException:
         run.load(run.first)
         raise
@@ -104,21 +110,21 @@ def fit(
 
 
 def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
-    """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
+    """A fit as `woodbury.fit` has it, but with plain steps at first, with momentum, and on fewer points."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
-    settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
+    settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": DAMPING}
     if all(own.dtype == torch.float32 for own in run.solution.parameters()):
         settings["gram_dtype"] = torch.float64
     solving = SolvingRun(
-        GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings),
+        GaussNewton(run.solution, nn.MSELoss(), momentum=MOMENTUM, **settings),
         source,
         limits=Limits(steps, max(run.deadline - time.perf_counter(), 0.0)),
         validation=None,
         seed=None,
         callback=run.note,
-        samples=max(FEW // max(1, problem.equations), FEWEST),
+        samples=max(FIRST // max(1, problem.equations), FIRST // 2),
     )
     solving.begin_plain(most=4 * FEW)
     return solving
@@ -256,7 +262,7 @@ class _Problem:
             elif edges and isinstance(bc, BC | dde.icbc.IC):
                 pool = _arrange(bc, bc.collocation_points(np.vstack([own for _, own in edges])), like)
                 if len(pool.unique(dim=0)) > len(source):
-                    source = partial(_choose, pool)
+                    source = lambda count, pool=pool: pool[torch.randint(len(pool), (count,))]  # noqa: E731
             if weight > 0:
                 error: Any = lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X))  # noqa: E731
                 function = partial(_evaluate, function=error)
@@ -289,8 +295,11 @@ class _Problem:
 
     def check(self, run: _Run) -> None:
         """Raise an error unless the losses of the terms are those that DeepXDE minimizes."""
-        with run.moved() as solution:  # where no loss is small
-            theirs, mine = self.their_losses(), self.losses(solution)
+        generator, model = torch.Generator(device="cpu").manual_seed(0), self.model
+        noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in run.first]
+        with run.holding([own + 0.1 * other for own, other in zip(run.first, noise, strict=True)]):
+            theirs = self.their_losses()  # where none is small
+            mine = self.losses(_Solution(model.net, model.external_trainable_variables))
         others = {"equation": theirs[: self.equations].sum()} if self.equations else {}
         others |= dict(zip(self.names, theirs[self.equations :], strict=True))
         share = 10 * torch.finfo(next(run.solution.parameters()).dtype).eps ** 0.5
@@ -306,10 +315,6 @@ def _arrange(bc: Any, X: Any, like: Tensor) -> Tensor:
     """(n, d), or (n, 2, d) for pairs."""
     x = torch.as_tensor(X).to(like)
     return x.unflatten(0, (2, -1)).transpose(0, 1) if isinstance(bc, _PAIRS) else x
-
-
-def _choose(pool: Tensor, count: int) -> Tensor:
-    return pool[torch.randint(len(pool), (count,), device=pool.device)]
 
 
 def _draw_edges(data: Any) -> list[tuple[int, Any]]:
@@ -371,37 +376,34 @@ class _Run:
 
     def descend(self, seconds: float) -> None:
         """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
-        state, dtype, started = self.model.train_state, self.dtype, time.perf_counter()
+        state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
+        end = now + min(seconds, (self.deadline - now) / 2)
         self.cast(None, self.best)
-        while time.perf_counter() < min(started + seconds, self.deadline):
-            self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
-            state.iteration, state.step = state.iteration + 1, state.step + 1
-        self.model.opt.zero_grad()
+        try:
+            while time.perf_counter() < end and not self.is_over:
+                self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
+                self.count_step()
+        finally:
+            self.model.opt.zero_grad()
         self.look()
         self.cast(dtype, self.best)
         self.turn_end = time.perf_counter() + self.length
 
     @contextmanager
-    def as_given(self) -> Iterator[None]:
-        """The parameters in their own type, as DeepXDE and its callbacks know them."""
+    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the model has these values."""
         mine, training = [own.data for own in self.tensors], self.model.net.training
-        self.load([own.to(first.dtype) for own, first in zip(mine, self.first, strict=True)])
+        self.load(values)
         try:
             yield
         finally:
             self.load(mine)
             self.model.net.train(training)
 
-    @contextmanager
-    def moved(self) -> Iterator[_Solution]:
-        """Other parameters, near those that there are."""
-        mine, generator = [own.data for own in self.tensors], torch.Generator(device="cpu").manual_seed(0)
-        noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in mine]
-        self.load([own + 0.1 * other for own, other in zip(mine, noise, strict=True)])
-        try:
-            yield _Solution(self.model.net, self.model.external_trainable_variables)
-        finally:
-            self.load(mine)
+    def as_given(self) -> AbstractContextManager[None]:
+        """The parameters in their own type, as DeepXDE and its callbacks know them."""
+        pairs = zip(self.tensors, self.first, strict=True)
+        return self.holding([own.data.to(first.dtype) for own, first in pairs])
 
     def look(self) -> None:
         """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
@@ -421,28 +423,39 @@ class _Run:
         self.look()
         self.callbacks.on_train_begin()
 
-    def note(self, fit: Any) -> bool:
-        """After a step: whether to stop, because time is over or another turn promises more."""
-        state, now, end = self.model.train_state, time.perf_counter(), self.turn_end
+    def count_step(self) -> None:
+        """After a step of any kind: look, if it is time, and let the callbacks say whether to stop."""
+        state = self.model.train_state
         state.iteration, state.step = state.iteration + 1, state.step + 1
-        if now >= min(self.next_look, end):
+        if time.perf_counter() >= self.next_look:
             self.look()
         if self.callbacks.callbacks:
             with self.as_given():
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
-        if now < end:
-            return self.is_over
-        self.turn_end = math.inf  # a turn that gains enough, by the loss that it lowers, is the last one
-        return self.is_over or fit.history[-1]["loss"] > ENOUGH * fit.history[0]["loss"]
 
-    def end(self) -> None:
-        """Leave the best parameters in their own type, and what DeepXDE says of them."""
+    def note(self, fit: Any) -> bool:
+        """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
+        self.count_step()
+        if self.is_over or time.perf_counter() < self.turn_end:
+            return self.is_over
+        self.turn_end = math.inf
         self.look()
+        course = [record["loss"] for record in fit.history]  # each at points of its own
+        quarter = max(len(course) // 4, 1)
+        return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter] or course[:1])
+
+    def keep(self) -> None:
+        """Leave the best parameters, in their own type."""
         for first, best in zip(self.first, self.best, strict=True):
             first.copy_(best)
         self.load(self.first)
+
+    def end(self) -> None:
+        """Leave the best parameters, and what DeepXDE says of them."""
+        self.look()
+        self.keep()
         self.model._test(verbose=self.verbose)
         self.load(self.first)
         self.callbacks.on_train_end()

@@ -37,6 +37,8 @@ def use_search(optimizer: GaussNewton, on: bool) -> None:
     search, accept = (CurvedSearch(), None) if on else (None, 0.0)
     optimizer.settings = replace(optimizer.settings, search=search, accept=accept)
     optimizer.state.pop("search", None)
+    for group in optimizer.param_groups if on else ():
+        group["momentum"] = 0.0  # which a search needs no more
 
 
 class Descent:
