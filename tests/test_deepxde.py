@@ -350,11 +350,11 @@ def test_ctrl_c_while_adam_runs_loses_nothing(monkeypatch, at):
     monkeypatch.setattr(model, "_train_step", interrupted)
     if at == "end":  # a second time, when the fit puts things in order
 
-        def again(run):
+        def again(run, values):
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(deepxde._Run, "keep", again)
+        monkeypatch.setattr(deepxde._Run, "give_back", again)
         with pytest.raises(KeyboardInterrupt):
             woodbury.deepxde.fit(model, seconds=60, verbose=0)
     else:

@@ -38,9 +38,10 @@ from woodbury.optim import GaussNewton
 POINTS = ("by residual", "as drawn", "given")
 WEIGHTS = ("auto", "given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
-FIRST = 128  # residuals of the equation in the first steps: momentum makes up for the others
-MOMENTUM, DAMPING = 0.9, replace(PLAIN, initial=1e-3)  # of plain steps
-TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer two, four, ...
+FEWEST = 64  # points of the equation at first
+LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
+WITH_MOMENTUM: Any = {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
+TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
@@ -92,40 +93,32 @@ def fit(
             run.deadline, run.pause = started + seconds, seconds / LOOKS
             if is_new and not dde.optimizers.is_external_optimizer(model.opt_name):
                 run.length = seconds / TURNS
-        turn, reason = 2 * run.length, "callback"
+        turn, reason = run.length, "callback"
         with suppress(KeyboardInterrupt):  # which ends the fit as its time does
             while reason == "callback" and not run.is_over:
-                if turn > 0:
-                    run.descend(turn)
-                    turn *= 2
+                run.descend(turn)
+                turn *= 4
                 reason = _solving(run, problem, steps, points, weights).go(None).reason
         run.end()
-    except KeyboardInterrupt:
-        run.keep()
-        raise
-    except BaseException:
-        run.load(run.first)
+    except BaseException as error:
+        run.give_back(run.best if isinstance(error, KeyboardInterrupt) else run.first)
         raise
     return model.losshistory, model.train_state
 
 
 def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
-    """A fit as `woodbury.fit` has it, but with plain steps at first, with momentum, and on fewer points."""
+    """A fit as `woodbury.fit` has it, but with plain steps at first, and fewer points for systems."""
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
-    settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": DAMPING}
-    if all(own.dtype == torch.float32 for own in run.solution.parameters()):
-        settings["gram_dtype"] = torch.float64
-    solving = SolvingRun(
-        GaussNewton(run.solution, nn.MSELoss(), momentum=MOMENTUM, **settings),
-        source,
-        limits=Limits(steps, max(run.deadline - time.perf_counter(), 0.0)),
-        validation=None,
-        seed=None,
-        callback=run.note,
-        samples=max(FIRST // max(1, problem.equations), FIRST // 2),
-    )
+    is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
+    own: Any = WITH_MOMENTUM if is_large else {"damping": PLAIN}
+    own = own | {"forward": source.forward, "fallback": "autograd", "gram_dtype": torch.float64}
+    few = max((FEW // 2 if is_large else FEW) // max(1, problem.equations), FEWEST)
+    left = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
+    optimizer = GaussNewton(run.solution, nn.MSELoss(), **own)
+    settings: dict[str, Any] = {"limits": left, "validation": None, "seed": None}
+    solving = SolvingRun(optimizer, source, callback=run.note, samples=few, **settings)
     solving.begin_plain(most=4 * FEW)
     return solving
 
@@ -198,15 +191,12 @@ def _evaluate(solution: _Solution, x: Tensor, function: Callable[[Tensor, Tensor
     DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours, as
     those that belong to one sample have to be.
     """
-    follow, is_paired = torch.is_grad_enabled(), x.dim() == 3
+    follow, together = torch.is_grad_enabled(), 2 if x.dim() == 3 else 1
     exchange = _Exchange(solution) if solution.originals else nullcontext()
     with torch.enable_grad(), _precision(x.dtype), exchange:
-        inputs = (x.transpose(0, 1).flatten(0, 1) if is_paired else x).detach().requires_grad_()
-        if is_paired:
-            neighbours = inputs.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-            outputs = solution.net(neighbours).unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-        else:
-            outputs = solution.net(inputs)
+        inputs = x.reshape(len(x), together, -1).transpose(0, 1).flatten(0, 1).detach().requires_grad_()
+        neighbours = inputs.unflatten(0, (together, -1)).transpose(0, 1).flatten(0, 1)
+        outputs = solution.net(neighbours).unflatten(0, (-1, together)).transpose(0, 1).flatten(0, 1)
         try:
             result = function(inputs, outputs, inputs.detach().cpu().numpy())
         finally:
@@ -232,9 +222,9 @@ class _Problem:
         losses = self.their_losses()
         if not np.isfinite(losses).all():
             raise ValueError(f"deepxde.fit: the losses of the model are {losses}: not all are numbers")
-        weights = np.broadcast_to(1.0 if model.loss_weights is None else model.loss_weights, len(losses))
         self.equations = len(losses) - len(self.data.bcs)
-        self.weights = [float(own) for own in weights]
+        weights = 1.0 if model.loss_weights is None else model.loss_weights
+        self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
 
     def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
@@ -375,7 +365,9 @@ class _Run:
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
+        """A turn, if it has any time, of the optimizer that the model was compiled with, from the best so far."""
+        if seconds == 0:
+            return
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
         end = now + min(seconds, (self.deadline - now) / 2)
         self.cast(None, self.best)
@@ -446,16 +438,16 @@ class _Run:
         quarter = max(len(course) // 4, 1)
         return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter] or course[:1])
 
-    def keep(self) -> None:
-        """Leave the best parameters, in their own type."""
-        for first, best in zip(self.first, self.best, strict=True):
-            first.copy_(best)
+    def give_back(self, values: Sequence[Tensor]) -> None:
+        """Leave these values, in their own type and where they were."""
+        for first, value in zip(self.first, values, strict=True):
+            first.copy_(value)
         self.load(self.first)
 
     def end(self) -> None:
         """Leave the best parameters, and what DeepXDE says of them."""
         self.look()
-        self.keep()
+        self.give_back(self.best)
         self.model._test(verbose=self.verbose)
         self.load(self.first)
         self.callbacks.on_train_end()
