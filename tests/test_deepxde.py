@@ -1,6 +1,7 @@
 """Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
 
 import os
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -18,7 +19,9 @@ np = pytest.importorskip("numpy")
 dde = pytest.importorskip("deepxde")
 
 from woodbury import deepxde  # noqa: E402
+from woodbury.fit.descent import use_search  # noqa: E402
 from woodbury.fit.equations import Equations, TermSource  # noqa: E402
+from woodbury.policies.damping import Constant  # noqa: E402
 
 DAMPING = 0.1
 
@@ -334,6 +337,28 @@ def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
         assert run.turn_end == float("inf")
     run.turn_end = 0.0
     assert not run.note(woodbury.Fit(history=[{"loss": loss} for loss in (0.1, 1.0, 1.0, 0.85)]))
+
+
+def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):
+    model = poisson("dirichlet", loss_weights=[2.0, 5.0])
+    run, problem = deepxde._Run(model, None, 0), deepxde._Problem(model)
+    small = deepxde._solving(run, problem, 3, "given", "given")
+    monkeypatch.setattr(deepxde, "LARGE", 3)
+    large = deepxde._solving(run, problem, 3, "given", "given")
+    assert (small.count, large.count) == (256, 128) and small.optimizer.param_groups[0]["momentum"] == 0.0
+    large.advance()
+    optimizer, previous = large.optimizer, flatten(large.optimizer.state["momentum"])
+    assert float(previous.norm()) > 0
+    optimizer.settings = replace(optimizer.settings, damping=Constant(DAMPING))
+    optimizer.state["damping"] = DAMPING
+    B, g = dense_parts(model)
+    expected = torch.linalg.solve(B + DAMPING * torch.eye(len(g)), 0.9 * DAMPING * previous - g)
+    p = flatten(optimizer.direction(*large.source.batch(1)))
+    assert reference.relative_error(p, expected) <= bounds.of_solve(B, DAMPING)
+    use_search(optimizer, True)
+    large.phase = "search"
+    large.advance()
+    assert optimizer.last.length > 0 and optimizer.param_groups[0]["momentum"] == 0.0
 
 
 @pytest.mark.parametrize("at", [3, "end"])

@@ -40,7 +40,8 @@ WEIGHTS = ("auto", "given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
 LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
-WITH_MOMENTUM: Any = {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
+STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
+LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
 TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
@@ -96,7 +97,8 @@ def fit(
         turn, reason = run.length, "callback"
         with suppress(KeyboardInterrupt):  # which ends the fit as its time does
             while reason == "callback" and not run.is_over:
-                run.descend(turn)
+                if turn > 0:
+                    run.descend(turn)
                 turn *= 4
                 reason = _solving(run, problem, steps, points, weights).go(None).reason
         run.end()
@@ -112,13 +114,11 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
-    own: Any = WITH_MOMENTUM if is_large else {"damping": PLAIN}
-    own = own | {"forward": source.forward, "fallback": "autograd", "gram_dtype": torch.float64}
+    own = LARGE_STEPS if is_large else STEPS
+    optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **own)
     few = max((FEW // 2 if is_large else FEW) // max(1, problem.equations), FEWEST)
-    left = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
-    optimizer = GaussNewton(run.solution, nn.MSELoss(), **own)
-    settings: dict[str, Any] = {"limits": left, "validation": None, "seed": None}
-    solving = SolvingRun(optimizer, source, callback=run.note, samples=few, **settings)
+    limits = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
+    solving = SolvingRun(optimizer, source, limits, None, seed=None, callback=run.note, samples=few)
     solving.begin_plain(most=4 * FEW)
     return solving
 
@@ -365,9 +365,7 @@ class _Run:
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
-        """A turn, if it has any time, of the optimizer that the model was compiled with, from the best so far."""
-        if seconds == 0:
-            return
+        """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
         state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
         end = now + min(seconds, (self.deadline - now) / 2)
         self.cast(None, self.best)
@@ -394,8 +392,7 @@ class _Run:
 
     def as_given(self) -> AbstractContextManager[None]:
         """The parameters in their own type, as DeepXDE and its callbacks know them."""
-        pairs = zip(self.tensors, self.first, strict=True)
-        return self.holding([own.data.to(first.dtype) for own, first in pairs])
+        return self.holding([own.data.to(first) for own, first in zip(self.tensors, self.first, strict=True)])
 
     def look(self) -> None:
         """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
