@@ -4,17 +4,24 @@ The problems are written from their definitions in DeepXDE's documentation: equa
 rate. The recipe is Adam for half of the time, at most the documented number of iterations, and then L-BFGS. The
 error is |u_network - u| / |u| in L2 on points that nobody trains on (for the Lorenz system that of its three
 coefficients), with u known, by Cole and Hopf, or by a method of another kind. With `--polish` both go on after
-2,000 steps of Adam. A run is one process: `python -m benchmarks deepxde burgers --seeds 1 --seed 100`.
+2,000 steps of Adam. On several cores, one process each: every run is a line of a file as soon as it is over, and
+tables are made of such files. On a machine that others use too, `--cpu` counts the seconds of the process.
+
+    python -m benchmarks deepxde burgers --method fit --seeds 1 --seed 101 --save burgers-fit-101.jsonl
+    python -m benchmarks deepxde --read *.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -242,13 +249,15 @@ def by_recipe(dde: Any, model: Any, problem: Problem, seconds: float, adam: bool
     model.train(callbacks=[clock], verbose=0)
 
 
-def solve(name: str, method: str, options: argparse.Namespace, seed: int) -> dict[str, float]:
+def solve(name: str, method: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     os.environ.setdefault("DDE_BACKEND", "pytorch")
     import deepxde as dde
     import numpy as np
 
     import woodbury.deepxde
 
+    if options.cpu:
+        time.perf_counter = time.process_time  # for all that this process measures
     dde.config.set_random_seed(seed)
     problem = PROBLEMS[name](dde, np)
     model = dde.Model(problem.data, problem.net)
@@ -263,27 +272,36 @@ def solve(name: str, method: str, options: argparse.Namespace, seed: int) -> dic
     else:
         by_recipe(dde, model, problem, options.seconds, adam=not options.polish)
     spent, steps = time.perf_counter() - started, model.train_state.step
-    return {"before": before, "error": problem.error(model), "steps": steps, "seconds": spent, "seed": seed}
+    found = {"before": before, "error": problem.error(model), "steps": steps, "seconds": spent, "seed": seed}
+    return {"problem": name, "method": method, **found}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.read:
+        lines = [line for name in options.read for line in Path(name).read_text().splitlines()]
+        return {"runs": [json.loads(line) for line in lines]}
     chosen = [name for name in PROBLEMS if any(word in name for word in options.only)] or list(PROBLEMS)
-    results: dict[str, Any] = {}
-    for name in chosen:
-        for method in ("fit", "recipe") if options.method == "both" else (options.method,):
-            runs = [solve(name, method, options, options.seed + place) for place in range(options.seeds)]
-            results.setdefault(name, {})[method] = runs
-            say(f"{name}, {method}: " + ", ".join(f"{own['error']:.1e} ({own['steps']} steps)" for own in runs))
-    return results
+    methods = ("fit", "recipe") if options.method == "both" else (options.method,)
+    runs = []
+    for name, method, place in product(chosen, methods, range(options.seeds)):
+        found = solve(name, method, options, options.seed + place)
+        runs.append(found)
+        say(f"{name}, {method}, seed {found['seed']}: {found['error']:.1e} ({found['steps']} steps)")
+        if options.save:
+            with Path(options.save).open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    return {"runs": runs}
 
 
 def table(result: Mapping[str, Any]) -> str:
-    lines = [f"{'':20}{'method':10}{'before':>9}{'median':>9}{'worst':>9}{'steps':>8}"]
-    for name, methods in result.items():
-        for method, runs in methods.items():
-            before, errors = (median(own[key] for own in runs) for key in ("before", "error"))
-            worst, steps = max(own["error"] for own in runs), median(own["steps"] for own in runs)
-            lines.append(f"{name:20}{method:10}{before:9.1e}{errors:9.1e}{worst:9.1e}{steps:8.0f}")
+    lines = [f"{'':20}{'method':10}{'runs':>5}{'before':>9}{'median':>9}{'worst':>9}{'steps':>8}"]
+    for name, method in product(PROBLEMS, ("fit", "recipe")):
+        runs = [own for own in result["runs"] if (own["problem"], own["method"]) == (name, method)]
+        if runs:
+            before, error, steps = (median(own[key] for own in runs) for key in ("before", "error", "steps"))
+            worst = max(own["error"] for own in runs)
+            errors = f"{before:9.1e}{error:9.1e}{worst:9.1e}"
+            lines.append(f"{name:20}{method:10}{len(runs):5}{errors}{steps:8.0f}")
     return "\n".join(lines)
 
 
@@ -294,6 +312,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="the first of them (default: %(default)s)")
     parser.add_argument("--polish", action="store_true", help=f"go on after {ADAM_FIRST} steps of Adam")
     parser.add_argument("--method", choices=("both", "fit", "recipe"), default="both", help="which of the two")
+    parser.add_argument("--cpu", action="store_true", help="seconds of the process, not of the clock")
+    parser.add_argument("--save", metavar="FILE", help="append each run, once it is over, as a line of JSON")
+    parser.add_argument("--read", nargs="+", metavar="FILE", help="run nothing: the table of what such files hold")
 
 
 COMMAND = Command("Solve DeepXDE's documented problems, a minute each.", run, table, add_options)

@@ -1,6 +1,7 @@
 """Models of DeepXDE: steps against dense matrices of its own losses, caches, refusals, what a fit leaves."""
 
 import os
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -19,6 +20,8 @@ dde = pytest.importorskip("deepxde")
 
 from woodbury import deepxde  # noqa: E402
 from woodbury.fit.equations import Equations, TermSource  # noqa: E402
+from woodbury.fit.run import use_search  # noqa: E402
+from woodbury.policies.damping import Constant  # noqa: E402
 
 DAMPING = 0.1
 
@@ -266,11 +269,14 @@ def test_a_fit_leaves_a_model_that_deepxde_goes_on_with(tmp_path):
     file, variables = str(tmp_path / "model"), str(tmp_path / "rate.dat")
     callbacks = [dde.callbacks.VariableValue(rate, period=1, filename=variables)]
     callbacks.append(dde.callbacks.ModelCheckpoint(file, save_better_only=True))
-    history, state = woodbury.deepxde.fit(model, steps=25, verbose=0, callbacks=callbacks)
-    assert history is model.losshistory and state.step == 45 and history.steps[-1] == 45
+    fit = woodbury.deepxde.fit(model, steps=25, verbose=0, callbacks=callbacks)
+    history = model.losshistory
+    assert model.train_state.step == 45 and history.steps[-1] == 45
+    assert isinstance(fit, woodbury.Fit) and fit.steps == len(fit.history) == 25 and fit.reason == "steps"
     losses = model._outputs_losses(True, *model.data.train_next_batch())[1]
     assert (history.loss_train[-1] == losses).all() and len(history.loss_test[-1]) == 3
-    assert losses.sum() < 1e-4 * before and losses.sum() == min(map(np.sum, history.loss_train))
+    assert losses.sum() < 1e-4 * before and fit.loss == pytest.approx(losses.sum(), rel=1e-6)
+    assert losses.sum() == min(map(np.sum, history.loss_train))
     assert abs(rate.item() - 2) < 0.05 and rate.dtype == torch.float32 and rate.requires_grad
     assert all(own.dtype == torch.float32 and own.requires_grad for own in model.net.parameters())
     lines = (tmp_path / "rate.dat").read_text().split("\n")
@@ -323,11 +329,68 @@ def test_a_turn_of_adam_leaves_the_best_parameters_in_double():
     assert all(
         torch.equal(own, best.double()) for own, best in zip(run.solution.parameters(), run.best, strict=True)
     )
+
+
+def test_another_turn_of_adam_follows_where_steps_gain_less_than_a_tenth():
+    run = deepxde._Run(poisson("dirichlet"), None, 0)
+    run.begin()
+    for later in ([9.0, 1.0, 1.0, 1.0], [2.0] * 3 + [1.0, 1.0, 9.0] + [0.1] * 3 + [0.95, 0.95, 9.0], [0.5]):
+        run.turn_end = 0.0  # the first quarter does not count, nor does a loss by itself
+        assert run.note(woodbury.Fit(history=[{"loss": loss} for loss in later]))
+        assert run.turn_end == float("inf")
     run.turn_end = 0.0
-    fits = [woodbury.Fit(history=[{"loss": 1.0}, {"loss": last}]) for last in (0.95, 0.5)]
-    assert run.note(fits[0]) and run.turn_end == float("inf")  # that is no gain: another turn of Adam
-    run.turn_end = 0.0
-    assert not run.note(fits[1])
+    assert not run.note(woodbury.Fit(history=[{"loss": loss} for loss in (0.1, 1.0, 1.0, 0.85)]))
+
+
+def test_large_networks_take_plain_steps_with_momentum_until_a_search_begins(monkeypatch):
+    model = poisson("dirichlet", loss_weights=[2.0, 5.0])
+    run, problem = deepxde._Run(model, None, 0), deepxde._Problem(model)
+    small = deepxde._solving(run, problem, 3, "given", "given")
+    monkeypatch.setattr(deepxde, "LARGE", 3)
+    large = deepxde._solving(run, problem, 3, "given", "given")
+    assert (small.count, large.count) == (256, 128) and small.optimizer.param_groups[0]["momentum"] == 0.0
+    large.advance()
+    optimizer, previous = large.optimizer, flatten(large.optimizer.state["momentum"])
+    assert float(previous.norm()) > 0
+    optimizer.settings = replace(optimizer.settings, damping=Constant(DAMPING))
+    optimizer.state["damping"] = DAMPING
+    B, g = dense_parts(model)
+    expected = torch.linalg.solve(B + DAMPING * torch.eye(len(g)), 0.9 * DAMPING * previous - g)
+    p = flatten(optimizer.direction(*large.source.batch(1)))
+    assert reference.relative_error(p, expected) <= bounds.of_solve(B, DAMPING)
+    use_search(optimizer, True)
+    large.phase = "search"
+    large.advance()
+    assert optimizer.last.length > 0 and optimizer.param_groups[0]["momentum"] == 0.0
+
+
+@pytest.mark.parametrize("at", [3, "end"])
+def test_ctrl_c_while_adam_runs_loses_nothing(monkeypatch, at):
+    model, seen = poisson("dirichlet"), []
+    first = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
+    train_step = model._train_step
+
+    def interrupted(*batch):
+        seen.append(train_step(*batch))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(model, "_train_step", interrupted)
+    if at == "end":  # a second time, when the fit puts things in order
+
+        def again(run, values):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(deepxde._Run, "give_back", again)
+        with pytest.raises(KeyboardInterrupt):
+            woodbury.deepxde.fit(model, seconds=60, verbose=0)
+    else:
+        woodbury.deepxde.fit(model, seconds=60, verbose=0)
+        assert model.losshistory.loss_train[-1].sum() == min(map(np.sum, model.losshistory.loss_train))
+    assert len(seen) == 3
+    assert model._outputs_losses(True, *model.data.train_next_batch())[1].sum() < first
+    assert all(own.grad is None and own.requires_grad for own in model.net.parameters())
 
 
 def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
@@ -340,10 +403,14 @@ def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
     assert model.losshistory.loss_train[-1].sum() < before
 
 
-def test_the_measurement_runs(capsys):
-    benchmark = import_module("benchmarks.__main__")
-    assert benchmark.main(["deepxde", "laplace", "--seconds", "0.3", "--seeds", "1"]) == 0
-    assert capsys.readouterr().out.count("laplace-disk") == 2
+def test_the_measurement_runs_and_makes_a_table_of_what_it_saved(capsys, tmp_path):
+    benchmark, files = import_module("benchmarks.__main__"), [str(tmp_path / name) for name in ("fit", "recipe")]
+    for file in files:
+        command = ["deepxde", "laplace", "--seconds", "0.3", "--seeds", "1"]
+        assert benchmark.main([*command, "--method", os.path.basename(file), "--save", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert benchmark.main(["deepxde", "--read", *files]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines[:2], lines[3]] and "laplace-disk" in lines[3]
 
 
 def test_the_script_of_the_page_runs(monkeypatch):
@@ -354,4 +421,5 @@ def test_the_script_of_the_page_runs(monkeypatch):
     _, after = blocks(README.parent / "docs" / "deepxde.md", "py")
     monkeypatch.setattr(dde, "saveplot", lambda losshistory, train_state: losshistory.loss_train[-1])
     exec(after.replace("seconds=60", "seconds=1.5, verbose=0"), names)
-    assert sum(names["losshistory"].loss_train[-1]) < sum(names["losshistory"].loss_train[0])
+    losses = names["model"].losshistory.loss_train
+    assert sum(losses[-1]) < sum(losses[0]) and names["fit"].reason == "seconds"

@@ -1,7 +1,7 @@
 """DeepXDE: a compiled `dde.Model` is fitted by Gauss-Newton steps in place of `model.train`.
 
 >>> model.compile("adam", lr=1e-3)
->>> losshistory, train_state = woodbury.deepxde.fit(model, seconds=60)
+>>> fit = woodbury.deepxde.fit(model, seconds=60)
 
 Equation and conditions become terms of `woodbury.Equations`, with the residuals that DeepXDE squares:
 
@@ -16,8 +16,10 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import deepxde as dde
@@ -29,17 +31,19 @@ from torch.overrides import TorchFunctionMode
 
 from woodbury.fit.equations import Equations, TermSource
 from woodbury.fit.limits import Limits
+from woodbury.fit.result import Fit
 from woodbury.fit.run import PLAIN
 from woodbury.fit.solving import FEW, SolvingRun
 from woodbury.optim import GaussNewton
-from woodbury.policies.search import CurvedSearch
 
-POINTS = ("by residual", "as drawn", "given")
-WEIGHTS = ("auto", "given", "balanced")
+POINTS, WEIGHTS = ("by residual", "as drawn", "given"), ("auto", "given", "balanced")
 POOL = 2048  # points of the boundary, and of the start, that conditions choose from
 FEWEST = 64  # points of the equation at first
-TURNS = 12  # parts of the time, of which the first turn has one
-ENOUGH = 0.9  # of the loss, or less, after a turn of Gauss-Newton steps: there are no other turns after it
+LARGE = 16 * FEW  # parameters: with more, steps have half the points, and momentum makes up for the others
+STEPS: dict[str, Any] = {"fallback": "autograd", "gram_dtype": torch.float64, "damping": PLAIN}
+LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
+TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
+ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
 _PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
 _SETS = (PointSetBC, PointSetOperatorBC)  # measured values
@@ -55,8 +59,8 @@ def fit(
     double: bool = True,
     callbacks: Sequence[Any] | None = None,
     verbose: int = 1,
-) -> tuple[Any, Any]:
-    """Train a compiled `dde.Model` and return (losshistory, train_state), as `model.train` does.
+) -> Fit:
+    """Train a compiled `dde.Model` in place. Its `losshistory` and `train_state` are what `model.train` returns.
 
     Args:
         model: new, or trained before. It ends with the lowest training loss seen, by DeepXDE's own account.
@@ -69,7 +73,7 @@ def fit(
         double: compute in float64, if the functions of the model allow it; the model keeps its own type.
         callbacks, verbose: as in `model.train`.
 
-    An error names what cannot be taken, and leaves the model as it was.
+    The loss of the `Fit` is DeepXDE's own. An error names what cannot be taken, and leaves the model as it was.
     """
     started = time.perf_counter()
     if (seconds is None and steps is None) or points not in POINTS or weights not in WEIGHTS:
@@ -86,21 +90,26 @@ def fit(
                 problem.losses(run.solution)
             except RuntimeError:  # a function of the user multiplies by a matrix of the given type
                 run.cast(None, run.first)
-        turn, reason = 0.0, "callback"
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
-            is_first_order = not dde.optimizers.is_external_optimizer(model.opt_name)
-            turn = run.length = seconds / TURNS if is_new and is_first_order else 0.0
-        while reason == "callback" and not run.is_over:
-            if turn > 0:
-                run.descend(turn)
-                turn *= 2
-            reason = _solving(run, problem, steps, points, weights).go(None).reason
+            if is_new and not dde.optimizers.is_external_optimizer(model.opt_name):
+                run.length = seconds / TURNS
+        turn, result = run.length, Fit(reason="callback")
+        try:
+            while result.reason == "callback" and not run.is_over:
+                if turn > 0:
+                    run.descend(turn)
+                turn, before = 4 * turn, result.history
+                result = _solving(run, problem, steps, points, weights).go(None)
+                result.history[:0] = before
+        except KeyboardInterrupt:  # which ends the fit as its time does
+            result.reason = "interrupted"
         run.end()
-    except BaseException:
-        run.load(run.first)
+    except BaseException as error:
+        run.give_back(run.best if isinstance(error, KeyboardInterrupt) else run.first)
         raise
-    return model.losshistory, model.train_state
+    result.reason = "seconds" if time.perf_counter() > run.deadline else result.reason
+    return replace(result, loss=run.best_loss, steps=len(result.history), seconds=time.perf_counter() - started)
 
 
 def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weights: str) -> SolvingRun:
@@ -108,17 +117,12 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     balanced = weights == "balanced" or (weights == "auto" and run.model.loss_weights is None)
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
-    settings: dict[str, Any] = {"forward": source.forward, "fallback": "autograd", "damping": PLAIN}
-    if all(own.dtype == torch.float32 for own in run.solution.parameters()):
-        settings["gram_dtype"] = torch.float64
-    solving = SolvingRun(
-        GaussNewton(run.solution, nn.MSELoss(), search=CurvedSearch(), **settings),
-        source,
-        limits=Limits(steps, max(run.deadline - time.perf_counter(), 0.0)),
-        seed=None,
-        callback=run.note,
-        samples=max(FEW // max(1, problem.equations), FEWEST),
-    )
+    is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
+    own = LARGE_STEPS if is_large else STEPS
+    optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **own)
+    few = max((FEW // 2 if is_large else FEW) // max(1, problem.equations), FEWEST)
+    limits = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
+    solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=run.note, samples=few)
     solving.begin_plain(most=4 * FEW)
     return solving
 
@@ -191,15 +195,12 @@ def _evaluate(solution: _Solution, x: Tensor, function: Callable[[Tensor, Tensor
     DeepXDE has the second points of all pairs after the first ones; in the network the two are neighbours, as
     those that belong to one sample have to be.
     """
-    follow, is_paired = torch.is_grad_enabled(), x.dim() == 3
+    follow, together = torch.is_grad_enabled(), 2 if x.dim() == 3 else 1
     exchange = _Exchange(solution) if solution.originals else nullcontext()
     with torch.enable_grad(), _precision(x.dtype), exchange:
-        inputs = (x.transpose(0, 1).flatten(0, 1) if is_paired else x).detach().requires_grad_()
-        if is_paired:
-            neighbours = inputs.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-            outputs = solution.net(neighbours).unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
-        else:
-            outputs = solution.net(inputs)
+        inputs = x.reshape(len(x), together, -1).transpose(0, 1).flatten(0, 1).detach().requires_grad_()
+        neighbours = inputs.unflatten(0, (together, -1)).transpose(0, 1).flatten(0, 1)
+        outputs = solution.net(neighbours).unflatten(0, (-1, together)).transpose(0, 1).flatten(0, 1)
         try:
             result = function(inputs, outputs, inputs.detach().cpu().numpy())
         finally:
@@ -225,9 +226,9 @@ class _Problem:
         losses = self.their_losses()
         if not np.isfinite(losses).all():
             raise ValueError(f"deepxde.fit: the losses of the model are {losses}: not all are numbers")
-        weights = np.broadcast_to(1.0 if model.loss_weights is None else model.loss_weights, len(losses))
         self.equations = len(losses) - len(self.data.bcs)
-        self.weights = [float(own) for own in weights]
+        weights = 1.0 if model.loss_weights is None else model.loss_weights
+        self.weights = np.broadcast_to(np.asarray(weights, float), len(losses)).tolist()
         self.names = [f"{type(bc).__name__} {place}" for place, bc in enumerate(self.data.bcs, 1)]
 
     def terms(self, solution: _Solution, points: str, balanced: bool = False) -> dict[str, tuple[Any, ...]]:
@@ -255,7 +256,7 @@ class _Problem:
             elif edges and isinstance(bc, BC | dde.icbc.IC):
                 pool = _arrange(bc, bc.collocation_points(np.vstack([own for _, own in edges])), like)
                 if len(pool.unique(dim=0)) > len(source):
-                    source = partial(_choose, pool)
+                    source = lambda count, pool=pool: pool[torch.randint(len(pool), (count,))]  # noqa: E731
             if weight > 0:
                 error: Any = lambda x, y, X, bc=own: bc.error(X, x, y, 0, len(X))  # noqa: E731
                 function = partial(_evaluate, function=error)
@@ -288,8 +289,11 @@ class _Problem:
 
     def check(self, run: _Run) -> None:
         """Raise an error unless the losses of the terms are those that DeepXDE minimizes."""
-        with run.moved() as solution:  # where no loss is small
-            theirs, mine = self.their_losses(), self.losses(solution)
+        generator, model = torch.Generator(device="cpu").manual_seed(0), self.model
+        noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in run.first]
+        with run.holding([own + 0.1 * other for own, other in zip(run.first, noise, strict=True)]):
+            theirs = self.their_losses()  # where none is small
+            mine = self.losses(_Solution(model.net, model.external_trainable_variables))
         others = {"equation": theirs[: self.equations].sum()} if self.equations else {}
         others |= dict(zip(self.names, theirs[self.equations :], strict=True))
         share = 10 * torch.finfo(next(run.solution.parameters()).dtype).eps ** 0.5
@@ -305,10 +309,6 @@ def _arrange(bc: Any, X: Any, like: Tensor) -> Tensor:
     """(n, d), or (n, 2, d) for pairs."""
     x = torch.as_tensor(X).to(like)
     return x.unflatten(0, (2, -1)).transpose(0, 1) if isinstance(bc, _PAIRS) else x
-
-
-def _choose(pool: Tensor, count: int) -> Tensor:
-    return pool[torch.randint(len(pool), (count,), device=pool.device)]
 
 
 def _draw_edges(data: Any) -> list[tuple[int, Any]]:
@@ -360,47 +360,39 @@ class _Run:
     def cast(self, dtype: torch.dtype | None, values: Sequence[Tensor]) -> None:
         """Go on with copies of these values, of this type or the given one."""
         self.dtype = dtype
-        self.load(
-            [
-                value.to(dtype if dtype and value.is_floating_point() else first.dtype, copy=True)
-                for value, first in zip(values, self.first, strict=True)
-            ]
-        )
+        types = [dtype if dtype and own.is_floating_point() else own.dtype for own in self.first]
+        self.load([value.to(own, copy=True) for value, own in zip(values, types, strict=True)])
         self.solution = _Solution(self.model.net, self.model.external_trainable_variables)
 
     def descend(self, seconds: float) -> None:
         """A turn of the optimizer that the model was compiled with, from the best parameters so far."""
-        state, dtype, started = self.model.train_state, self.dtype, time.perf_counter()
+        state, dtype, now = self.model.train_state, self.dtype, time.perf_counter()
+        end = now + min(seconds, (self.deadline - now) / 2)
         self.cast(None, self.best)
-        while time.perf_counter() < min(started + seconds, self.deadline):
-            self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
-            state.iteration, state.step = state.iteration + 1, state.step + 1
-        self.model.opt.zero_grad()
+        try:
+            while time.perf_counter() < end and not self.is_over:
+                self.model._train_step(state.X_train, state.y_train, state.train_aux_vars)
+                self.count_step()
+        finally:
+            self.model.opt.zero_grad()
         self.look()
         self.cast(dtype, self.best)
         self.turn_end = time.perf_counter() + self.length
 
     @contextmanager
-    def as_given(self) -> Iterator[None]:
-        """The parameters in their own type, as DeepXDE and its callbacks know them."""
+    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the model has these values."""
         mine, training = [own.data for own in self.tensors], self.model.net.training
-        self.load([own.to(first.dtype) for own, first in zip(mine, self.first, strict=True)])
+        self.load(values)
         try:
             yield
         finally:
             self.load(mine)
             self.model.net.train(training)
 
-    @contextmanager
-    def moved(self) -> Iterator[_Solution]:
-        """Other parameters, near those that there are."""
-        mine, generator = [own.data for own in self.tensors], torch.Generator(device="cpu").manual_seed(0)
-        noise = [torch.randn(own.shape, generator=generator, device="cpu").to(own) for own in mine]
-        self.load([own + 0.1 * other for own, other in zip(mine, noise, strict=True)])
-        try:
-            yield _Solution(self.model.net, self.model.external_trainable_variables)
-        finally:
-            self.load(mine)
+    def as_given(self) -> AbstractContextManager[None]:
+        """The parameters in their own type, as DeepXDE and its callbacks know them."""
+        return self.holding([own.data.to(first) for own, first in zip(self.tensors, self.first, strict=True)])
 
     def look(self) -> None:
         """Compute DeepXDE's losses, show them, and keep the parameters if they are the best."""
@@ -420,28 +412,39 @@ class _Run:
         self.look()
         self.callbacks.on_train_begin()
 
-    def note(self, fit: Any) -> bool:
-        """After a step: whether to stop, because time is over or another turn promises more."""
-        state, now, end = self.model.train_state, time.perf_counter(), self.turn_end
+    def count_step(self) -> None:
+        """After a step of any kind: look, if it is time, and let the callbacks say whether to stop."""
+        state = self.model.train_state
         state.iteration, state.step = state.iteration + 1, state.step + 1
-        if now >= min(self.next_look, end):
+        if time.perf_counter() >= self.next_look:
             self.look()
         if self.callbacks.callbacks:
             with self.as_given():
                 self.callbacks.on_batch_end()
                 self.callbacks.on_epoch_end()
         self.is_over = self.model.stop_training or time.perf_counter() >= self.deadline
-        if now < end:
+
+    def note(self, fit: Any) -> bool:
+        """After a Gauss-Newton step: whether to stop, because time is over or another turn promises more."""
+        self.count_step()
+        if self.is_over or time.perf_counter() < self.turn_end:
             return self.is_over
-        self.turn_end = math.inf  # a turn that gains enough, by the loss that it lowers, is the last one
-        return self.is_over or fit.history[-1]["loss"] > ENOUGH * fit.history[0]["loss"]
+        self.turn_end = math.inf
+        self.look()
+        course = [record["loss"] for record in fit.history]  # each at points of its own
+        quarter = max(len(course) // 4, 1)
+        return median(course[-quarter:]) > ENOUGH * median(course[quarter : 2 * quarter] or course[:1])
+
+    def give_back(self, values: Sequence[Tensor]) -> None:
+        """Leave these values, in their own type and where they were."""
+        for first, value in zip(self.first, values, strict=True):
+            first.copy_(value)
+        self.load(self.first)
 
     def end(self) -> None:
-        """Leave the best parameters in their own type, and what DeepXDE says of them."""
+        """Leave the best parameters, and what DeepXDE says of them."""
         self.look()
-        for first, best in zip(self.first, self.best, strict=True):
-            first.copy_(best)
-        self.load(self.first)
+        self.give_back(self.best)
         self.model._test(verbose=self.verbose)
         self.load(self.first)
         self.callbacks.on_train_end()

@@ -61,6 +61,8 @@ def use_search(optimizer: GaussNewton, on: bool, memory: Any = None) -> None:
     optimizer.state.pop("search", None)
     if memory is not None:
         optimizer.state["search"] = memory
+    for group in optimizer.param_groups if on else ():
+        group["momentum"] = 0.0  # which a search does not take
 
 
 @dataclass(frozen=True)
