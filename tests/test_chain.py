@@ -497,8 +497,6 @@ def test_settings_of_the_optimizer_are_read_at_each_step(setting):
     model, *batch = setting
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, solver="cg")
     optimizer.step(*batch)
-    optimizer.solver_tolerance = 0.5
-    assert optimizer.verify(*batch) > 1e-3
     other = copy.deepcopy(model)
     optimizer.model = other
     optimizer.param_groups[0]["params"] = list(other.parameters())

@@ -1,5 +1,6 @@
 """Every layer rule against dense autograd, one sample at a time, over random shapes and settings."""
 
+import copy
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from fuzz.models import Parts
 from woodbury._vector import flatten
 from woodbury.layers import EmbeddingRows, ExplicitRows, OuterRows, SharedRows, positions
 from woodbury.losses.rules import loss_rule
+from woodbury.parallel.group import assemble, dismantle
 
 METHODS = {"gauss-newton": woodbury.GaussNewton, "empirical": woodbury.NaturalGradient}
 CLASSES = 3
@@ -68,6 +70,9 @@ def check_rows(model, loss, inputs, targets, **options):
         rows = found[kind] = woodbury.rows(model, loss, inputs, targets, curvature=kind, **options)
         assert rows.shape == U.shape
         torch.testing.assert_close(rows.dense(), U)
+        sent = copy.copy(rows)  # as another process gets it
+        sent.forms = {name: assemble(*dismantle(form, model), model) for name, form in rows.forms.items()}
+        torch.testing.assert_close(sent.gram(), U @ U.T)
         torch.testing.assert_close(rows.gram(), U @ U.T)
         scales = {name: torch.rand((), dtype=U.dtype) for name in names}
         D = reference.flat([scales[name].expand(p.shape) for name, p in names.items()])

@@ -566,7 +566,6 @@ def test_processes_agree_on_when_a_fit_ends():
         assert first[name][0]["reason"] == reason and first[name][0]["steps"], name
     assert first["callback"][0]["steps"] == first["callback interrupted"][0]["steps"] == 4
     assert first["signal"][0]["steps"] <= 2 and first["loader interrupted"][0]["steps"] <= 2
-    assert first["two batches per step"][0]["steps"] == 6  # 2, 2 and 1 batches of the first
 
 
 def test_what_one_process_cannot_fit_is_an_error_of_all():

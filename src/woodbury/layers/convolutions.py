@@ -54,9 +54,12 @@ def _shared_rows(
     # (n, k, g o, *positions) -> (n, k, s, g, o), a view
     columns = grads.flatten(3).unflatten(2, (layer.groups, -1)).permute(0, 1, 4, 2, 3)
     bias = None if layer.bias is None else "bias"
-    return SharedRows(
-        (Part(lambda window: cut(inputs[window]), columns),), tuple(layer.weight.shape), bias=bias, swapped=swapped
-    )
+    part = Part(partial(_cut_window, cut, inputs), columns)
+    return SharedRows((part,), tuple(layer.weight.shape), bias=bias, swapped=swapped)
+
+
+def _cut_window(cut: Callable[[Tensor], Tensor], inputs: Tensor, window: slice) -> Tensor:
+    return cut(inputs[window])
 
 
 def _padding(layer: Convolution) -> list[int]:

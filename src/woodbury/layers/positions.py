@@ -20,6 +20,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ ELEMENTWISE = 8  # an elementwise product out of cache costs about as much as 8 
 class Part:
     """Consecutive samples of a form with the same number of columns and positions."""
 
-    features: Callable[[slice], Tensor]  # v (n, s, g, i) of a window of samples, made when asked for
+    # v (n, s, g, i) of a window of samples, made when asked for; other processes get it pickled
+    features: Callable[[slice], Tensor]
     grads: Tensor  # h (n, k, s, g, o)
 
     @property
@@ -72,7 +74,7 @@ class Part:
 
     def scaled(self, outputs: Tensor, inputs: Tensor) -> Part:
         """h times outputs (g, o), v times inputs (i)."""
-        return Part(lambda window: self.features(window) * inputs, self.grads * outputs)
+        return Part(partial(_times, self, inputs), self.grads * outputs)
 
     def head(self, row_count: int) -> Part:
         """The first rows, of whole samples."""
@@ -81,10 +83,15 @@ class Part:
     @staticmethod
     def join(parts: Sequence[Part]) -> Part:
         """The same samples with the positions of all parts, one after the other."""
-        return Part(
-            lambda window: torch.cat([part.features(window) for part in parts], dim=1),
-            torch.cat([part.grads for part in parts], dim=2),
-        )
+        return Part(partial(_joined, parts), torch.cat([part.grads for part in parts], dim=2))
+
+
+def _times(part: Part, inputs: Tensor, window: slice) -> Tensor:
+    return part.features(window) * inputs
+
+
+def _joined(parts: Sequence[Part], window: slice) -> Tensor:
+    return torch.cat([part.features(window) for part in parts], dim=1)
 
 
 def own_outputs(outputs: Tensor) -> Tensor:

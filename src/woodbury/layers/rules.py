@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,12 @@ def sequence_rows(
     inputs: Tensor, grads: Tensor, shape: torch.Size, weight: str | None, bias: str | None
 ) -> SharedRows:
     """z = W v + b at every position: v (n, ..., i), h (n, k, ..., o)."""
-    part = Part(lambda window: inputs[window].flatten(1, -2).unsqueeze(2), grads.flatten(2, -2).unsqueeze(3))
+    part = Part(partial(_positions, inputs), grads.flatten(2, -2).unsqueeze(3))
     return SharedRows((part,), tuple(shape), weight=weight, bias=bias)
+
+
+def _positions(inputs: Tensor, window: slice) -> Tensor:
+    return inputs[window].flatten(1, -2).unsqueeze(2)
 
 
 @register_layer("transformers.pytorch_utils.Conv1D", parameters=WEIGHT_AND_BIAS)
@@ -62,14 +67,14 @@ def bilinear_rows(layer: nn.Module, inputs: tuple[Tensor, Tensor], grads: Tensor
     assert isinstance(layer, nn.Bilinear)
     n, width = grads.shape[0], layer.in1_features
     pairs = torch.cat(inputs, dim=-1).reshape(n, -1, width + layer.in2_features)
-
-    def multiply(window: slice) -> Tensor:
-        left, right = pairs[window, :, :width], pairs[window, :, width:]
-        return (left.unsqueeze(3) * right.unsqueeze(2)).flatten(2).unsqueeze(2)
-
     columns = grads.reshape(n, grads.shape[1], -1, 1, grads.shape[-1])
     bias = None if layer.bias is None else "bias"
-    return SharedRows((Part(multiply, columns),), tuple(layer.weight.shape), bias=bias)
+    return SharedRows((Part(partial(_products, pairs, width), columns),), tuple(layer.weight.shape), bias=bias)
+
+
+def _products(pairs: Tensor, width: int, window: slice) -> Tensor:
+    left, right = pairs[window, :, :width], pairs[window, :, width:]
+    return (left.unsqueeze(3) * right.unsqueeze(2)).flatten(2).unsqueeze(2)
 
 
 @register_layer(nn.Embedding, parameters=WEIGHT_AND_BIAS)
