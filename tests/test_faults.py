@@ -591,6 +591,7 @@ def test_pos_weight_of_any_shape_is_that_of_torch_or_refused_by_its_shape(shape,
         return
     each = F.binary_cross_entropy_with_logits(outputs, targets, pos_weight=weight, reduction="none")
     torch.testing.assert_close(values, each.flatten(1).mean(1) if len(shape) > 1 else each)
+    torch.testing.assert_close(rule.total(loss, flat, prepared), values.sum())
     point = outputs.clone().requires_grad_()
     (slope,) = torch.autograd.grad(shape[0] * loss(point, targets), point, create_graph=True)
     residual = rule.residual(loss, flat, prepared)

@@ -91,7 +91,8 @@ class Layout:
         if self.is_plain:
             return coefficients.unsqueeze(1) * rows
         pairs = zip(self.split(coefficients), self.split(rows), strict=True)
-        return torch.cat([torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs])
+        parts = [torch.bmm(c.unsqueeze(1), h).squeeze(1) for c, h in pairs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def spread(self, samples: Tensor, other: Layout) -> Tensor:
         """(n, n') -> (r, r'): the entry of the two samples that rows r and r' belong to."""

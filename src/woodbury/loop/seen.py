@@ -50,7 +50,7 @@ class TapedLoss(nn.Module):
 
     def forward(self, outputs: Tensor, places: Tensor) -> Tensor:
         """The mean of N l_i over the samples at `places`."""
-        return _TapedRule().values(self, outputs, places).mean()
+        return _TapedRule().total(self, outputs, places) / len(places)
 
 
 @register_loss(TapedLoss)
@@ -62,10 +62,13 @@ class _TapedRule(LossRule):
         return targets
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        total = self.total(loss, outputs, targets)
+        return (total / len(targets)).expand(len(targets))  # only their sum is known
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         assert isinstance(loss, TapedLoss)
         gained = loss.value(loss.with_others(outputs, targets)) - loss.at_seen
-        total = loss.samples * gained + len(targets) * loss.at_seen
-        return (total / len(targets)).expand(len(targets))  # only their sum is known
+        return loss.samples * gained + len(targets) * loss.at_seen
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         assert isinstance(loss, TapedLoss)

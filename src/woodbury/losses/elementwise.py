@@ -13,7 +13,6 @@ from woodbury.losses.factors import DiagonalFactor, Factor
 from woodbury.losses.rules import (
     StructuredRule,
     check_weights,
-    over_outputs,
     register_loss,
     share_of_output,
     smallest_probability,
@@ -28,7 +27,12 @@ class SquaredError(StructuredRule):
     takes_sum = True
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        return over_outputs(loss, (outputs - targets).square())
+        squares = (outputs - targets).square()
+        return squares.sum(1) if self.is_sum(loss) else squares.mean(1)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        total = F.mse_loss(outputs, targets, reduction="sum")
+        return total if self.is_sum(loss) else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) * (2 * share_of_output(loss, outputs))
@@ -60,18 +64,31 @@ class Logistic(StructuredRule):
             lowest, highest = torch.aminmax(prepared)
             if lowest.item() < 0 or highest.item() > 1:
                 raise ValueError("BCEWithLogitsLoss: targets must lie between 0 and 1")
-        return prepared.reshape(outputs.shape)  # the shape that weights are broadcast against
+        if outputs.dim() != 2 and _is_weighted(loss):
+            return prepared.reshape(outputs.shape)  # the shape that the weights are broadcast against
+        return prepared
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        weight, pos_weight = _weights(loss, outputs, targets)
-        targets = targets.reshape(outputs.shape).to(outputs.dtype)
-        each = F.binary_cross_entropy_with_logits(
-            outputs, targets, weight, pos_weight=pos_weight, reduction="none"
-        )
-        return over_outputs(loss, each)
+        if _is_weighted(loss):
+            weight, pos_weight = _weights(loss, outputs, targets)
+            targets = targets.reshape(outputs.shape).to(outputs.dtype)
+            each = F.binary_cross_entropy_with_logits(
+                outputs, targets, weight, pos_weight=pos_weight, reduction="none"
+            )
+        else:
+            each = F.softplus(outputs) - targets * outputs
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        if _is_weighted(loss):
+            return super().total(loss, outputs, targets)
+        total = torch.addcmul(F.softplus(outputs), targets, outputs, value=-1).sum()
+        return total if outputs.shape[1] == 1 or self.is_sum(loss) else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         share = share_of_output(loss, outputs)
+        if not _is_weighted(loss):
+            return (outputs.sigmoid() - targets) * share
         weight, pos_weight = _weights(loss, outputs, targets)
         targets = targets.reshape(outputs.shape)
         if pos_weight is None:
@@ -83,13 +100,18 @@ class Logistic(StructuredRule):
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
         variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
-        weight, pos_weight = _weights(loss, outputs, targets)
-        if pos_weight is not None:
-            variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
-        if weight is not None:
-            variance = variance * weight
+        if _is_weighted(loss):
+            weight, pos_weight = _weights(loss, outputs, targets)
+            if pos_weight is not None:
+                variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
+            if weight is not None:
+                variance = variance * weight
         root = variance.clamp_min(smallest_probability(outputs.dtype)).sqrt()
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
+
+
+def _is_weighted(loss: Any) -> bool:
+    return loss.pos_weight is not None or loss.weight is not None
 
 
 def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -138,7 +160,7 @@ class Poisson(StructuredRule):
             eps=loss.eps,
             reduction="none",
         )
-        return over_outputs(loss, each)
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
 
     def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         slope = outputs.exp() - targets if loss.log_input else 1 - targets / (outputs + loss.eps)
@@ -190,7 +212,7 @@ class Gaussian(StructuredRule):
         each = 0.5 * (variance.log() + (outputs - target).square() / variance)
         if loss.full:
             each = each + 0.5 * math.log(2 * math.pi)
-        return over_outputs(loss, each)
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         precision, target = self._precision(loss, outputs, targets)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from woodbury.losses.factors import DiagonalFactor, Factor
-from woodbury.losses.rules import StructuredRule, over_outputs, register_loss, share_of_output
+from woodbury.losses.rules import StructuredRule, register_loss, share_of_output
 
 # Without it an output that meets its target would never leave it again. Of 1e-1 to 1e-8, 1e-4 ended with the
 # lowest loss or nearly so on a regression with noise and without (60 steps); more than 1e-3 kept the loss up.
@@ -43,10 +43,17 @@ class Robust(StructuredRule):
             raise ValueError(f"{type(loss).__name__}: delta must be more than 0, beta not negative, both finite")
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        """rho is s times torch's SmoothL1Loss of the same knee."""
+        each = self._rho(loss, outputs, targets, "none")
+        return each.sum(1) if self.is_sum(loss) else each.mean(1)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._rho(loss, outputs, targets, "sum") * share_of_output(loss, outputs)
+
+    def _rho(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """rho(d) of each output, or their sum: s times torch's SmoothL1Loss of the same knee."""
         slope, knee = _slope_and_knee(loss)
-        smooth = F.smooth_l1_loss(outputs, targets.to(outputs.dtype), reduction="none", beta=knee)
-        return over_outputs(loss, smooth) * slope
+        smooth = F.smooth_l1_loss(outputs, targets.to(outputs.dtype), reduction=reduction, beta=knee)
+        return smooth if slope == 1.0 else smooth * slope
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         slope, knee = _slope_and_knee(loss)

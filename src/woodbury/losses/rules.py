@@ -95,6 +95,10 @@ class LossRule(ABC):
         """M, what the mean divides by: f = sum_i l(y_i, t_i) / M. The number of samples by default."""
         return len(targets)
 
+    def count_of_first(self, loss: nn.Module, targets: Tensor, samples: int) -> Scalar:
+        """M of the first samples alone."""
+        return samples if type(self).count is LossRule.count else self.count(loss, targets[:samples])
+
     @abstractmethod
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """l(y_i, t_i) for each sample, (n,)."""
@@ -109,6 +113,10 @@ class LossRule(ABC):
                 f"and not {tuple(values.shape)}"
             )
         return values
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """sum_i l(y_i, t_i), for callers that do not need the terms."""
+        return self.terms(loss, outputs, targets).sum()
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         """r_i = dl/dy_i, (n, C)."""
@@ -248,11 +256,6 @@ def check_weights(loss: nn.Module, name: str) -> None:
 def share_of_output(loss: Any, outputs: Tensor) -> float:
     """What the loss of a sample multiplies that of one output by: 1/C for a mean, 1 for a sum."""
     return 1.0 if loss.reduction == "sum" else 1 / outputs.shape[1]
-
-
-def over_outputs(loss: Any, each: Tensor) -> Tensor:
-    """The loss of a sample, (n,), from that of each output, (n, C)."""
-    return each.sum(1) if loss.reduction == "sum" else each.mean(1)
 
 
 def smallest_probability(dtype: torch.dtype) -> float:

@@ -64,6 +64,9 @@ class _ScaledRule(StructuredRule):
     def values(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         return _rule(loss).values(loss.loss, outputs, targets) * loss.factor
 
+    def total(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+        return _rule(loss).total(loss.loss, outputs, targets) * loss.factor
+
     def residual(self, loss: Any, outputs: Tensor, targets: Tensor) -> Tensor:
         return _rule(loss).residual(loss.loss, outputs, targets) * loss.factor
 

@@ -138,14 +138,17 @@ class Softmax(StructuredRule):
             return len(targets)
         return scalar((targets >= 0).sum(dtype=torch.float64))
 
+    def count_of_first(self, loss: Any, targets: Tensor, samples: int) -> Scalar:
+        is_plain = targets.dim() == 1 and loss.weight is None
+        return samples if is_plain else self.count(loss, targets[:samples])
+
     def column_count(self, shape: Sequence[int]) -> int:
         return (shape[1] - 1) * math.prod(shape[2:])
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         positions, smoothing = _positions(targets), _smoothing(loss)
         if targets.dim() == 1 and not smoothing:  # none is ignored
-            weight, logarithms = _weight(loss, outputs.dtype), self._logarithms(outputs)
-            return F.nll_loss(logarithms, targets, weight, reduction="none", ignore_index=_UNUSED)
+            return self._plain(loss, outputs, targets, "none")
         logarithms = self._logarithms(by_position(outputs, positions))
         if targets.is_floating_point():
             values = -(by_position(targets.flatten(1), positions) * logarithms).sum(1)
@@ -162,6 +165,16 @@ class Softmax(StructuredRule):
                 values = values.masked_fill(ignored, 0.0)
             values = values.squeeze(1)
         return values if positions == 1 else values.view(-1, positions).sum(1)
+
+    def total(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        if targets.dim() == 1 and not _smoothing(loss):
+            return self._plain(loss, outputs, targets, "sum")
+        return super().total(loss, outputs, targets)
+
+    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """torch's own values for class indices (n,), none of them ignored."""
+        weight = _weight(loss, outputs.dtype)
+        return F.cross_entropy(outputs, targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         """log p for outputs (n T, C)."""
@@ -252,6 +265,10 @@ class LogLikelihood(Softmax):
                     "CrossEntropyLoss"
                 )
         return prepared
+
+    def _plain(self, loss: nn.Module, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        weight = _weight(loss, outputs.dtype)
+        return F.nll_loss(self._logarithms(outputs), targets, weight, reduction=reduction, ignore_index=_UNUSED)
 
     def _logarithms(self, outputs: Tensor) -> Tensor:
         if not outputs.is_cuda:

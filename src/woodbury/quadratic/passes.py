@@ -40,15 +40,15 @@ class Piece:
 
     inputs: Any
     targets: Tensor  # as the loss rule prepared them
-    losses: Tensor  # of each sample, float64
+    losses: Tensor  # of each sample, or their sum (see `Passes.losses`), float64
     term_count: Scalar  # M, what f divides by: f = sum of losses / M; 1 where the loss is a sum
     capture: Capture
 
 
 def mean_of(losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
     """Sum of all losses / M."""
-    joined = losses[0] if len(losses) == 1 else torch.cat(list(losses))
-    return scalar(joined.sum()) / term_count
+    joined = losses[0] if len(losses) == 1 else torch.cat([own.reshape(-1) for own in losses])
+    return scalar(joined if joined.dim() == 0 else joined.sum()) / term_count
 
 
 def check_loss(loss: Scalar) -> Scalar:
@@ -105,7 +105,7 @@ class Passes:
         """M, f(theta) and D of a batch whose first piece has S2 in front; of all processes, in one collective."""
         first, losses = pieces[0].term_count, [piece.losses for piece in pieces]
         if len(pieces[0].targets) > batch.curvature and not self.is_sum:
-            first = self.rule.count(self.loss, pieces[0].targets[: batch.curvature])
+            first = self.rule.count_of_first(self.loss, pieces[0].targets, batch.curvature)
         if self.group.size == 1:
             term_count = self.term_count(pieces)
             loss = check_loss(mean_of(losses, term_count))
@@ -167,9 +167,13 @@ class Passes:
         return Piece(inputs, prepared, self.losses(outputs, prepared), term_count, captured), outputs
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each sample in float64, for differences of nearly equal losses: rho is one."""
-        wide = outputs if outputs.dtype == torch.float64 else outputs.double()
-        return self.rule.terms(self.loss, wide, targets)
+        """The loss of each sample in float64, for differences of nearly equal losses: rho is one.
+
+        Their sum alone where the outputs have fewer digits than it.
+        """
+        if outputs.dtype == torch.float64:
+            return self.rule.terms(self.loss, outputs, targets)
+        return self.rule.total(self.loss, outputs.double(), targets)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient of each sample's loss at its outputs."""
