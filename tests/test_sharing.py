@@ -186,6 +186,23 @@ def test_forms_of_shared_parameters():
 # Past the rules: most of these need fallback="autograd".
 
 
+def test_a_module_with_two_names_keeps_its_parameters_and_moves():
+    """torch.func.functional_call leaves such a module with the tensors of the call."""
+    layer = nn.Linear(3, 3)
+    model = Parts(
+        lambda m, x: m.b(torch.tanh(m.a(x))) * torch.sin(m.gain.weight), a=layer, b=layer, gain=nn.Linear(3, 1)
+    )
+    model, inputs, targets = model.double(), torch.randn(N, 3).double(), torch.randn(N, 3).double()
+    before = dict(model.named_parameters())
+    options = {"fallback": "autograd", "search": woodbury.CurvedSearch()}
+    check_directions(model, nn.MSELoss(), inputs, targets, [1, 3], fallback="autograd")
+    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **options)
+    losses = [optimizer.step(inputs, targets).loss for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    optimizer.verify(inputs, targets)
+    assert all(own is before[name] for name, own in model.named_parameters()) and model.a.weight is model.b.weight
+
+
 class Bare(nn.Module):
     """Parameters of the model itself, one of them a single number, and a position table used by all samples."""
 

@@ -27,7 +27,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from woodbury import _batch, _random
@@ -78,8 +77,30 @@ class Pass:
     def run_with(self, values: Mapping[str, Tensor], inputs: Any = None) -> Tensor:
         """What is returned with these values in place of parameters, for the same inputs or others."""
         model = self.plan.model
-        with _reparametrize_module(model, dict(values), tie_weights=True):  # as torch.func.functional_call does
+        with _exchanged(model, values):
             return self.forward(model, self.inputs if inputs is None else inputs)
+
+
+@contextmanager
+def _exchanged(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, these tensors stand for parameters wherever the model has them.
+
+    (`torch.func.functional_call` does not give its parameters back to a module that has two names.)
+    """
+    others = {id(own): values[name] for name, own in model.named_parameters() if name in values}
+    places = [
+        (module._parameters, name, own)
+        for module in model.modules()
+        for name, own in module._parameters.items()
+        if id(own) in others
+    ]
+    try:
+        for parameters, name, own in places:
+            parameters[name] = others[id(own)]  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, name, own in places:
+            parameters[name] = own
 
 
 def outputs_agree(
