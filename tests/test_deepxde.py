@@ -423,3 +423,7 @@ def test_the_script_of_the_page_runs(monkeypatch):
     exec(after.replace("seconds=60", "seconds=1.5, verbose=0"), names)
     losses = names["model"].losshistory.loss_train
     assert sum(losses[-1]) < sum(losses[0]) and names["fit"].reason == "seconds"
+    history = names["fit"].history  # of all turns
+    assert [record["step"] for record in history] == list(range(1, names["fit"].steps + 1))
+    seconds = [record["seconds"] for record in history]
+    assert seconds == sorted(seconds)

@@ -45,8 +45,7 @@ LARGE_STEPS = STEPS | {"momentum": 0.9, "damping": replace(PLAIN, initial=1e-3)}
 TURNS = 12  # parts of the time: Gauss-Newton steps take one in a turn, the model's own optimizer one, four, ...
 ENOUGH = 0.9  # of the loss, or less, in the second half of a turn of Gauss-Newton steps: it is the last turn
 LOOKS = 50  # times that DeepXDE's own losses are computed on the way
-_PAIRS = (dde.icbc.PeriodicBC, Interface2DBC)  # a residual belongs to two points
-_SETS = (PointSetBC, PointSetOperatorBC)  # measured values
+_PAIRS, _SETS = (dde.icbc.PeriodicBC, Interface2DBC), (PointSetBC, PointSetOperatorBC)  # of two points; measured
 
 
 def fit(
@@ -92,16 +91,17 @@ def fit(
                 run.cast(None, run.first)
         if seconds is not None:
             run.deadline, run.pause = started + seconds, seconds / LOOKS
-            if is_new and not dde.optimizers.is_external_optimizer(model.opt_name):
-                run.length = seconds / TURNS
+            run.length = seconds / TURNS * (is_new and not dde.optimizers.is_external_optimizer(model.opt_name))
         turn, result = run.length, Fit(reason="callback")
         try:
             while result.reason == "callback" and not run.is_over:
                 if turn > 0:
                     run.descend(turn)
-                turn, before = 4 * turn, result.history
+                turn, before, begun = 4 * turn, result.history, time.perf_counter() - started
                 result = _solving(run, problem, steps, points, weights).go(None)
-                result.history[:0] = before
+                for record in result.history:  # as steps of the whole fit
+                    record["step"], record["seconds"] = record["step"] + len(before), record["seconds"] + begun
+                result.best_step, result.history = result.best_step + len(before), before + result.history
         except KeyboardInterrupt:  # which ends the fit as its time does
             result.reason = "interrupted"
         run.end()
@@ -118,9 +118,9 @@ def _solving(run: _Run, problem: _Problem, steps: int | None, points: str, weigh
     terms = Equations(**problem.terms(run.solution, points, balanced)).terms
     source = TermSource(run.solution, terms, by_residual=points == "by residual")
     is_large = sum(own.numel() for own in run.solution.parameters()) > LARGE
-    own = LARGE_STEPS if is_large else STEPS
-    optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **own)
-    few = max((FEW // 2 if is_large else FEW) // max(1, problem.equations), FEWEST)
+    settings, few = (LARGE_STEPS, FEW // 2) if is_large else (STEPS, FEW)
+    optimizer = GaussNewton(run.solution, nn.MSELoss(), forward=source.forward, **settings)
+    few = max(few // max(1, problem.equations), FEWEST)
     limits = Limits(steps, max(run.deadline - time.perf_counter(), 0.0))
     solving = SolvingRun(optimizer, source, limits=limits, seed=None, callback=run.note, samples=few)
     solving.begin_plain(most=4 * FEW)

@@ -122,8 +122,8 @@ def fit(
             batches, as the noise of the gradient asks for it and time allows it (`woodbury.fit.growth`); with
             epochs or steps nothing follows from the clock, and two runs are the same.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
-            8192), and for `Equations` on a CPU 256, from the ninth step on 512. There are twice as many, up to 4
-            per parameter (on a GPU 8), after two steps in a row for which others promise less than half as much.
+            8192); for `Equations` 256 (512) in the first eight steps, and on a CPU 512 after that. There are twice
+            as many, up to 4 (8) per parameter, after two steps for which others promise less than half as much.
         points: with MSELoss and `Equations`: "by residual" takes the samples of a step from eight times as many,
             more often where the residual is large, with weights that keep the expected loss; "as drawn" does not.
         validation: other samples (inputs, targets), with a loader also one of such batches; then the best
