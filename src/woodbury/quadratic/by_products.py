@@ -33,10 +33,9 @@ class ByProducts(Damped):
     def minimizer(self) -> Minimizer:
         """CG with products Z (D Z^T x); the system is that of `woodbury.linalg.solve_in_sample_space`."""
         quadratic, rows, base = self.quadratic, self._rows, self.base
-        like = next(iter(quadratic.plan.parameters.values())).detach()
-        e = quadratic.factor_weights(like) * (quadratic.divisor / quadratic.term_count)
         shift = quadratic.divisor * self.damping
-        rhs = e.expand(len(rows.blocks), -1) if base is None else e + rows.matvec(base)
+        rhs = -quadratic.pull.expand(len(rows.blocks), -1)
+        rhs = rhs if base is None else rhs + rows.matvec(base)
         solution = solve_conjugate_gradient(
             lambda x: rows.matvec(self._transposed(x)) + shift * x,
             rhs,

@@ -50,7 +50,9 @@ class Units:
     @cached_property
     def vector(self) -> Vector:
         """s."""
-        parts = {name: torch.outer(*own) if len(own) == 2 else own[0] for name, own in self.factors.items()}
+        parts = {
+            name: torch.outer(*units) if len(units) == 2 else units[0] for name, units in self.factors.items()
+        }
         return self.plan.space.vector(flatten({name: parts[name] for name in self.plan.parameters}))
 
     def metric(self) -> Vector:
@@ -60,7 +62,7 @@ class Units:
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
         return {
-            layer: form.in_units({own: self.factors[full] for own, full in self.plan.owned[layer].items()})
+            layer: form.in_units({local: self.factors[full] for local, full in self.plan.owned[layer].items()})
             for layer, form in forms.items()
         }
 
@@ -147,7 +149,7 @@ class Metric(ABC):
         if not moments:
             return now
         # those of parameters that are new begin with this step
-        before = {name: like(moments.get(name, own), own) for name, own in now.items()}
+        before = {name: like(moments.get(name, part), part) for name, part in now.items()}
         return now.of(self.joined(now.space.pack(before).flat, now.flat, steps))
 
 
@@ -158,8 +160,8 @@ class AdamMetric(Metric):
 
     def seen(self, quadratic: Quadratic) -> Vector:
         gradient = quadratic.all_of_gradient()
-        moments: dict[str, Tensor] = {}
-        for name, square in gradient.of(gradient.flat.square()).items():
+        parts, moments = list(gradient.values()), dict[str, Tensor]()
+        for name, square in zip(gradient, torch._foreach_mul(parts, parts), strict=True):
             if square.dim() > 1:
                 square = square if square.dim() == 2 else square.flatten(1)
                 moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mean(1), square.mean(0)
@@ -235,7 +237,7 @@ class DiagonalMetric(Metric):
         # where nothing moves the outputs at all B and g are zero, and so is p, whatever D is
         instead = torch.where(largest > 0, largest, 1.0)
         units = moments.of(torch.where(moments.flat > least, moments.flat, instead).rsqrt())
-        return Units(plan, {name: (own,) for name, own in units.items()})
+        return Units(plan, {name: (part,) for name, part in units.items()})
 
 
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
