@@ -197,7 +197,7 @@ def test_every_setting_is_described(kind):
 def test_the_loss_falls_with_default_settings_and_under_a_scheduler_of_torch(kind):
     problem = problems.make("softmax", torch.float32)
     optimizer = build(kind, problem)
-    losses = [optimizer.step(problem.inputs, problem.targets).loss.item() for _ in range(40)]
+    losses = [optimizer.step(problem.inputs, problem.targets).loss.item() for _ in range(25)]
     assert losses[-1] < (0.7 if kind in SECOND_ORDER else 0.99) * losses[0]
     assert isinstance(optimizer, torch.optim.Optimizer) and "lr" in repr(optimizer)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=4)
@@ -230,10 +230,12 @@ SUBSETS = [5, 0, 2, 3], [4], list(range(problems.N))
 def cases():
     """Every solving method on every problem, with subset, weight decay and momentum in turn.
 
-    Gauss-Newton by layer on every third: its blocks are those of smw-ng-bd, its rows those of smw-gn.
+    Gauss-Newton by layer on every third: its blocks are those of smw-ng-bd, its rows those of smw-gn. Methods
+    without rows too: their products are those of solver="products", for which `test_solvers.py` takes every one.
     """
     for j, (kind, blocks) in enumerate([*((kind, None) for kind in SOLVING), ("smw-gn", "layer")]):
-        for i, name in list(enumerate(problems.PROBLEMS))[:: 3 if blocks else 1]:
+        few = blocks is not None or not SPECIMENS[kind].settings.solver.forms_rows
+        for i, name in list(enumerate(problems.PROBLEMS))[:: 3 if few else 1]:
             decay, momentum = (0.0, 0.1)[(i // 2 + j) % 2], (0.0, 0.7)[(i // 4 + j // 2) % 2]
             if method(kind).any_layer or name not in problems.SHARED:
                 yield kind, blocks, name, SUBSETS[(i + j) % 3], decay, momentum
@@ -378,7 +380,11 @@ def test_state_dict_round_trip_continues_identically(kind):
     other.model.load_state_dict(problem.model.state_dict())
     start = woodbury.LevenbergMarquardt(initial=7.0)
     resumed = build(kind, other, RICH, {"seed": 99, "damping": start}, lr=0.1)
-    resumed.load_state_dict(torch.load(buffer, map_location="cpu", weights_only=True))
+    saved = torch.load(buffer, map_location="cpu", weights_only=True)
+    kept = dict(saved["state"])
+    resumed.load_state_dict(saved)
+    assert saved["state"].keys() == kept.keys()
+    assert all(saved["state"][key] is value for key, value in kept.items())
     for _ in range(3):
         a = optimizer.step(problem.inputs, problem.targets)
         b = resumed.step(problem.inputs, problem.targets)
@@ -418,11 +424,15 @@ def test_copies_continue_identically_and_apart(kind, how):
     ],
 )
 def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name, value):
+    """And an lr that is a tensor as the same number."""
     built, changed = problems.make("softmax"), problems.make("softmax")
     optimizers = build(kind, built, **{name: value}), build(kind, changed)
     for step in range(3):
+        now = value if step < 2 else 0.5 * value
         for optimizer in optimizers:
-            optimizer.param_groups[0][name] = value if step < 2 else 0.5 * value
+            optimizer.param_groups[0][name] = now
+        if name == "lr" and kind in SECOND_ORDER:
+            optimizers[1].param_groups[0]["lr"] = torch.tensor(now, dtype=torch.float64)
         for optimizer, problem in zip(optimizers, (built, changed), strict=True):
             optimizer.step(problem.inputs, problem.targets)
     assert_same(state_of(built.model), state_of(changed.model))
@@ -431,28 +441,6 @@ def test_settings_in_the_groups_act_as_if_it_had_been_built_with_them(kind, name
     for _ in range(3):
         optimizer.step(plain.inputs, plain.targets)
     assert not torch.equal(theta_of(plain.model), theta_of(built.model))
-
-
-@every_second_order
-@pytest.mark.parametrize("subset, decay", [([4], 0.0), ([4], 0.1), (list(range(problems.N)), 0.1)])
-def test_theta_moves_by_lr_p_with_schedulers_and_tensors_for_lr_and_rho_is_that_of_the_p_shown(
-    kind, subset, decay
-):
-    """rho is the decrease at theta + p, whatever lr is, over the predicted one."""
-    problem = problems.make("softmax")
-    optimizer = build(kind, problem, lr=1.0, damping=0.05, weight_decay=decay)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    for lr in (1.0, 0.1, 0.01, 0.5):
-        if lr == 0.5:
-            optimizer.param_groups[0]["lr"] = torch.tensor(0.5, dtype=torch.float64)
-        before, theta = state_of(problem.model), theta_of(problem.model)
-        p = optimizer.direction(problem.inputs, problem.targets, subset=subset)
-        info = optimizer.step(problem.inputs, problem.targets, subset=subset)
-        scheduler.step()
-        assert_moved(problem.model, before, p, lr)
-        torch.testing.assert_close(info.step_norm, flatten(p).norm())
-        actual = loss_at(problem, theta, decay) - loss_at(problem, theta + flatten(p), decay)
-        torch.testing.assert_close(info.ratio * info.predicted, actual, rtol=1e-7, atol=1e-10)
 
 
 @every_second_order
@@ -676,7 +664,7 @@ def test_subset_is_drawn_at_random_and_by_seed(kind):
     def directions(seed, **options):
         optimizer = build(kind, problem, FORGETFUL, curvature_samples=3, seed=seed, lr=0.0, damping=1.0)
         found = []
-        for _ in range(4):
+        for _ in range(2):
             found.append(flatten(optimizer.direction(problem.inputs, problem.targets, **options)))
             optimizer.step(problem.inputs, problem.targets, **options)
         return found
@@ -695,7 +683,7 @@ def test_any_batch_size_at_any_step(kind):
     problem = problems.make("softmax")
     options = FORGETFUL | TIGHT | {"damping": 0.1}
     optimizer = build(kind, problem, options, {"curvature_samples": 4}, lr=0.1)
-    batches = [(problem.inputs[:size], problem.targets[:size]) for size in (7, 2, 5, 1, 7)]
+    batches = [(problem.inputs[:size], problem.targets[:size]) for size in (7, 2, 1)]
     loader = DataLoader(TensorDataset(problem.inputs, problem.targets), batch_size=5, shuffle=True)
     for batch in [*batches, *loader]:
         if kind in SECOND_ORDER:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,6 +32,7 @@ class LostProcessError(RuntimeError):
     """Another process of the group has failed, or is gone."""
 
 
+_NOTHING = nullcontext()
 _TOLD = {kind.__name__: kind for kind in (FileNotFoundError, OSError, TypeError, ValueError)}  # as they are
 
 
@@ -166,12 +167,12 @@ class Group:
         shared = self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device()))
         return [float(number) for number in shared.tolist()]
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """At the end, an error or Ctrl-C inside on one process is one of all, before anything is exchanged."""
-        if self.size == 1:
-            yield
-            return
+        return _NOTHING if self.size == 1 else self._together()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
         failure: BaseException | None = None
         try:
             yield

@@ -55,10 +55,6 @@ class Units:
         }
         return self.plan.space.vector(flatten({name: parts[name] for name in self.plan.parameters}))
 
-    def metric(self) -> Vector:
-        """D."""
-        return self.vector.of(self.vector.flat.square().reciprocal())
-
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
         return {
@@ -101,7 +97,8 @@ class InMetric:
 
     def metric(self) -> Vector:
         """D."""
-        return self._units.metric()
+        s = self._units.vector
+        return s.of(s.flat.square().reciprocal())
 
 
 class _DampedInMetric(Damped):
@@ -143,14 +140,14 @@ class Metric(ABC):
     def units(self, moments: Vector, plan: Plan) -> Units:
         """s of the moments."""
 
-    def after(self, moments: Mapping[str, Tensor], quadratic: Quadratic, steps: int) -> Vector:
-        """The moments with those of a step, after so many others."""
-        now = self.seen(quadratic)
-        if not moments:
-            return now
-        # those of parameters that are new begin with this step
-        before = {name: like(moments.get(name, part), part) for name, part in now.items()}
-        return now.of(self.joined(now.space.pack(before).flat, now.flat, steps))
+    def next_units(self, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
+        """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
+        steps, before, moments = state.get("steps", 0), state.get("moments", {}), self.seen(quadratic)
+        if before:
+            # those of parameters that are new begin with this step
+            known = {name: like(before.get(name, part), part) for name, part in moments.items()}
+            moments = moments.of(self.joined(moments.space.pack(known).flat, moments.flat, steps))
+        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
 
 
 class AdamMetric(Metric):
@@ -241,10 +238,3 @@ class DiagonalMetric(Metric):
 
 
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
-
-
-def next_units(metric: Metric, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
-    """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
-    steps = state.get("steps", 0)
-    moments = metric.after(state.get("moments", {}), quadratic, steps)
-    return metric.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}

@@ -83,11 +83,6 @@ class Damped(ABC):
         """refine: its minimizer by one step, where the factorisation allows it."""
         self.quadratic, self.damping, self.refine = quadratic, damping, refine
 
-    @property
-    def center(self) -> Vector | None:
-        """q, None for zero."""
-        return self.quadratic.center
-
     @cached_property
     def base(self) -> Vector | None:
         """p0."""
