@@ -308,7 +308,7 @@ def test_a_process_that_is_killed_ends_the_others_with_a_message(tmp_path):
 
 def test_for_one_process_nothing_is_exchanged_and_no_group_has_another_name():
     tensor = torch.randn(3)
-    assert ALONE.sum(tensor) is tensor and ALONE.same(tensor) is tensor and ALONE.gather(tensor) == [tensor]
+    assert ALONE.sum(tensor) is tensor and ALONE.same(tensor) is tensor and ALONE.gather(tensor, [3]) == [tensor]
     assert ALONE.sums(1.0, 2.0) == [1.0, 2.0] and ALONE.bytes_given == 0
     with pytest.raises(KeyError), ALONE.together():
         raise KeyError

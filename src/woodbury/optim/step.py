@@ -97,7 +97,7 @@ class Step:
             found.displacement.dense(),
             damping=damped.damping,
             decay=self.hyper.weight_decay,
-            previous=damped.quadratic.center,
+            previous=damped.center,
             blocks=settings.blocks.parameter_names(problem.plan),
             at_outputs=settings.curvature.at_outputs,
             metric=quadratic.metric() if isinstance(quadratic, InMetric) else None,

@@ -74,11 +74,10 @@ class Group:
         """The sum of a vector by parameter name, in one collective."""
         return vector if self.size == 1 else vector.of(self.sum(vector.flat))
 
-    def gather(self, tensor: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """The tensor of each process; they may differ in the length of the last axis: `lengths`, if known."""
+    def gather(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The tensor of each process, whose last axes have these lengths."""
         if self.size == 1:
             return [tensor]
-        lengths = self.gather_numbers(tensor.shape[-1])[0] if lengths is None else lengths
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from woodbury._vector import Vector
@@ -57,7 +55,6 @@ class ByProducts(Damped):
         return vector if decay is None else decay.scaled(vector, self.damping)
 
 
-@dataclass(frozen=True)
 class Products(Solver):
     """Conjugate gradients through U and U^T by autograd."""
 
@@ -65,8 +62,6 @@ class Products(Solver):
     forms_rows = False
     has_trace = False
     takes_processes = False
-
-    tolerance: float | None = None  # relative residual at which it stops
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
         return ByProducts(quadratic, damping)

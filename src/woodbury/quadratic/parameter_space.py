@@ -5,8 +5,6 @@ Taken where U has more rows than columns: then the p x p system is the smaller o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -113,13 +111,11 @@ class InParameterSpace(Damped):
         return like.space.pack(result)
 
 
-@dataclass(frozen=True)
 class Cholesky(Solver):
     """Exact: in sample space, or in parameter space where there are more rows than parameters."""
 
     name = "cholesky"
     exact = True
-    tolerance: float | None = None  # not asked for
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
         if is_smaller(quadratic.plan, quadratic.blocks, quadratic.curvature_rows):

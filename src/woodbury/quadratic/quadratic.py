@@ -39,6 +39,7 @@ from woodbury.quadratic.passes import Batches, Passes, Piece
 from woodbury.row_matrix import Rows
 
 
+@dataclass(frozen=True)
 class Solver(ABC):
     """A way to minimise a damped quadratic model: the name that users choose, and the finals it leads to."""
 
@@ -48,7 +49,7 @@ class Solver(ABC):
     has_trace: ClassVar[bool] = True  # whether there is a K that a damping can be relative to
     takes_processes: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = False  # whether tensors of a step live on in the state
-    tolerance: float | None = None  # relative residual at which it stops, if it can be chosen
+    tolerance: float | None = field(default=None, kw_only=True)  # relative residual at which an iteration stops
 
     @abstractmethod
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
@@ -82,6 +83,11 @@ class Damped(ABC):
     def __init__(self, quadratic: Quadratic, damping: Scalar, refine: bool = False) -> None:
         """refine: its minimizer by one step, where the factorisation allows it."""
         self.quadratic, self.damping, self.refine = quadratic, damping, refine
+
+    @property
+    def center(self) -> Vector | None:
+        """q, None for zero."""
+        return self.quadratic.center
 
     @cached_property
     def base(self) -> Vector | None:
@@ -176,21 +182,15 @@ class Quadratic(Problem):
         """Z p, (rows,)."""
         return self.all_rows.matvec(p)
 
-    def slope(self, p: Vector, image: Tensor) -> Scalar:
-        """(g + W theta) . p for a vector p with the image Z p."""
-        return self._slope_elsewhere(p, scalar(torch.dot(self._row_weights(len(image)), image)) / self.term_count)
-
     def slopes(self, vectors: Sequence[Vector], images: Tensor) -> list[float]:
-        """The same for several vectors with the images (k, rows); waits for the device."""
-        inside = (images @ self._row_weights(images.shape[1])).tolist()
+        """(g + W theta) . p for vectors p with the images Z p, (k, rows); waits for the device."""
         term_count = float(self.term_count)
-        return [float(self._slope_elsewhere(p, s / term_count)) for p, s in zip(vectors, inside, strict=True)]
-
-    def _slope_elsewhere(self, p: Vector, slope: Scalar) -> Scalar:
-        """The slope of the rows, and those of `gradient` and of the weight decay."""
+        slopes = [total / term_count for total in (images @ self._row_weights(images.shape[1])).tolist()]
         if self.gradient is not None:
-            slope = slope + scalar(self.gradient.dot(p))
-        return slope if self.decay is None else slope + self.decay.slope(p)
+            slopes = [slope + float(self.gradient.dot(p)) for slope, p in zip(slopes, vectors, strict=True)]
+        if self.decay is not None:
+            slopes = [slope + float(self.decay.slope(p)) for slope, p in zip(slopes, vectors, strict=True)]
+        return slopes
 
     def predicted(self, p: Vector, images: Tensor) -> Scalar:
         """m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2 for Z p of each block, (b, rows) or (rows,)."""
@@ -198,7 +198,7 @@ class Quadratic(Problem):
         curvature = sum_of_squares(images[..., : self.curvature_rows]) / self.divisor
         if self.decay is not None:
             curvature = curvature + self.decay.curvature(p)
-        return -self.slope(p, image) - 0.5 * curvature
+        return -self.slopes([p], image.unsqueeze(0))[0] - 0.5 * curvature
 
     # -- g --------------------------------------------------------------------------------------------------
 

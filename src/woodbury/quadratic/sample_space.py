@@ -14,7 +14,6 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -204,13 +203,10 @@ def minimizer_of(
     return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable)
 
 
-@dataclass(frozen=True)
 class ConjugateGradient(Solver):
     """Conjugate gradients with the explicit matrix."""
 
     name = "cg"
-
-    tolerance: float | None = None  # relative residual at which it stops
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
         return ByIteration(quadratic, damping)
