@@ -682,37 +682,23 @@ def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them
 
 @every_second_order
 def test_options_that_are_not_supported_are_refused_at_the_next_step(kind):
+    """Which these are is in `test_losses.py`. A weight changed in place, or another loss, is seen as well."""
     changes = [
         ("softmax", "reduction", "none"),
-        ("softmax", "weight", -torch.ones(4).double()),
-        ("softmax", "weight", torch.ones(3).double()),
-        ("softmax", "label_smoothing", 1.5),
         ("softmax", "label_smoothing", "much"),
-        ("softmax", "label_smoothing", NAN),
         ("softmax", "ignore_index", 0.5),
-        ("squared", "reduction", "none"),
-        ("logistic", "weight", -torch.ones(1).double()),
         ("logistic-many", "weight", torch.ones(4).double()),
-        ("logistic", "pos_weight", -torch.ones(1).double()),
-        ("logistic-many", "pos_weight", 2.0),
     ]
     for name, option, value in changes:
         problem = problems.make(name)
         optimizer = build(kind, problem)
         optimizer.step(problem.inputs, problem.targets)
         before = state_of(problem.model)
-        try:
-            setattr(problem.loss, option, value)
-        except TypeError:  # torch refuses it already
-            continue
+        setattr(problem.loss, option, value)
         for call in (optimizer.step, optimizer.direction, optimizer.verify):
             with pytest.raises(ValueError, match=option):
                 call(problem.inputs, problem.targets)
         assert_same(state_of(problem.model), before)
-
-
-@every_second_order
-def test_a_weight_of_the_loss_changed_in_place_is_seen(kind):
     problem = problems.make("logistic-many")
     optimizer = build(kind, problem)
     optimizer.step(problem.inputs, problem.targets)
