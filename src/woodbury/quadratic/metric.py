@@ -62,25 +62,21 @@ class Units:
             for layer, form in forms.items()
         }
 
-    def of_quadratic(self, quadratic: Quadratic) -> Quadratic:
-        """The quadratic model in these units: rows Z s, gradient s g, center q / s."""
-        rows = quadratic.all_rows
-        return replace(
-            quadratic,
-            rows=Rows(self.plan, self.of_rows(rows.forms), rows.row_count),
-            gradient=None if quadratic.gradient is None else quadratic.gradient * self.vector,
-            center=None if quadratic.center is None else quadratic.center / self.vector,
-            _complete=None if quadratic._complete is None else quadratic._complete * self.vector,
-            _gram=None,
-        )
-
 
 class InMetric:
     """The quadratic model with the damping term lambda |p - q|_D^2 / 2: a plain one in the units s."""
 
     def __init__(self, plain: Quadratic, units: Units) -> None:
         self._plain, self._units = plain, units
-        self._inside = units.of_quadratic(plain)
+        rows, s = plain.all_rows, units.vector
+        self._inside = replace(
+            plain,
+            rows=Rows(plain.plan, units.of_rows(rows.forms), rows.row_count),  # Z s
+            gradient=None if plain.gradient is None else plain.gradient * s,
+            center=None if plain.center is None else plain.center / s,
+            _complete=None if plain._complete is None else plain._complete * s,
+            _gram=None,
+        )
 
     def __getattr__(self, name: str) -> Any:  # what the damping does not change
         return getattr(self._plain, name)
