@@ -97,11 +97,18 @@ def with_model(problem, model):
     problem.inputs[BAD] = 0
 
 
+def overflow(problem):
+    """Squares of linear outputs beyond the type."""
+    problem.model = nn.Linear(3, 2).double()
+    problem.inputs[BAD] *= 1e200
+
+
 FAULTS = {
     "inputs": lambda problem: problem.inputs[BAD, 1:2].fill_(NAN),
     "targets": lambda problem: problem.targets[BAD, :1].fill_(INF),
     "loss": lambda problem: with_model(problem, division()),  # finite inputs and targets; the model gives inf
     "gradient": lambda problem: with_model(problem, root()),  # a finite loss; only its derivative is not
+    "overflow": overflow,
 }
 
 
@@ -190,15 +197,6 @@ def test_a_gradient_beyond_the_type_is_a_rejected_step_with_a_warning(kind):
 
 
 @every_second_order
-def test_a_loss_beyond_the_type_names_its_sample(kind):
-    problem = problems.make("squared")
-    problem.inputs[BAD] *= 1e200  # so that the squares of linear outputs overflow
-    problem.model = nn.Linear(3, 2).double()
-    with pytest.raises(NonFiniteLossError, match=f"loss .* index {BAD} of the batch"):
-        build(kind, problem).step(problem.inputs, problem.targets)
-
-
-@every_second_order
 def test_a_huge_range_of_values_gives_a_finite_step_or_a_rejected_one(kind):
     for size in (1e-30, 1e-15, 1e10, 1e15):
         model = problems.mlp(3, 6, 2)
@@ -235,7 +233,7 @@ def test_a_damping_of_1e_minus_30_in_float32_is_told_of_or_gives_the_right_step(
     Where it does and nothing is said, p is the limit of damping 0, which is -B^+ g as g is in the range of B.
     """
     kind = woodbury.GaussNewton if curvature == "gauss-newton" else woodbury.NaturalGradient
-    for seed in range(12):
+    for seed in range(6):
         torch.manual_seed(seed)
         model, x, t = problems.mlp(3, 8, 1), torch.randn(3, 3), torch.randn(3 + seed % 2 * 3, 1)
         x = x.repeat(2, 1)
@@ -455,7 +453,7 @@ def test_a_zero_gradient_is_a_step_of_zero_that_counts_as_good(kind, dtype, mome
 
 # -- float32 with a gradient that is not made of rows ----------------------------------------------------------
 
-DAMPINGS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+DAMPINGS = (1e-4, 1e-6, 1e-8)
 SQUARED = nn.MSELoss()
 
 
@@ -675,7 +673,7 @@ def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them
             setattr(changed.loss, option, value)
         built.loss = type(built.loss)(**options)
         fresh = build(kind, built, TIGHT, damping=0.1)
-        if method(kind).solves:
+        if method(kind).solves and not method(kind).tolerance:
             check_verify(kind, optimizer, changed.inputs, changed.targets)
         a = optimizer.step(changed.inputs, changed.targets)
         b = fresh.step(built.inputs, built.targets)
@@ -684,37 +682,23 @@ def test_options_of_the_loss_changed_later_act_as_if_it_had_been_built_with_them
 
 @every_second_order
 def test_options_that_are_not_supported_are_refused_at_the_next_step(kind):
+    """Which these are is in `test_losses.py`. A weight changed in place, or another loss, is seen as well."""
     changes = [
         ("softmax", "reduction", "none"),
-        ("softmax", "weight", -torch.ones(4).double()),
-        ("softmax", "weight", torch.ones(3).double()),
-        ("softmax", "label_smoothing", 1.5),
         ("softmax", "label_smoothing", "much"),
-        ("softmax", "label_smoothing", NAN),
         ("softmax", "ignore_index", 0.5),
-        ("squared", "reduction", "none"),
-        ("logistic", "weight", -torch.ones(1).double()),
         ("logistic-many", "weight", torch.ones(4).double()),
-        ("logistic", "pos_weight", -torch.ones(1).double()),
-        ("logistic-many", "pos_weight", 2.0),
     ]
     for name, option, value in changes:
         problem = problems.make(name)
         optimizer = build(kind, problem)
         optimizer.step(problem.inputs, problem.targets)
         before = state_of(problem.model)
-        try:
-            setattr(problem.loss, option, value)
-        except TypeError:  # torch refuses it already
-            continue
+        setattr(problem.loss, option, value)
         for call in (optimizer.step, optimizer.direction, optimizer.verify):
             with pytest.raises(ValueError, match=option):
                 call(problem.inputs, problem.targets)
         assert_same(state_of(problem.model), before)
-
-
-@every_second_order
-def test_a_weight_of_the_loss_changed_in_place_is_seen(kind):
     problem = problems.make("logistic-many")
     optimizer = build(kind, problem)
     optimizer.step(problem.inputs, problem.targets)
@@ -726,23 +710,6 @@ def test_a_weight_of_the_loss_changed_in_place_is_seen(kind):
     optimizer.loss = nn.SoftMarginLoss()
     with pytest.raises(TypeError, match="no rule for the loss SoftMarginLoss"):
         optimizer.step(problem.inputs, problem.targets)
-
-
-@every_second_order
-def test_the_rule_of_a_loss_is_not_read_again_while_nothing_changes(kind, monkeypatch):
-    problem, calls = problems.make("softmax"), []
-    optimizer = build(kind, problem)
-    optimizer.step(problem.inputs, problem.targets)
-    plain = type(optimizer._problems.rule).check
-    monkeypatch.setattr(
-        type(optimizer._problems.rule), "check", lambda self, loss: calls.append(1) or plain(self, loss)
-    )
-    for _ in range(3):
-        optimizer.step(problem.inputs, problem.targets)
-    assert not calls
-    problem.loss.label_smoothing = 0.1
-    optimizer.step(problem.inputs, problem.targets)
-    assert len(calls) == 1
 
 
 # -- values out of range --------------------------------------------------------------------------------------
@@ -805,6 +772,7 @@ def test_values_at_the_ends_of_their_ranges_are_taken(kind):
         *({"drop": value} for value in (0.0, 1.1, NAN, "0.5")),
         *({"threshold": value} for value in (0.0, 0.5, -1.0, NAN, "0.2")),
         *({"floor": value} for value in (-1.0, NAN, INF, "0")),
+        *({"forgetting": value, "relative": True} for value in (-0.1, 1.1, NAN, "slow")),
     ],
     ids=str,
 )

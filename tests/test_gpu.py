@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-import pickle
 import warnings
 from contextlib import contextmanager
 
@@ -239,16 +238,6 @@ def test_batches_of_several_shapes_are_recorded_each():
             b = optimizer.step(problem.inputs[:size], problem.targets[:size]).as_dict()
             assert a == b
     assert len(optimizer._recordings._recordings) == 2
-
-
-def test_a_recorded_optimizer_can_be_copied():
-    (_, (problem, optimizer)) = recorded("softmax", "smw-gn")
-    for _ in range(5):
-        optimizer.step(problem.inputs, problem.targets)
-    assert is_recorded(optimizer)
-    expected = flatten(optimizer.direction(problem.inputs, problem.targets))
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        torch.testing.assert_close(flatten(other.direction(problem.inputs, problem.targets)), expected)
 
 
 def test_random_numbers_capture_false_and_large_steps_take_ordinary_steps(monkeypatch):

@@ -308,9 +308,3 @@ def test_what_does_not_go_together_is_refused(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         optimizer = woodbury.GaussNewton(nn.Linear(2, 1), nn.MSELoss(), **settings)
         optimizer.step(torch.randn(4, 2), torch.randn(4, 1))
-
-
-@pytest.mark.parametrize("forgetting", [-0.1, 1.1, math.nan, "slow"])
-def test_forgetting_lies_between_0_and_1(forgetting):
-    with pytest.raises((ValueError, TypeError), match="forgetting"):
-        woodbury.LevenbergMarquardt(relative=True, forgetting=forgetting)

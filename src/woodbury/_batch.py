@@ -102,7 +102,7 @@ def has_samples(leaf: Any, samples: int) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and leaf.shape[0] == samples
     if type(leaf) in (list, tuple):
-        return len(leaf) == samples and not any(has_samples(own, samples) for own in pytree.tree_leaves(leaf))
+        return len(leaf) == samples and not any(has_samples(entry, samples) for entry in pytree.tree_leaves(leaf))
     return _is_array(leaf) and leaf.ndim > 0 and leaf.shape[0] == samples
 
 
@@ -144,11 +144,11 @@ def _places(tree: Any, samples: int, path: str = "") -> Iterator[tuple[str, Any]
         if tree.ndim:
             yield path, tree
     elif isinstance(tree, dict):
-        for key, own in tree.items():
-            yield from _places(own, samples, f"{path}[{key!r}]")
+        for key, node in tree.items():
+            yield from _places(node, samples, f"{path}[{key!r}]")
     elif isinstance(tree, list | tuple):
-        own = [leaf for leaf in tree if isinstance(leaf, Tensor)]
-        if path and len(own) == samples > len([leaf for leaf in own if has_samples(leaf, samples)]) > 0:
+        tensors = [leaf for leaf in tree if isinstance(leaf, Tensor)]
+        if path and len(tensors) == samples > len([leaf for leaf in tensors if has_samples(leaf, samples)]) > 0:
             raise ValueError(
                 f"inputs{path} holds {samples} tensors for {samples} samples, and some of them have a first axis "
                 "of that length too: whether there is one per sample cannot be told. Pad and stack them"
@@ -222,7 +222,7 @@ def join(trees: Sequence[Any], sizes: Sequence[int]) -> Any:
     if any(other != structure for _, other in flattened[1:]):
         raise ValueError("the inputs of the batches for one step have different forms")
     joined = []
-    for leaves in zip(*(own for own, _ in flattened), strict=True):
+    for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) == len(leaves) and all(map(has_samples, tensors, sizes)):
             shapes = {tensor.shape[1:] for tensor in tensors}

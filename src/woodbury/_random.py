@@ -6,7 +6,7 @@ import ctypes
 import random as python
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -166,15 +166,19 @@ def _numpy_state() -> tuple[Any, ...] | None:
     return state
 
 
-@contextmanager
-def replayed(state: Snapshot | None) -> Iterator[None]:
+def replayed(state: Snapshot | None) -> AbstractContextManager[None]:
     """Inside, random numbers repeat from `state` (dropout masks agree); the state afterwards is that before.
 
     With None nothing repeats.
     """
-    if state is None:
-        yield
-        return
+    return _NOTHING if state is None else _replayed(state)
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _replayed(state: Snapshot) -> Iterator[None]:
     now = snapshot(state.device)
     if state.cuda is None and _same(now, state):  # nothing was drawn: nothing to repeat
         yield

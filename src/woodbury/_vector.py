@@ -135,7 +135,7 @@ class Vector(Mapping[str, Tensor]):
     def restrict(self, names: Iterable[str]) -> Vector:
         """The same with zeros in every part outside `names`."""
         inside = set(names)
-        parts = {name: own if name in inside else torch.zeros_like(own) for name, own in self.items()}
+        parts = {name: part if name in inside else torch.zeros_like(part) for name, part in self.items()}
         return Vector(self.space, parts=parts)
 
     def named(self) -> Parts:

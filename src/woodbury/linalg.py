@@ -134,22 +134,25 @@ def minimize_nonnegative(matrix: Tensor, linear: Tensor, ridge: float) -> Tensor
     Variables are scaled by the diagonal of A; one whose diagonal is not positive stays 0.
     """
     scale = matrix.diagonal().clamp_min(0).sqrt()
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    unused = scale == 0
+    inverse = scale.reciprocal().masked_fill(unused, 0.0)
     matrix, linear = matrix * inverse * inverse.unsqueeze(1), linear * inverse
-    matrix = matrix + (ridge + (scale == 0).to(matrix)).diag()
-    supports = _supports(len(linear))  # (2^k, k)
-    systems = torch.where(supports.unsqueeze(2) & supports.unsqueeze(1), matrix, torch.zeros_like(matrix))
-    systems = systems + (~supports).to(matrix).diag_embed()
-    c = torch.linalg.solve(systems, torch.where(supports, linear, torch.zeros_like(linear)))
+    matrix = matrix + (unused.to(matrix) + ridge).diag()
+    supports, pairs, outside = _supports(len(linear))
+    systems = torch.where(pairs, matrix, outside.to(matrix))
+    c = torch.linalg.solve(systems, torch.where(supports, linear, 0.0))
     gains = (c @ linear).masked_fill(~(c >= 0).all(1), -torch.inf)  # twice what each takes off
     best: Tensor = c[gains.argmax()] * inverse
     return best
 
 
 @cache
-def _supports(count: int) -> Tensor:
+def _supports(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All supports of k variables, (2^k, k); pairs inside each, (2^k, k, k); and 1 on the diagonal outside."""
     numbers = torch.arange(2**count, device="cpu").unsqueeze(1)
-    return (numbers >> torch.arange(count, device="cpu")) & 1 == 1
+    inside = (numbers >> torch.arange(count, device="cpu")) & 1 == 1
+    pairs = inside.unsqueeze(2) & inside.unsqueeze(1)
+    return inside, pairs, (~inside).double().diag_embed()
 
 
 class SampleSpaceStep(NamedTuple):

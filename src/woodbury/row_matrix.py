@@ -145,9 +145,9 @@ class Rows:
             return self.forms
         return {name: form.head(row_count) for name, form in self.forms.items()}
 
-    def joined(self, own: Tensor) -> Tensor:
+    def joined(self, columns: Tensor) -> Tensor:
         """Columns of the Gram matrix that belong to the rows here, and those of other processes if any."""
-        return own
+        return columns
 
     def shared_out(self, solve: SmallSolver) -> SmallSolver:
         """A solver of the small systems, whose blocks are shared out to processes if there are several."""

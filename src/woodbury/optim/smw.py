@@ -49,7 +49,7 @@ class _SampleSpace(SecondOrder):
             check_number("solver_tolerance", solver_tolerance)
         method = {
             "curvature": self.kind,
-            "solver": part_named("solver", solver, SOLVERS)(solver_tolerance),
+            "solver": part_named("solver", solver, SOLVERS)(tolerance=solver_tolerance),
             "most_momentum": BELOW_ONE if search is None else 0.0,
             "gram_dtype": gram_dtype,
             "max_bytes": max_bytes,

@@ -24,7 +24,7 @@ from woodbury.policies.damped_step import DampedStep
 from woodbury.policies.proposal import AnyQuadratic, Limits, Policy, Proposal
 from woodbury.quadratic.linearize import linearize
 from woodbury.quadratic.memory import Kept, with_memory
-from woodbury.quadratic.metric import InMetric, next_units
+from woodbury.quadratic.metric import InMetric
 from woodbury.quadratic.objective import Objective
 from woodbury.quadratic.parameter_space import is_smaller
 from woodbury.quadratic.quadratic import Problem
@@ -135,7 +135,7 @@ class Step:
                     f"metric={settings.metric.name!r} and weight_decay do not go together: leave one of them out, "
                     "or add the penalty to a loss of your own"
                 )
-            units, gains["metric"] = next_units(settings.metric, state.get("metric", {}), quadratic)
+            units, gains["metric"] = settings.metric.next_units(state.get("metric", {}), quadratic)
         if settings.memory:
             kept = Kept.read(state.get("kept", {}), plan)
             by_rows = not is_smaller(plan, settings.blocks, kept.rows + quadratic.curvature_rows)

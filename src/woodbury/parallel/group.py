@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,6 +32,7 @@ class LostProcessError(RuntimeError):
     """Another process of the group has failed, or is gone."""
 
 
+_NOTHING = nullcontext()
 _TOLD = {kind.__name__: kind for kind in (FileNotFoundError, OSError, TypeError, ValueError)}  # as they are
 
 
@@ -73,11 +74,10 @@ class Group:
         """The sum of a vector by parameter name, in one collective."""
         return vector if self.size == 1 else vector.of(self.sum(vector.flat))
 
-    def gather(self, tensor: Tensor, lengths: Sequence[int] | None = None) -> list[Tensor]:
-        """The tensor of each process; they may differ in the length of the last axis: `lengths`, if known."""
+    def gather(self, tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The tensor of each process, whose last axes have these lengths."""
         if self.size == 1:
             return [tensor]
-        lengths = self.gather_numbers(tensor.shape[-1])[0] if lengths is None else lengths
         padded = tensor.new_zeros(*tensor.shape[:-1], max(lengths))
         padded[..., : tensor.shape[-1]] = tensor
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
@@ -166,12 +166,12 @@ class Group:
         shared = self.same(torch.tensor(numbers, dtype=torch.float64, device=self._device()))
         return [float(number) for number in shared.tolist()]
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """At the end, an error or Ctrl-C inside on one process is one of all, before anything is exchanged."""
-        if self.size == 1:
-            yield
-            return
+        return _NOTHING if self.size == 1 else self._together()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
         failure: BaseException | None = None
         try:
             yield

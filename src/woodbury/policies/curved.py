@@ -144,10 +144,9 @@ class SearchedStep(Policy):
             inputs, targets = quadratic.held_out
             held_out = on_samples(objective.passes, inputs, targets, quadratic.decay)
             return _judge_elsewhere(quadratic, held_out, vectors)
-        own_slopes = [float(quadratic.slope(own.vector, own.image)) for own in rungs]
-        slopes = torch.tensor(own_slopes, dtype=torch.float64, device="cpu")
-        images = torch.stack([rung.image for rung in rungs])[:, : quadratic.curvature_rows]
-        factors = images.double() / float(quadratic.divisor) ** 0.5
+        images = torch.stack([rung.image for rung in rungs])
+        slopes = torch.tensor(quadratic.slopes(vectors, images), dtype=torch.float64, device="cpu")
+        factors = images[:, : quadratic.curvature_rows].double() / float(quadratic.divisor) ** 0.5
         products = (factors @ factors.T).cpu() + _products_of_decay(quadratic, vectors)
         return Judge(objective, float(objective.loss), slopes, products)
 

@@ -78,8 +78,7 @@ class Ladder:
         """
         quadratic, damped, image = self.quadratic, self.at(rung.damping), rung.image
         divisor = float(quadratic.divisor)
-        e = quadratic.factor_weights(image) * (divisor / float(quadratic.term_count))
-        w, q_image, before = -e - image, torch.zeros_like(image), math.inf
+        w, q_image, before = quadratic.pull - image, torch.zeros_like(image), math.inf
         q = p = rung.vector
         for iteration in range(iterations):
             z = damped.pull_back(w, refine=False)
@@ -93,8 +92,8 @@ class Ladder:
                 break
             step = slope / curved
             p, image, w = p.plus(q, step), image + step * q_image, w - step * q_image
-        predicted = -torch.dot(e + 0.5 * image, image) / divisor
-        return Rung(rung.damping, p, float(predicted), image)
+        predicted = float(torch.dot(torch.add(quadratic.pull, image, alpha=-0.5), image)) / divisor
+        return Rung(rung.damping, p, predicted, image)
 
 
 def of_layers(quadratic: AnyQuadratic, damping: float) -> list[Vector]:

@@ -30,7 +30,7 @@ class Judge:
 
     def predicted(self, coefficients: Tensor) -> float:
         """m(0) - m(sum_j c_j p_j) of the quadratic model."""
-        return float(-self.slopes @ coefficients - 0.5 * coefficients @ self.products @ coefficients)
+        return -float((self.slopes + 0.5 * (self.products @ coefficients)) @ coefficients)
 
     def decrease(self, p: Vector) -> float:
         """f(theta) - f(theta + p) of the true loss, weight decay included."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from woodbury._vector import Vector
@@ -33,10 +31,9 @@ class ByProducts(Damped):
     def minimizer(self) -> Minimizer:
         """CG with products Z (D Z^T x); the system is that of `woodbury.linalg.solve_in_sample_space`."""
         quadratic, rows, base = self.quadratic, self._rows, self.base
-        like = next(iter(quadratic.plan.parameters.values())).detach()
-        e = quadratic.factor_weights(like) * (quadratic.divisor / quadratic.term_count)
         shift = quadratic.divisor * self.damping
-        rhs = e.expand(len(rows.blocks), -1) if base is None else e + rows.matvec(base)
+        rhs = -quadratic.pull.expand(len(rows.blocks), -1)
+        rhs = rhs if base is None else rhs + rows.matvec(base)
         solution = solve_conjugate_gradient(
             lambda x: rows.matvec(self._transposed(x)) + shift * x,
             rhs,
@@ -58,7 +55,6 @@ class ByProducts(Damped):
         return vector if decay is None else decay.scaled(vector, self.damping)
 
 
-@dataclass(frozen=True)
 class Products(Solver):
     """Conjugate gradients through U and U^T by autograd."""
 
@@ -66,8 +62,6 @@ class Products(Solver):
     forms_rows = False
     has_trace = False
     takes_processes = False
-
-    tolerance: float | None = None  # relative residual at which it stops
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
         return ByProducts(quadratic, damping)

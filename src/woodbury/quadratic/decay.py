@@ -22,8 +22,8 @@ class Decay:
 
     @cached_property
     def _theta(self) -> Vector:
-        own = {name: parameter.detach() for name, parameter in self._parameters.items()}
-        return Space.of(own).pack(own)
+        theta = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return Space.of(theta).pack(theta)
 
     @cached_property
     def _matrix(self) -> Scale:

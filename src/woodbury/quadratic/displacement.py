@@ -49,13 +49,13 @@ class Displacement:
         self._vector: Vector | None = None  # p, where all of it is formed
         self._formed: Parts = {}  # parameters whose p is formed
         by_layer, coefficients = coefficients.dim() == 2, -coefficients
-        for index, (name, own_rows) in enumerate(rows.forms.items()):
-            own = coefficients[index] if by_layer else coefficients
-            total = own_rows.factored_sum(own)
+        for index, (name, layer_rows) in enumerate(rows.forms.items()):
+            c = coefficients[index] if by_layer else coefficients
+            total = layer_rows.factored_sum(c)
             if total is not None and (not form or total.inner is not None):
                 self._factored.append(_Factored(rows.plan.layer_named[name], total))
             if form or total is None:
-                names, parts = rows.plan.owned[name], own_rows.rmatvec(own) if total is None else total.dense()
+                names, parts = rows.plan.owned[name], layer_rows.rmatvec(c) if total is None else total.dense()
                 self._formed |= {names[local]: value for local, value in parts.items()}
         if self._formed and not self._only_factored():
             self._vector = plan.space.pack(self._formed)
@@ -104,15 +104,15 @@ class Displacement:
         """
         parameters: Mapping[str, nn.Parameter] = self.plan.parameters
         if versions is not None:
-            parameters = {name: own for name, own in parameters.items() if own._version == versions[name]}
+            parameters = {name: theta for name, theta in parameters.items() if theta._version == versions[name]}
         holds = None  # the step is known to be accepted
         if not is_known(accepted):
             holds = compute(accepted)[0].bool()
         elif not accepted:
             return
         self._add_formed(parameters, rates, holds)
-        for own in self._only_factored():
-            _add_factored(own, parameters, rates, holds)
+        for part in self._only_factored():
+            _add_factored(part, parameters, rates, holds)
 
     def _add_formed(
         self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float | Tensor], holds: Tensor | None
@@ -121,7 +121,7 @@ class Displacement:
         if not names:
             return
         changes, rate = [self._formed[name] for name in names], rates[names[0]]
-        if holds is not None or any(rates[name] is not rate for name in names):
+        if holds is not None or len({id(rates[name]) for name in names}) > 1:
             each = zip(names, changes, strict=True)
             changes = [
                 rates[name] * change if holds is None else scaled_if(holds, change, rates[name])
@@ -135,27 +135,27 @@ class Displacement:
         """The layers whose p is factored and not formed as well."""
         if not self._formed:
             return self._factored
-        return [own for own in self._factored if not self._formed.keys() & _names(own)]
+        return [part for part in self._factored if not self._formed.keys() & _names(part)]
 
     def _changes(self) -> Mapping[str, Tensor]:
         """What the trial pass adds to parameters: p of the layers that are not factored."""
         if not self._factored or not self._formed:
             return self._formed
-        factored = {name for own in self._factored for name in _names(own)}
+        factored = {name for part in self._factored for name in _names(part)}
         return {name: change for name, change in self._formed.items() if name not in factored}
 
     def _forwards(self, capture: Capture | None, piece: int) -> dict[str, MovedForward]:
-        return {own.layer.name: partial(_moved_linear, own, capture, piece) for own in self._factored}
+        return {part.layer.name: partial(_moved_linear, part, capture, piece) for part in self._factored}
 
 
 def _add_factored(
-    own: _Factored,
+    part: _Factored,
     parameters: Mapping[str, nn.Parameter],
     rates: Mapping[str, float | Tensor],
     holds: Tensor | None,
 ) -> None:
     """theta <- theta + rate Hbar^T V where `holds`, None for true."""
-    layer, total = own
+    layer, total = part
     contracted = total.contracted
     inputs = total.inputs if holds is None else scaled_if(holds, total.inputs)
     last_rate, change = None, contracted.t()
@@ -177,20 +177,20 @@ def _add_factored(
             parameters[name].addmv_(change, all_samples, alpha=rate)
 
 
-def _names(own: _Factored) -> set[str]:
+def _names(part: _Factored) -> set[str]:
     """The names in the model of the parameters of a factored layer."""
-    return {own.layer.parameters[local] for local in own.total.parameters}
+    return {part.layer.parameters[local] for local in part.total.parameters}
 
 
 def _moved_linear(
-    own: _Factored,
+    part: _Factored,
     capture: Capture | None,
     piece: int,
     plain: Callable[[Tensor], Tensor],
     input: Tensor,
 ) -> Tensor:
     """A Linear layer at theta + p: z(v) + (v V^T + 1) Hbar, with z and v V^T from a pass where known."""
-    layer, total = own
+    layer, total = part
     call = None if capture is None or total.inner is None else capture.call_of(layer.name)
     if (
         call is not None

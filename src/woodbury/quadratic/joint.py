@@ -60,42 +60,42 @@ class JointRows(Rows):
     joint = True
 
     def __init__(
-        self, own: Rows, head: Mapping[str, Head], factor_rows: int, has_gradient: bool, group: Group
+        self, local: Rows, head: Mapping[str, Head], factor_rows: int, has_gradient: bool, group: Group
     ) -> None:
-        """own are the rows of this process; the first factor_rows of them are those of head."""
-        super().__init__(own.plan, {}, 0)
-        self._own, self._head, self._group = own, head, group
+        """local are the rows of this process; the first factor_rows of them are those of head."""
+        super().__init__(local.plan, {}, 0)
+        self._local, self._head, self._group = local, head, group
         skeletons = {
             name: (part.skeleton, [(tensor.shape, tensor.dtype) for tensor in part.tensors])
             for name, part in head.items()
         }
-        shard = Shard(factor_rows, own.row_count - factor_rows, has_gradient, skeletons)
+        shard = Shard(factor_rows, local.row_count - factor_rows, has_gradient, skeletons)
         self._shards: list[Shard] = group.gather_objects(shard)
         self.factor_rows = [other.factor_rows for other in self._shards]
         self.row_count = sum(other.row_count for other in self._shards)
         self.has_gradient = any(other.has_gradient for other in self._shards)
 
-    def _own_part(self, values: Tensor) -> Tensor:
+    def _local_part(self, values: Tensor) -> Tensor:
         """The entries of the rows of this process along the last axis."""
         rank = self._group.rank
-        own, before = self._shards[rank], self._shards[:rank]
-        start = sum(shard.factor_rows for shard in before)
-        inside = values[..., start : start + own.factor_rows]
-        if not own.others:
+        shard, before = self._shards[rank], self._shards[:rank]
+        start = sum(other.factor_rows for other in before)
+        inside = values[..., start : start + shard.factor_rows]
+        if not shard.others:
             return inside
-        place = sum(self.factor_rows) + sum(min(1, shard.others) for shard in before)
+        place = sum(self.factor_rows) + sum(min(1, other.others) for other in before)
         outside = values[..., place : place + 1]
-        return torch.cat([inside, outside.expand(*outside.shape[:-1], own.others)], dim=-1)
+        return torch.cat([inside, outside.expand(*outside.shape[:-1], shard.others)], dim=-1)
 
     def head_forms(self, row_count: int) -> Mapping[str, RowForm]:
         return {name: head.form for name, head in self._head.items()}
 
-    def joined(self, own: Tensor) -> Tensor:
+    def joined(self, columns: Tensor) -> Tensor:
         shard = self._shards[self._group.rank]
         if shard.others:
-            outside = own[..., shard.factor_rows :].sum(-1, keepdim=True)
-            own = torch.cat([own[..., : shard.factor_rows], outside], dim=-1)
-        parts = self._group.gather(own.contiguous(), [other.row_count for other in self._shards])
+            outside = columns[..., shard.factor_rows :].sum(-1, keepdim=True)
+            columns = torch.cat([columns[..., : shard.factor_rows], outside], dim=-1)
+        parts = self._group.gather(columns.contiguous(), [other.row_count for other in self._shards])
         factor = [part[..., :count] for part, count in zip(parts, self.factor_rows, strict=True)]
         others = [part[..., count:] for part, count in zip(parts, self.factor_rows, strict=True)]
         return torch.cat([*factor, *others], dim=-1)
@@ -109,16 +109,16 @@ class JointRows(Rows):
         with full_precision():
             for name in [name for name in self.plan.owned if name in used]:
                 pieces = [{name: form} for form in self._factor_forms(name)]
-                own: Mapping[str, RowForm] = {name: self._own.forms[name]} if name in self._own.forms else {}
-                kinds = {form.signature for piece in [*pieces, own] for form in piece.values()}
-                if len(pieces) < len(self._shards) or len(kinds) > 1 or not own:
+                local = self._local.forms.get(name)
+                kinds = {form.signature for piece in pieces for form in piece.values()}
+                if local is None or len(pieces) < len(self._shards) or kinds != {local.signature}:
                     raise ValueError(
                         f"layer {name!r} is used in another way, or not at all, by some of the processes: their "
                         "rows cannot be put together. Let the model do the same on every process"
                     )
                 everyone = concatenate_forms(pieces)[name]
                 scale = None if scales is None else self._scales_of(name, scales)
-                columns.append(everyone.gram(own[name], scale, dtype))
+                columns.append(everyone.gram(local, scale, dtype))
         return columns
 
     def _factor_forms(self, name: str) -> list[RowForm]:
@@ -130,7 +130,7 @@ class JointRows(Rows):
             parts = [tensor.reshape(-1) for tensor in tensors if tensor.dtype == dtype]
             empty = torch.empty(0, dtype=dtype, device=self.plan.device)
             lengths = [
-                sum(shape.numel() for shape, own in (entry[1] if entry else ()) if own == dtype)
+                sum(shape.numel() for shape, kind in (entry[1] if entry else ()) if kind == dtype)
                 for entry in entries
             ]
             received[dtype] = self._group.gather(torch.cat(parts) if parts else empty, lengths)
@@ -141,12 +141,12 @@ class JointRows(Rows):
             if rank == self._group.rank:
                 forms.append(self._head[name].form)
                 continue
-            used, own = dict.fromkeys(received, 0), []
+            used, parts = dict.fromkeys(received, 0), []
             for shape, dtype in entry[1]:
                 start = used[dtype]
                 used[dtype] = start + shape.numel()
-                own.append(received[dtype][rank][start : used[dtype]].view(shape))
-            forms.append(assemble(entry[0], own, self.plan.model))
+                parts.append(received[dtype][rank][start : used[dtype]].view(shape))
+            forms.append(assemble(entry[0], parts, self.plan.model))
         return forms
 
     def gram(
@@ -172,17 +172,17 @@ class JointRows(Rows):
     # -- products ------------------------------------------------------------------------------------------
 
     def layer_matvec(self, vector: Mapping[str, Tensor]) -> list[Tensor]:
-        return list(self.joined(torch.stack(self._own.layer_matvec(vector))))
+        return list(self.joined(torch.stack(self._local.layer_matvec(vector))))
 
     def rmatvec(self, coefficients: Tensor) -> Vector:
-        local = self._own.rmatvec(self._own_part(coefficients))
+        local = self._local.rmatvec(self._local_part(coefficients))
         return self._group.sum_vector(local.of(local.flat.detach()))
 
     def curvature(
         self, row_count: int, blocks: Sequence[Sequence[str]], dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        own = self._own.curvature(self.factor_rows[self._group.rank], blocks, dtype)
-        return [self._group.sum(matrix) for matrix in own]
+        matrices = self._local.curvature(self.factor_rows[self._group.rank], blocks, dtype)
+        return [self._group.sum(matrix) for matrix in matrices]
 
     def shared_out(self, solve: SmallSolver) -> SmallSolver:
         group = self._group
@@ -192,9 +192,9 @@ class JointRows(Rows):
                 return solve(matrix, rhs)
             x, ok = torch.zeros_like(rhs), True
             if group.rank < len(matrix):
-                own = solve(matrix[group.rank :: group.size], rhs[group.rank :: group.size])
-                x[group.rank :: group.size] = own.x
-                ok = bool(own.ok)
+                solution = solve(matrix[group.rank :: group.size], rhs[group.rank :: group.size])
+                x[group.rank :: group.size] = solution.x
+                ok = bool(solution.ok)
             (failures,) = group.sums(0.0 if ok else 1.0)
             return Solution(group.sum(x), not failures, 1)
 

@@ -60,15 +60,15 @@ def _quadratic(problem: Problem) -> Quadratic:
     pieces = [piece for piece, _ in evaluated]
     first, outputs = evaluated[0]
     term_count, loss, divisor = passes.totals(pieces, problem.curvature, batch)
-    own = passes.rule, passes.loss, outputs, first.targets
+    at_outputs = passes.rule, passes.loss, outputs, first.targets
     rows: Rows | FactorProducts
     source: Seeds | Factor
     with group.together():
         if forms_rows:
             problem.check_room(problem, first.capture.raw)
-            source = problem.curvature.seeds(*own, batch.curvature)
+            source = problem.curvature.seeds(*at_outputs, batch.curvature)
         else:
-            source = problem.curvature.factor(*own)
+            source = problem.curvature.factor(*at_outputs)
         gradient = None if from_loader else _outside_rows(problem, evaluated, source.rest, term_count)
         if isinstance(source, Seeds):
             columns = [source.columns, *([passes.residual(y, piece.targets)] for piece, y in evaluated[1:])]
@@ -96,15 +96,14 @@ def _quadratic(problem: Problem) -> Quadratic:
     return quadratic if group.size == 1 or not forms_rows else _joint(quadratic, head)
 
 
-def _joint(own: Quadratic, head: Mapping[str, Head]) -> Quadratic:
+def _joint(local: Quadratic, head: Mapping[str, Head]) -> Quadratic:
     """The quadratic model of all processes, from that of this one and its factor rows."""
-    group, e = own.group, own.factor_weights(own.pieces[0].capture.outputs.detach())
-    gradient = own.gradient
-    rows = JointRows(own.all_rows, head, len(e), gradient is not None, group)
+    group, e, gradient = local.group, local.factor_weights, local.gradient
+    rows = JointRows(local.all_rows, head, len(e), gradient is not None, group)
     if rows.has_gradient:
-        gradient = group.sum_vector(own.space.zeros(e) if gradient is None else gradient)
+        gradient = group.sum_vector(local.space.zeros(e) if gradient is None else gradient)
     e = torch.cat(group.gather(e, rows.factor_rows))
-    return replace(own, rows=rows, curvature_rows=len(e), e=e, gradient=gradient)
+    return replace(local, rows=rows, curvature_rows=len(e), e=e, gradient=gradient)
 
 
 def _outside_rows(

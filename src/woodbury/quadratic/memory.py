@@ -62,15 +62,10 @@ class Kept(NamedTuple):
             return state if state.plan is plan else cls(plan=plan)
         batches = []
         for batch in state.get("batches", ()):
-            forms = {n: form_of_state(own, plan.device, plan.dtype) for n, own in batch["forms"].items()}
+            forms = {name: form_of_state(form, plan.device, plan.dtype) for name, form in batch["forms"].items()}
             batches.append(KeptBatch(forms, batch["rows"], batch["divisor"]))
         gram = state.get("gram")
         return cls(tuple(batches), None if gram is None else gram.to(plan.device), plan)
-
-
-def _joined(earlier: Mapping[str, RowForm], new: Mapping[str, RowForm]) -> dict[str, RowForm]:
-    """The rows of earlier batches, then those of this one: no longer those of the pieces of a batch."""
-    return {name: form.only_rows() for name, form in concatenate_forms([earlier, new]).items()}
 
 
 def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -> tuple[Quadratic, Kept]:
@@ -83,16 +78,18 @@ def with_memory(quadratic: Quadratic, kept: Kept, most: int, needs_gram: bool) -
     new, before = KeptBatch(rows.head_forms(count), count, quadratic.divisor), kept.rows
     gram = rows.gram(dtype=dtype) if needs_gram else None
     if kept.batches:
-        earlier = concatenate_forms([batch.forms for batch in kept.batches])
+        earlier = [batch.forms for batch in kept.batches]
+        forms = concatenate_forms([*earlier, rows.forms])
         if gram is not None:
-            old = Rows(plan, earlier, before)
+            old = Rows(plan, concatenate_forms(earlier), before)
             cross = old.gram(rows, dtype=dtype)
             first = old.gram(dtype=dtype) if kept.gram is None else kept.gram
             gram = torch.cat([torch.cat([first, cross], 1), torch.cat([cross.t(), gram], 1)])
-        e = quadratic.factor_weights(next(iter(plan.parameters.values())).detach())
+        e = quadratic.factor_weights
         quadratic = replace(
             quadratic,
-            rows=Rows(plan, _joined(earlier, rows.forms), before + rows.row_count),
+            # no longer those of the pieces of one batch
+            rows=Rows(plan, {name: form.only_rows() for name, form in forms.items()}, before + rows.row_count),
             curvature_rows=before + count,
             divisor=sum([batch.divisor for batch in kept.batches], quadratic.divisor),
             e=torch.cat([e.new_zeros(before), e]),

@@ -50,31 +50,17 @@ class Units:
     @cached_property
     def vector(self) -> Vector:
         """s."""
-        parts = {name: torch.outer(*own) if len(own) == 2 else own[0] for name, own in self.factors.items()}
+        parts = {
+            name: torch.outer(*units) if len(units) == 2 else units[0] for name, units in self.factors.items()
+        }
         return self.plan.space.vector(flatten({name: parts[name] for name in self.plan.parameters}))
-
-    def metric(self) -> Vector:
-        """D."""
-        return self.vector.of(self.vector.flat.square().reciprocal())
 
     def of_rows(self, forms: Mapping[str, RowForm]) -> dict[str, RowForm]:
         """U s by layer."""
         return {
-            layer: form.in_units({own: self.factors[full] for own, full in self.plan.owned[layer].items()})
+            layer: form.in_units({local: self.factors[full] for local, full in self.plan.owned[layer].items()})
             for layer, form in forms.items()
         }
-
-    def of_quadratic(self, quadratic: Quadratic) -> Quadratic:
-        """The quadratic model in these units: rows Z s, gradient s g, center q / s."""
-        rows = quadratic.all_rows
-        return replace(
-            quadratic,
-            rows=Rows(self.plan, self.of_rows(rows.forms), rows.row_count),
-            gradient=None if quadratic.gradient is None else quadratic.gradient * self.vector,
-            center=None if quadratic.center is None else quadratic.center / self.vector,
-            _complete=None if quadratic._complete is None else quadratic._complete * self.vector,
-            _gram=None,
-        )
 
 
 class InMetric:
@@ -82,7 +68,15 @@ class InMetric:
 
     def __init__(self, plain: Quadratic, units: Units) -> None:
         self._plain, self._units = plain, units
-        self._inside = units.of_quadratic(plain)
+        rows, s = plain.all_rows, units.vector
+        self._inside = replace(
+            plain,
+            rows=Rows(plain.plan, units.of_rows(rows.forms), rows.row_count),  # Z s
+            gradient=None if plain.gradient is None else plain.gradient * s,
+            center=None if plain.center is None else plain.center / s,
+            _complete=None if plain._complete is None else plain._complete * s,
+            _gram=None,
+        )
 
     def __getattr__(self, name: str) -> Any:  # what the damping does not change
         return getattr(self._plain, name)
@@ -99,7 +93,8 @@ class InMetric:
 
     def metric(self) -> Vector:
         """D."""
-        return self._units.metric()
+        s = self._units.vector
+        return s.of(s.flat.square().reciprocal())
 
 
 class _DampedInMetric(Damped):
@@ -141,14 +136,14 @@ class Metric(ABC):
     def units(self, moments: Vector, plan: Plan) -> Units:
         """s of the moments."""
 
-    def after(self, moments: Mapping[str, Tensor], quadratic: Quadratic, steps: int) -> Vector:
-        """The moments with those of a step, after so many others."""
-        now = self.seen(quadratic)
-        if not moments:
-            return now
-        # those of parameters that are new begin with this step
-        before = {name: like(moments.get(name, own), own) for name, own in now.items()}
-        return now.of(self.joined(now.space.pack(before).flat, now.flat, steps))
+    def next_units(self, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
+        """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
+        steps, before, moments = state.get("steps", 0), state.get("moments", {}), self.seen(quadratic)
+        if before:
+            # those of parameters that are new begin with this step
+            known = {name: like(before.get(name, part), part) for name, part in moments.items()}
+            moments = moments.of(self.joined(moments.space.pack(known).flat, moments.flat, steps))
+        return self.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}
 
 
 class AdamMetric(Metric):
@@ -158,8 +153,8 @@ class AdamMetric(Metric):
 
     def seen(self, quadratic: Quadratic) -> Vector:
         gradient = quadratic.all_of_gradient()
-        moments: dict[str, Tensor] = {}
-        for name, square in gradient.of(gradient.flat.square()).items():
+        parts, moments = list(gradient.values()), dict[str, Tensor]()
+        for name, square in zip(gradient, torch._foreach_mul(parts, parts), strict=True):
             if square.dim() > 1:
                 square = square if square.dim() == 2 else square.flatten(1)
                 moments[f"{name}.rows"], moments[f"{name}.columns"] = square.mean(1), square.mean(0)
@@ -235,14 +230,7 @@ class DiagonalMetric(Metric):
         # where nothing moves the outputs at all B and g are zero, and so is p, whatever D is
         instead = torch.where(largest > 0, largest, 1.0)
         units = moments.of(torch.where(moments.flat > least, moments.flat, instead).rsqrt())
-        return Units(plan, {name: (own,) for name, own in units.items()})
+        return Units(plan, {name: (part,) for name, part in units.items()})
 
 
 METRICS: dict[str, Metric] = {kind.name: kind for kind in (AdamMetric(), DiagonalMetric())}
-
-
-def next_units(metric: Metric, state: Mapping[str, Any], quadratic: Quadratic) -> tuple[Units, dict[str, Any]]:
-    """The units of a step, and the state after it: {"steps": so many, "moments": {...}}."""
-    steps = state.get("steps", 0)
-    moments = metric.after(state.get("moments", {}), quadratic, steps)
-    return metric.units(moments, quadratic.plan), {"steps": steps + 1, "moments": moments.named()}

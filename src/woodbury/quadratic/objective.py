@@ -32,8 +32,8 @@ class Objective(ABC):
     def decrease(self, displacement: Displacement) -> Scalar:
         """f(theta) - f(theta + p), float64."""
         with self.passes.group.together(), _random.replayed(self.random):
-            own = self._decrease(displacement)
-        decrease = self.passes.sum(own)
+            decrease = self._decrease(displacement)
+        decrease = self.passes.sum(decrease)
         return decrease if self.decay is None else decrease + self.decay.decrease(displacement.dense())
 
     @abstractmethod

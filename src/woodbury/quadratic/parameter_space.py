@@ -5,8 +5,6 @@ Taken where U has more rows than columns: then the p x p system is the smaller o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -41,9 +39,9 @@ class InParameterSpace(Damped):
         p = p.of(quadratic.group.same(p.flat))
         if image is None:
             curvature: Scalar = 0.0
-            for matrix, own in zip(quadratic.matrices, self._by_block(p), strict=True):
-                own = own.to(matrix.dtype)
-                curvature = curvature + scalar(torch.dot(own, matrix.mv(own)))
+            for matrix, entries in zip(quadratic.matrices, self._by_block(p), strict=True):
+                x = entries.to(matrix.dtype)
+                curvature = curvature + scalar(torch.dot(x, matrix.mv(x)))
         else:
             curvature = sum_of_squares(image[: quadratic.curvature_rows]) / quadratic.divisor
         displacement = Displacement.of(quadratic.plan, p)
@@ -58,9 +56,8 @@ class InParameterSpace(Damped):
         return doubt_of_condition(condition, self._lowers[0].dtype)
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
-        rows, m = self.quadratic.all_rows, self.quadratic.curvature_rows
-        padded = torch.cat([weights, weights.new_zeros(rows.row_count - m)])
-        return self._solve(rows.rmatvec(padded / self.quadratic.divisor), refine)[0]
+        quadratic = self.quadratic
+        return self._solve(quadratic.combine_factor_rows(weights / quadratic.divisor), refine)[0]
 
     def _solve(self, force: Vector, refine: bool) -> tuple[Vector, Tensor | None]:
         """p with (B + lambda + W) p = force, and Z p where p is refined."""
@@ -71,8 +68,8 @@ class InParameterSpace(Damped):
                 self._lowers.append(lower)
                 self._ok = self._ok & ok
         parts = []
-        for lower, own in zip(self._lowers, self._by_block(force), strict=True):
-            parts.append(solve_factored(lower, own.to(lower.dtype)))
+        for lower, entries in zip(self._lowers, self._by_block(force), strict=True):
+            parts.append(solve_factored(lower, entries.to(lower.dtype)))
         if refine and len(parts) == 1:
             return self._refined(parts[0], force)
         return self._joined(parts, force), None
@@ -110,17 +107,15 @@ class InParameterSpace(Damped):
         result: dict[str, Tensor] = {}
         for names, part in zip(self._names, parts, strict=True):
             pieces = part.to(like.flat.dtype).split([like[name].numel() for name in names])
-            result |= {name: own.view(like.space.shapes[name]) for name, own in zip(names, pieces, strict=True)}
+            result |= {name: piece.view_as(like[name]) for name, piece in zip(names, pieces, strict=True)}
         return like.space.pack(result)
 
 
-@dataclass(frozen=True)
 class Cholesky(Solver):
     """Exact: in sample space, or in parameter space where there are more rows than parameters."""
 
     name = "cholesky"
     exact = True
-    tolerance: float | None = None  # not asked for
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
         if is_smaller(quadratic.plan, quadratic.blocks, quadratic.curvature_rows):

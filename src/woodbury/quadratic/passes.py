@@ -47,7 +47,7 @@ class Piece:
 
 def mean_of(losses: Sequence[Tensor], term_count: Scalar) -> Scalar:
     """Sum of all losses / M."""
-    joined = losses[0] if len(losses) == 1 else torch.cat([own.reshape(-1) for own in losses])
+    joined = losses[0] if len(losses) == 1 else torch.cat([part.reshape(-1) for part in losses])
     return scalar(joined if joined.dim() == 0 else joined.sum()) / term_count
 
 
@@ -92,8 +92,8 @@ class Passes:
 
     def share_of(self, samples: int) -> float:
         """The share of so many samples of this process in those of all processes."""
-        own = float(samples) if self.samples_count else 0.0
-        return own / self.group.sums(own)[0]
+        counted = float(samples) if self.samples_count else 0.0
+        return counted / self.group.sums(counted)[0]
 
     def divisor(self, curvature: Curvature, term_count: Scalar, samples: int, of: int) -> Scalar:
         """D of N2 curvature samples of all processes with M = term_count, where f is that of N1 = `of` samples."""
@@ -111,8 +111,8 @@ class Passes:
             loss = check_loss(mean_of(losses, term_count))
             return term_count, loss, self.divisor(curvature, first, batch.curvature, batch.samples)
         share = 1.0 if self.samples_count else 0.0
-        own = (sum(float(piece.term_count) for piece in pieces), float(mean_of(losses, 1.0)), float(first))
-        terms, total, first, *counts = self.group.sums(*own, share * batch.curvature, share * batch.samples)
+        local = (sum(float(piece.term_count) for piece in pieces), float(mean_of(losses, 1.0)), float(first))
+        terms, total, first, *counts = self.group.sums(*local, share * batch.curvature, share * batch.samples)
         term_count = 1.0 if self.is_sum else check_term_count(terms)
         return term_count, check_loss(total / term_count), self.divisor(curvature, first, *map(round, counts))
 

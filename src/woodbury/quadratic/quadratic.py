@@ -13,7 +13,7 @@ quadratics again (`woodbury.quadratic.metric`, `woodbury.quadratic.memory`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from woodbury._batch import Batch
 from woodbury._random import Snapshot, replayed
 from woodbury._vector import Space, Vector
 from woodbury.curvature import Curvature
+from woodbury.device.constants import ones
 from woodbury.device.scalars import Scalar, Truth, compute, scalar
 from woodbury.linalg import sum_of_squares
 from woodbury.losses.factors import Factor
@@ -38,6 +39,7 @@ from woodbury.quadratic.passes import Batches, Passes, Piece
 from woodbury.row_matrix import Rows
 
 
+@dataclass(frozen=True)
 class Solver(ABC):
     """A way to minimise a damped quadratic model: the name that users choose, and the finals it leads to."""
 
@@ -47,7 +49,7 @@ class Solver(ABC):
     has_trace: ClassVar[bool] = True  # whether there is a K that a damping can be relative to
     takes_processes: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = False  # whether tensors of a step live on in the state
-    tolerance: float | None = None  # relative residual at which it stops, if it can be chosen
+    tolerance: float | None = field(default=None, kw_only=True)  # relative residual at which an iteration stops
 
     @abstractmethod
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
@@ -55,8 +57,7 @@ class Solver(ABC):
 
     def trace(self, quadratic: Quadratic) -> Scalar:
         """The trace of K, which is that of B. What it needs is kept for the solves that follow."""
-        m, gram = quadratic.curvature_rows, quadratic.gram()
-        diagonal = gram.narrow(-1, 0, m).narrow(-2, 0, m).diagonal(dim1=-2, dim2=-1)
+        diagonal = quadratic.factor_gram().diagonal(dim1=-2, dim2=-1)
         return scalar(diagonal.sum()) / quadratic.divisor
 
     def size(self, plan: Plan, blocks: Blocks, row_count: int, others: int) -> int:
@@ -181,14 +182,15 @@ class Quadratic(Problem):
         """Z p, (rows,)."""
         return self.all_rows.matvec(p)
 
-    def slope(self, p: Vector, image: Tensor) -> Scalar:
-        """(g + W theta) . p for a vector p with the image Z p."""
-        inside = self.factor_weights(image)
-        weights = torch.cat([inside, inside.new_ones(len(image) - self.curvature_rows)])
-        slope = scalar(torch.dot(weights, image)) / self.term_count
+    def slopes(self, vectors: Sequence[Vector], images: Tensor) -> list[float]:
+        """(g + W theta) . p for vectors p with the images Z p, (k, rows); waits for the device."""
+        term_count = float(self.term_count)
+        slopes = [total / term_count for total in (images @ self._row_weights(images.shape[1])).tolist()]
         if self.gradient is not None:
-            slope = slope + scalar(self.gradient.dot(p))
-        return slope if self.decay is None else slope + self.decay.slope(p)
+            slopes = [slope + float(self.gradient.dot(p)) for slope, p in zip(slopes, vectors, strict=True)]
+        if self.decay is not None:
+            slopes = [slope + float(self.decay.slope(p)) for slope, p in zip(slopes, vectors, strict=True)]
+        return slopes
 
     def predicted(self, p: Vector, images: Tensor) -> Scalar:
         """m(0) - m(p) = -(g + W theta) . p - p^T (B + W) p / 2 for Z p of each block, (b, rows) or (rows,)."""
@@ -196,24 +198,33 @@ class Quadratic(Problem):
         curvature = sum_of_squares(images[..., : self.curvature_rows]) / self.divisor
         if self.decay is not None:
             curvature = curvature + self.decay.curvature(p)
-        return -self.slope(p, image) - 0.5 * curvature
+        return -self.slopes([p], image.unsqueeze(0))[0] - 0.5 * curvature
 
     # -- g --------------------------------------------------------------------------------------------------
 
-    def factor_weights(self, like: Tensor) -> Tensor:
+    @property
+    def factor_weights(self) -> Tensor:
         """e, written out."""
-        return like.new_ones(self.curvature_rows) if self.e is None else self.e
+        return ones(self.curvature_rows, self.plan.dtype, self.plan.device) if self.e is None else self.e
+
+    @cached_property
+    def pull(self) -> Tensor:
+        """w = -D e / M, one per factor row: Z[:m]^T w / D is -g, but for rows of other samples and `gradient`."""
+        return self.factor_weights * -(self.divisor / self.term_count)
+
+    def _row_weights(self, row_count: int) -> Tensor:
+        """(e, 1), one weight per row."""
+        e, others = self.factor_weights, row_count - self.curvature_rows
+        return e if not others else torch.cat([e, e.new_ones(others)])
 
     def all_of_gradient(self) -> Vector:
         """g = Z^T (e / M, 1 / M) + gradient."""
         if self._complete is None:
-            rows, like = self.rows, next(iter(self.plan.parameters.values())).detach()
-            inside = self.factor_weights(like)
+            rows = self.rows
             if isinstance(rows, Rows):
-                outside = inside.new_ones(rows.row_count - self.curvature_rows)
-                complete = rows.rmatvec(torch.cat([inside, outside]) / self.term_count)
+                complete = rows.rmatvec(self._row_weights(rows.row_count) / self.term_count)
             else:
-                blocks = inside.expand(len(rows.blocks), -1)
+                blocks = self.factor_weights.expand(len(rows.blocks), -1)
                 complete = self.space.pack(rows.rmatvec(blocks / self.term_count))
             if self.gradient is not None:
                 complete = complete + self.gradient
@@ -256,11 +267,16 @@ class Quadratic(Problem):
             return self.blocks.gram(rows, scales, self.gram_dtype)
         if self._gram is None:
             if head:
-                own = rows.gram_head(self.curvature_rows, self.gram_dtype)
-                self._gram = rows.joined(self.blocks.join(own))
+                by_layer = rows.gram_head(self.curvature_rows, self.gram_dtype)
+                self._gram = rows.joined(self.blocks.join(by_layer))
             else:
                 self._gram = self.blocks.gram(rows, None, self.gram_dtype)
         return self._gram if scales is None else self._gram * next(iter(scales.values()))
+
+    def factor_gram(self, damping: Scalar | None = None) -> Tensor:
+        """The same between factor rows, (b, m, m)."""
+        m, gram = self.curvature_rows, self.gram(damping)
+        return gram if gram.shape[-1] == m else gram.narrow(-1, 0, m).narrow(-2, 0, m)
 
     @cached_property
     def matrices(self) -> list[Tensor]:
@@ -271,6 +287,11 @@ class Quadratic(Problem):
         return [matrix.div_(divisor) for matrix in formed]
 
     # -- rows -----------------------------------------------------------------------------------------------
+
+    def combine_factor_rows(self, c: Tensor) -> Vector:
+        """Z[:m]^T c for coefficients (m,), or (b, m) to give each layer its own."""
+        rows, others = self.all_rows, self.all_rows.row_count - self.curvature_rows
+        return rows.rmatvec(torch.cat([c, c.new_zeros(*c.shape[:-1], others)], dim=-1) if others else c)
 
     def written_out(self, most: int) -> Quadratic:
         """The same with rows written out in layers of at most so many parameters whose rows are sums."""

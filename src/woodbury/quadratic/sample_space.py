@@ -14,14 +14,13 @@ float32 accurate at small damping. Momentum, weight decay and a gradient given f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from woodbury._vector import Vector
-from woodbury.device.scalars import Scalar, compute, is_known, scalar
+from woodbury.device.scalars import Scalar, Truth, compute, is_known, scalar
 from woodbury.linalg import (
     SampleSpaceStep,
     Solution,
@@ -47,8 +46,9 @@ class _InSampleSpace(Damped):
         """c of p = p0 - Z^T c."""
         quadratic, projected = self.quadratic, None
         if self.base is not None:
-            images = quadratic.all_rows.layer_matvec(self.base)
-            projected = quadratic.blocks.join([own[: quadratic.curvature_rows] for own in images])
+            projected = quadratic.blocks.join(quadratic.all_rows.layer_matvec(self.base))
+            if projected.shape[-1] > quadratic.curvature_rows:
+                projected = projected[..., : quadratic.curvature_rows]
         return solve_in_sample_space(
             gram,
             quadratic.curvature_rows,
@@ -75,24 +75,25 @@ class InSampleSpace(_InSampleSpace):
     """By a Cholesky factorisation of K + lambda I: exact."""
 
     _lower: Tensor | None = None  # L, (m, m), or (b, m, m) for b blocks
+    _ok: Truth = True
 
     @property
     def _is_plain(self) -> bool:
         """Whether all of p is Z^T c with one c for all blocks: then it can be refined."""
         quadratic = self.quadratic
-        whole = quadratic.decay is None and quadratic.all_rows.row_count == quadratic.curvature_rows
-        return whole and quadratic.gram().dim() == 2
+        only_factor_rows = quadratic.all_rows.row_count == quadratic.curvature_rows
+        return only_factor_rows and quadratic.blocks.is_whole and quadratic.decay is None
 
     def minimizer(self) -> Minimizer:
         """m(0) - m(p) = lambda |p|^2 + |U p|^2 / 2 for p0 = 0."""
+        if self.refine and self.base is None and self._is_plain:
+            return self._refined_minimizer()
         quadratic, rows = self.quadratic, self.quadratic.all_rows
         # p itself where all that is cheaper with it: then K is needed on the factor rows alone
         plain_chain = self.base is None and quadratic.is_chain
         form = rows.joint or (plain_chain and rows.forming_pays(quadratic.curvature_rows))
         gram = quadratic.gram(self.damping, form)
         step = self.coefficients(gram, self._factor_and_solve)
-        if self.refine and self.base is None and self._is_plain:
-            return self._refined_minimizer(step)
         displacement = self.displacement(step, form)
         if self.base is not None:
             return minimizer_of(quadratic, displacement, self.damping, step.curvature, step.ok)
@@ -112,44 +113,48 @@ class InSampleSpace(_InSampleSpace):
 
     def pull_back(self, weights: Tensor, refine: bool = True) -> Vector:
         # s U^T (U s U^T + lambda I)^{-1} w with s = lambda / (lambda + W)
-        quadratic, rows, m = self.quadratic, self.quadratic.all_rows, self.quadratic.curvature_rows
-        gram = quadratic.gram(self.damping)
+        quadratic = self.quadratic
         if self._lower is None:
             (shift,) = compute(self.damping * quadratic.divisor)
-            square = gram.narrow(-1, 0, m).narrow(-2, 0, m)
-            self._lower = factor_cholesky(plus_diagonal(square, shift))[0]
-        c = solve_factored(self._lower, weights.to(gram.dtype).expand(*gram.shape[:-2], m))
+            self._factor(plus_diagonal(quadratic.factor_gram(self.damping), shift))
+        c = self._solve(weights)
         if refine and self._is_plain:
             c = self._refined(c, weights)
-        outside = c.new_zeros(*c.shape[:-1], rows.row_count - m)
-        p = rows.rmatvec(torch.cat([c, outside], dim=-1).to(weights.dtype))
+        p = quadratic.combine_factor_rows(c)
         return p if quadratic.decay is None else quadratic.decay.scaled(p, self.damping)
 
+    def _factor(self, matrix: Tensor) -> Tensor:
+        self._lower, self._ok = factor_cholesky(matrix)
+        return self._lower
+
     def _factor_and_solve(self, matrix: Tensor, rhs: Tensor) -> Solution:
-        self._lower, ok = factor_cholesky(matrix)
-        return Solution(solve_factored(self._lower, rhs), ok, 1)
+        return Solution(solve_factored(self._factor(matrix), rhs), self._ok, 1)
+
+    def _solve(self, weights: Tensor) -> Tensor:
+        """c with (Z Z^T + D lambda I) c = weights (m,), in the type of the weights; (b, m) for b blocks."""
+        assert self._lower is not None
+        rhs = weights.to(self._lower.dtype)
+        rhs = rhs.expand(self._lower.shape[:-1]) if self._lower.dim() == 3 else rhs
+        return solve_factored(self._lower, rhs).to(weights.dtype)
 
     def _refined(self, c: Tensor, weights: Tensor) -> Tensor:
-        """c after one step of iterative refinement of (Z Z^T + D lambda I) c = weights.
+        """c after one step of iterative refinement.
 
         With the residual from Z (Z^T c) rather than from the rounded Gram matrix: this wins back the digits that K
         loses at small damping (corrected semi-normal equations, Björck 1987).
         """
-        assert self._lower is not None
         quadratic, rows = self.quadratic, self.quadratic.all_rows
-        own = c.to(weights.dtype)
-        product = rows.matvec(rows.rmatvec(own)) + (quadratic.divisor * self.damping) * own
-        return own + solve_factored(self._lower, (weights - product).to(self._lower.dtype)).to(own.dtype)
+        shift = float(self.damping * quadratic.divisor)
+        product = torch.add(rows.matvec(rows.rmatvec(c)), c, alpha=shift)
+        return c + self._solve(weights - product)
 
-    def _refined_minimizer(self, step: SampleSpaceStep) -> Minimizer:
-        """p for g = Z^T e / M: (Z Z^T + D lambda I) c = D e / M, refined."""
-        quadratic, rows = self.quadratic, self.quadratic.all_rows
-        c = step.coefficients.to(quadratic.plan.dtype)
-        c = self._refined(c, quadratic.factor_weights(c) * (quadratic.divisor / quadratic.term_count))
-        p = -rows.rmatvec(c)
-        image = rows.matvec(p)
+    def _refined_minimizer(self) -> Minimizer:
+        """p where all of -g is in the factor rows."""
+        quadratic = self.quadratic
+        p = self.pull_back(quadratic.pull)
+        image = quadratic.image(p)
         curvature = sum_of_squares(image) / quadratic.divisor
-        found = minimizer_of(quadratic, Displacement.of(quadratic.plan, p), self.damping, curvature, step.ok)
+        found = minimizer_of(quadratic, Displacement.of(quadratic.plan, p), self.damping, curvature, self._ok)
         found.image = image
         return found
 
@@ -198,13 +203,10 @@ def minimizer_of(
     return Minimizer(displacement, damping * pull + 0.5 * curvature, squared, usable)
 
 
-@dataclass(frozen=True)
 class ConjugateGradient(Solver):
     """Conjugate gradients with the explicit matrix."""
 
     name = "cg"
-
-    tolerance: float | None = None  # relative residual at which it stops
 
     def at(self, quadratic: Quadratic, damping: Scalar, refine: bool) -> Damped:
         return ByIteration(quadratic, damping)
