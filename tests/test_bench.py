@@ -140,9 +140,11 @@ def test_predicted_cost_is_the_papers_table():
 
 
 def test_scale_fits_every_sweep(printed, monkeypatch):
+    tiny = [(samples, Network((20, 15, 4), samples, 5)) for samples in (10, 20, 40)]
+    monkeypatch.setattr(scale, "SWEEPS", dict.fromkeys(scale.SWEEPS, tiny))
     monkeypatch.setattr(scale, "medians_within", lambda steps, seconds: common.median_seconds(steps, 1, warmup=0))
     sweeps = printed("scale", "--quick")
-    assert set(sweeps) == set(scale.SWEEPS) == {"n", "N1", "N2", "C", "width"}
+    assert set(sweeps) == {"n", "N1", "N2", "C", "width"}
     for row in sweeps.values():
         for name in scale.METHODS:
             entry = row[name]
