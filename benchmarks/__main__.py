@@ -37,14 +37,10 @@ def _estimators(kind: str, ours: str) -> Command:
     def run(options: argparse.Namespace) -> dict[str, Any]:
         from benchmarks.estimators import compare  # which needs scikit-learn
 
-        return compare(kind, options.seed, options.only)
-
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--seed", type=int, default=1, help="of data, folds and starts (default: 1)")
-        parser.add_argument("--only", help="data sets, separated by commas (default: all)")
+        return compare(kind)
 
     title = f"{ours} beside {kind} of scikit-learn, five folds"
-    return Command(f"{title} (10 minutes)", run, lambda result: table(title, result["rows"], left=2), add_options)
+    return Command(f"{title} (10 minutes)", run, lambda result: table(title, result["rows"], left=2))
 
 
 COMMANDS = {

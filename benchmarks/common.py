@@ -195,16 +195,6 @@ def table(title: str, rows: Sequence[Mapping[str, object]], left: int = 1) -> st
     return "\n".join([title, "", *("  ".join(line).rstrip() for line in zip(*columns, strict=True))])
 
 
-def ratio_table(title: str, result: Mapping[str, Mapping[str, float]]) -> str:
-    """{what: {method: seconds}} of two methods: milliseconds, and the second in times of the first."""
-    rows = []
-    for what, seconds in result.items():
-        first, second = seconds.values()
-        times = {name: 1e3 * value for name, value in seconds.items()}
-        rows.append({"": what, **times, "ratio": second / first})
-    return table(title, rows)
-
-
 def _cell(value: object) -> str:
     if value is None:
         return "-"

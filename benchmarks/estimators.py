@@ -24,6 +24,7 @@ from sklearn.preprocessing import StandardScaler
 from benchmarks.common import say
 from woodbury.sklearn import LMClassifier, LMRegressor
 
+SEED = 1  # of data, folds and starts
 FOLDS, WITHIN = 5, 1.96  # 95 % of normal errors lie within so many standard deviations
 BINS = 10  # of the calibration error: the mean of |accuracy - probability| over bins of the largest probability
 
@@ -143,11 +144,11 @@ def score(kind: Kind, estimator: Any, data: Data, seed: int, folds: int = FOLDS)
     return kind.score(y[np.concatenate(tests)], np.concatenate(found)) | {"seconds": seconds}
 
 
-def compare(name: str, seed: int, only: str | None) -> dict[str, Any]:
+def compare(name: str) -> dict[str, Any]:
     kind, rows = KINDS[name], []
-    for problem in only.split(",") if only else kind.problems:
-        X, y = kind.problems[problem](seed)
-        for estimator, own in kind.estimators(seed, X.shape[1]).items():
+    for problem, load in kind.problems.items():
+        X, y = load(SEED)
+        for estimator, own in kind.estimators(SEED, X.shape[1]).items():
             say(f"{problem}, {estimator} ...")
-            rows.append({"data": problem, "": estimator, **score(kind, own, (X, y), seed)})
+            rows.append({"data": problem, "": estimator, **score(kind, own, (X, y), SEED)})
     return {"rows": rows}

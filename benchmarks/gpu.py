@@ -3,7 +3,6 @@
 small      784-500-10, N1/N2 = 60/30: eager (capture=False), and recorded into a CUDA graph (the default)
 large      604 million parameters, N1/N2 = 4096/1024
 largest    10^9 parameters, N1 = N2 = 1000, with the residual of (B + lambda I) p = -g by products
-precision  time and error of p with the Gram matrix and its solve in float32 and in float64
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.common import Batch, Command, Network, Step, loop_step, median_seconds, own_step, sgd_step
-from woodbury import _vector
 from woodbury.optimizers import OPTIMIZERS
 
 SMALL = Network((784, 500, 10), 60, 30)
 LARGE = Network((16384, 16384, 16384, 4096, 10), 4096, 1024)
 LARGEST = Network((16384, 16384, 16384, 16384, 12288, 10), 1000, 1000)
-PRECISE = Network((784, 500, 10), 512, 256)
 DEVICE = "cuda"
+ROUNDS, BLOCK = 30, 50  # of timing small steps: they take turns, so many in a row
 
 
 def small() -> dict[str, Any]:
@@ -37,7 +34,7 @@ def small() -> dict[str, Any]:
     for name in ("smw-ng", "smw-ng-bd", "smw-gn"):
         steps[name] = own_step(name, SMALL, batch, capture=False)
         steps[f"{name} recorded"] = own_step(name, SMALL, batch)
-    seconds = _medians(steps, rounds=30, block=50)
+    seconds = median_seconds(steps, ROUNDS, warmup=BLOCK, block=BLOCK, clock=_clock)
     return {name: {"us": 1e6 * value, "over_sgd": value / seconds["sgd"]} for name, value in seconds.items()}
 
 
@@ -55,7 +52,7 @@ def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any
         for name, step in steps.items():
             model.zero_grad()  # gradients that SGD left are not part of the next step's memory
             torch.cuda.reset_peak_memory_stats()
-            rounds[name].append(_seconds(step))
+            rounds[name] += median_seconds({"": step}, repeats=1, warmup=0, clock=_clock).values()
     peak = torch.cuda.max_memory_allocated() / 2**30
     seconds = {name: median(times[1:]) for name, times in rounds.items()}
     return {
@@ -70,45 +67,9 @@ def _one_step(network: Network, gram_dtype: torch.dtype | None) -> dict[str, Any
     }
 
 
-def precision() -> dict[str, Any]:
-    """For smw-gn with a small damping: time of a step, and relative error of p against all in float64."""
-    inputs, targets = batch = _batch(PRECISE)
-    exact = _direction("smw-gn", PRECISE, (inputs.double(), targets), damping=1e-4)
-    kinds: dict[str, dict[str, Any]] = {"float32": {}, "gram float64": {"gram_dtype": torch.float64}}
-    steps, errors = {"sgd": sgd_step(PRECISE, batch)}, {}
-    for name, settings in kinds.items():
-        errors[name] = _error(_direction("smw-gn", PRECISE, batch, damping=1e-4, **settings), exact)
-        steps[name] = own_step("smw-gn", PRECISE, batch, **settings)
-    seconds = _medians(steps, rounds=5, block=5)
-    return {
-        name: {"us": 1e6 * seconds[name], "error": errors[name], "over_sgd": seconds[name] / seconds["sgd"]}
-        for name in kinds
-    }
-
-
-def _direction(name: str, network: Network, batch: Batch, **settings: Any) -> Tensor:
-    """p at the initial parameters, in the precision of the inputs."""
-    model = network.build().to(batch[0])
-    optimizer = OPTIMIZERS[name](model, network.loss(), **settings)
-    return _vector.flatten(optimizer.direction(*batch, subset=torch.arange(network.curvature_samples)))
-
-
-def _error(p: Tensor, exact: Tensor) -> float:
-    return float((p.double() - exact.double()).norm() / exact.double().norm())
-
-
 def _batch(network: Network) -> Batch:
     inputs, targets = network.batch()
     return inputs.to(DEVICE), targets.to(DEVICE)
-
-
-def _medians(steps: dict[str, Step], rounds: int, block: int) -> dict[str, float]:
-    """Median seconds of each step, timed in blocks that take turns."""
-    return median_seconds(steps, rounds, warmup=block, block=block, clock=_clock)
-
-
-def _seconds(step: Step) -> float:
-    return median_seconds({"": step}, repeats=1, warmup=0, clock=_clock)[""]
 
 
 def _clock() -> float:
@@ -122,7 +83,6 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "large": partial(_one_step, LARGE, None),
     # A row has 10^9 numbers, and products of rows need more digits.
     "largest": partial(_one_step, LARGEST, torch.float64),
-    "precision": precision,
 }
 
 

@@ -10,7 +10,6 @@ needs no product with g. None of this uses woodbury's own code.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,10 +38,6 @@ class Task:
     @property
     def classes(self) -> bool:
         return isinstance(self.loss, nn.CrossEntropyLoss)
-
-    @property
-    def loss_function(self) -> Callable[..., Tensor]:
-        return nn.functional.cross_entropy if self.classes else _squares
 
 
 @dataclass(frozen=True)
@@ -113,12 +108,11 @@ def _functional_natural_gradient(task: Task) -> Step:
 @_peer("torch-levenberg-marquardt", "smw-gn", package="torch-levenberg-marquardt", squares_only=True)
 def _torch_levenberg_marquardt(task: Task) -> Step:
     """Its own training step, which evaluates the new loss. Its squares lack a factor 2: half the damping."""
-    training = importlib.import_module("torch_levenberg_marquardt.training")
-    damping = importlib.import_module("torch_levenberg_marquardt.damping")
-    losses = importlib.import_module("torch_levenberg_marquardt.loss")
+    from torch_levenberg_marquardt import damping, loss, training
+
     module = training.LevenbergMarquardtModule(
         task.model,
-        loss_fn=losses.MSELoss(),
+        loss_fn=loss.MSELoss(),
         damping_strategy=damping.StandardDampingStrategy(task.damping / 2, dec_factor=1.0, inc_factor=1.0),
         learning_rate=1.0,
         attempts_per_step=1,
@@ -129,13 +123,13 @@ def _torch_levenberg_marquardt(task: Task) -> Step:
 
 def _backpack_rows(task: Task, extension: str, attribute: str, leading: int) -> Callable[[], list[Tensor]]:
     """A function that returns the rows that an extension of BackPACK leaves on the parameters, as matrices."""
-    backpack = importlib.import_module("backpack")
-    make_extension = getattr(importlib.import_module("backpack.extensions"), extension)
-    model, loss = backpack.extend(task.model), backpack.extend(type(task.loss)())
+    from backpack import backpack, extend, extensions
+
+    model, loss = extend(task.model), extend(type(task.loss)())
 
     def rows() -> list[Tensor]:
         model.zero_grad()
-        with backpack.backpack(make_extension()):
+        with backpack(getattr(extensions, extension)()):
             loss(model(task.inputs), task.targets).backward()
         blocks = []
         for parameter in task.parameters:
@@ -171,50 +165,17 @@ def _backpack_natural_gradient(task: Task) -> Step:
 
 @_peer("ASDL, SMW empirical NG", "smw-ng", package="asdfghjkl")
 def _asdl(task: Task) -> Step:
-    smw = importlib.import_module("asdl.precondition.smw")
+    from asdl.precondition import smw
+
     config = smw.SmwEmpNaturalGradientConfig(data_size=len(task.inputs), damping=task.damping)
     maker = smw.SmwEmpNaturalGradientMaker(task.model, config)
 
     def step() -> None:
         task.model.zero_grad()
         outputs = maker.setup_model_call(task.model, task.inputs)
-        maker.setup_loss_call(task.loss_function, outputs, task.targets)
+        maker.setup_loss_call(nn.functional.cross_entropy if task.classes else _squares, outputs, task.targets)
         maker.forward_and_backward()
-        _move_against_gradient(task)
-
-    return step
-
-
-@_peer("TorchJD, Gram of outputs", "smw-gn", package="torchjd")
-def _torchjd_gauss_newton(task: Task) -> Step:
-    """J J^T from its engine, times S on both sides, and one backward pass for p."""
-    engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
-
-    def step() -> None:
-        task.model.zero_grad()
-        outputs = task.model(task.inputs)
-        S, e = _factor(task, outputs)
-        n, c, k = S.shape
-        gram = engine.compute_gramian(outputs).view(n, c, n, c)
-        K = torch.einsum("nck,ncmd,mdl->nkml", S, gram, S).reshape(n * k, n * k) / n
-        a = _solve(K, e.flatten() / math.sqrt(n), task.damping).view(n, k, 1)
-        outputs.backward((S @ a).squeeze(-1) / math.sqrt(n))
-        _move_against_gradient(task)
-
-    return step
-
-
-@_peer("TorchJD, Gram of losses", "smw-ng", package="torchjd")
-def _torchjd_natural_gradient(task: Task) -> Step:
-    engine = importlib.import_module("torchjd.autogram").Engine(task.model, batch_dim=0)
-
-    def step() -> None:
-        task.model.zero_grad()
-        losses = task.loss_function(task.model(task.inputs), task.targets, reduction="none")
-        n = len(losses)
-        K = engine.compute_gramian(losses) / n
-        losses.backward(_solve(K, torch.full((n,), 1 / n), task.damping))
-        _move_against_gradient(task)
+        _move(task, [own.grad for own in task.parameters if own.grad is not None])
 
     return step
 
@@ -222,19 +183,20 @@ def _torchjd_natural_gradient(task: Task) -> Step:
 @_peer("curvlinops, CG on the GGN", "smw-gn", package="curvlinops-for-pytorch")
 def _curvlinops_conjugate_gradient(task: Task) -> Step:
     """Without a matrix, up to a relative residual of 1e-5 or 1000 iterations."""
-    curvlinops = importlib.import_module("curvlinops")
-    identity = importlib.import_module("curvlinops.examples").IdentityLinearOperator
+    import curvlinops
+    from curvlinops.examples import IdentityLinearOperator
+
     shapes = [tuple(parameter.shape) for parameter in task.parameters]
 
     def step() -> None:
-        gradients = _gradients(task)
+        gradients = torch.autograd.grad(task.loss(task.model(task.inputs), task.targets), task.parameters)
         ggn = curvlinops.GGNLinearOperator(
             task.model, task.loss, task.parameters, [(task.inputs, task.targets)], check_deterministic=False
         )
         like = task.parameters[0]
-        damped = ggn + task.damping * identity(shapes, like.device, like.dtype)
+        damped = ggn + task.damping * IdentityLinearOperator(shapes, like.device, like.dtype)
         inverse = curvlinops.CGInverseLinearOperator(damped, eps=0.0, tolerance=1e-5, max_iter=1000)
-        _move(task, inverse @ gradients)
+        _move(task, inverse @ list(gradients))
 
     return step
 
@@ -243,9 +205,9 @@ def _curvlinops_conjugate_gradient(task: Task) -> Step:
 
 
 @torch.no_grad()
-def _factor(task: Task, outputs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _factor(task: Task) -> tuple[Tensor, Tensor]:
     """S (n, c, k) and e (n, k): S S^T is the Hessian of each sample's loss and S e its gradient."""
-    outputs = task.model(task.inputs) if outputs is None else outputs
+    outputs = task.model(task.inputs)
     n, c = outputs.shape
     if task.classes:
         probabilities = outputs.softmax(1)
@@ -267,41 +229,22 @@ def _as_matrix(block: Tensor, leading: int) -> Tensor:
     return block.detach().flatten(leading).flatten(0, leading - 1)
 
 
-def _gram(blocks: Sequence[Tensor]) -> Tensor:
-    """U U^T from blocks of columns of U."""
+@torch.no_grad()
+def _move_by_rows(task: Task, blocks: Sequence[Tensor], scale: float, e: Tensor) -> None:
+    """Move the parameters by p for U = scale x blocks, the columns of each parameter, and g = U^T e / sqrt(n)."""
     K = blocks[0] @ blocks[0].T
     for block in blocks[1:]:
         K.addmm_(block, block.T)
-    return K
-
-
-def _solve(K: Tensor, rhs: Tensor, damping: float) -> Tensor:
-    """(K + damping I)^{-1} rhs."""
-    K = K.clone()
-    K.diagonal().add_(damping)
-    return torch.cholesky_solve(rhs.unsqueeze(1), torch.linalg.cholesky(K)).squeeze(1)
-
-
-@torch.no_grad()
-def _move_by_rows(task: Task, blocks: Sequence[Tensor], scale: float, e: Tensor) -> None:
-    """Move the parameters by p for U = scale x blocks and g = U^T e / sqrt(n)."""
-    coefficients = _solve(scale**2 * _gram(blocks), e / math.sqrt(len(task.inputs)), task.damping) * scale
-    for parameter, block in zip(task.parameters, blocks, strict=True):
-        parameter.sub_((block.T @ coefficients).view_as(parameter))
+    K.mul_(scale**2).diagonal().add_(task.damping)
+    rhs = e.unsqueeze(1) / math.sqrt(len(task.inputs))
+    coefficients = scale * torch.cholesky_solve(rhs, torch.linalg.cholesky(K)).squeeze(1)
+    _move(task, [block.T @ coefficients for block in blocks])
 
 
 @torch.no_grad()
 def _move(task: Task, directions: Sequence[Tensor]) -> None:
     for parameter, direction in zip(task.parameters, directions, strict=True):
-        parameter.sub_(direction)
-
-
-def _move_against_gradient(task: Task) -> None:
-    _move(task, [parameter.grad for parameter in task.parameters if parameter.grad is not None])
-
-
-def _gradients(task: Task) -> list[Tensor]:
-    return list(torch.autograd.grad(task.loss(task.model(task.inputs), task.targets), task.parameters))
+        parameter.sub_(direction.view_as(parameter))
 
 
 def _squares(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

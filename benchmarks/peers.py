@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from benchmarks.common import Command, Network, Step, add_quick, positive, say, table
 from benchmarks.peer_steps import PEERS, Peer, Task
-from woodbury._bytes import available_bytes
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import installed_versions, this_machine
 
@@ -58,24 +57,26 @@ OWN = {
 }
 
 
+ALL = OWN | PEERS
+
+
 def bench_peers(
     limit: float = 60.0, names: Sequence[str] = (), problems: Sequence[str] = (), small: bool = False
 ) -> dict[str, Any]:
     """{"machine", "versions", "limit", "problems": {key: {"network", ..., "peers": [entry, ...]}}}.
 
     An entry has "peer", "status" and, where that is "ok", what `measure` returns. limit: CPU seconds
-    of timing per peer. names and problems choose some of `PEERS` and `PROBLEMS`.
+    of timing per peer. names and problems choose some of `ALL` and `PROBLEMS`.
     """
-    known = OWN | PEERS
     result: dict[str, Any] = {"machine": this_machine(), "versions": installed_versions(), "limit": limit}
     result["problems"] = {}
     for key in problems or PROBLEMS:
         network = (SMALL if small else PROBLEMS)[key]
         entries = []
-        for name in names or known:
-            if known[name].squares_only and network.loss_type is not nn.MSELoss:
+        for name in names or ALL:
+            if ALL[name].squares_only and network.loss_type is not nn.MSELoss:
                 continue
-            entry: dict[str, Any] = {"peer": name} | _measure_in_process(known[name], key, limit, small)
+            entry = {"peer": name} | _run_process(key, name, limit, small)
             entries.append(entry)
             outcome = f"{1e3 * entry['seconds']:.1f} ms" if entry["status"] == "ok" else entry["status"]
             say(f"{key}: {name}: {outcome}")
@@ -87,16 +88,6 @@ def bench_peers(
             "peers": entries,
         }
     return result
-
-
-def _measure_in_process(peer: Peer, key: str, limit: float, small: bool) -> dict[str, Any]:
-    if peer.package is None:
-        return _run_process(key, peer.name, limit, small)
-    try:
-        version = importlib.metadata.version(peer.package)
-    except importlib.metadata.PackageNotFoundError:
-        return {"status": f"not installed: pip install {peer.package}"}
-    return {"version": version} | _run_process(key, peer.name, limit, small)
 
 
 # -- one peer, in a process of its own ------------------------------------------------------------------------
@@ -163,6 +154,11 @@ def _peak_bytes() -> int:
 
 def _run_process(key: str, name: str, limit: float, small: bool) -> dict[str, Any]:
     """What `main` prints in a new process, or {"status": why there is nothing}."""
+    package = ALL[name].package
+    try:
+        entry: dict[str, Any] = {} if package is None else {"version": importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:
+        return {"status": f"not installed: pip install {package}"}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", key, name, str(limit), str(int(small))]
     timeout, root = _BUSY_FACTOR * limit + _START_SECONDS, Path(__file__).parent.parent
     try:
@@ -172,19 +168,13 @@ def _run_process(key: str, name: str, limit: float, small: bool) -> dict[str, An
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["killed"])[-1]
         return {"status": f"failed: {last[:200]}"}
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return entry | json.loads(done.stdout.splitlines()[-1])
 
 
 def main(key: str, name: str, limit: str, small: str) -> None:
     """The process of one peer: prints one JSON object."""
-    import resource  # not on Windows
-
-    available = available_bytes(torch.device("cpu"))
-    if available is not None:  # allocations beyond this fail, before the kernel kills the process
-        resource.setrlimit(resource.RLIMIT_DATA, (int(0.9 * available), resource.RLIM_INFINITY))
-    peer, network = (OWN | PEERS)[name], (SMALL if small == "1" else PROBLEMS)[key]
-    print(json.dumps(measure(peer, network, float(limit), SMALL[key])))
+    network = (SMALL if small == "1" else PROBLEMS)[key]
+    print(json.dumps(measure(ALL[name], network, float(limit), SMALL[key])))
 
 
 # -- the command ----------------------------------------------------------------------------------------------
@@ -214,7 +204,7 @@ def peer_tables(result: dict[str, Any]) -> str:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     text = "CPU seconds per peer (default 60)"
     parser.add_argument("--limit", type=positive, default=60, metavar="SECONDS", help=text)
-    for option, names in (("--peer", [*OWN, *PEERS]), ("--problem", list(PROBLEMS))):
+    for option, names in (("--peer", list(ALL)), ("--problem", list(PROBLEMS))):
         text = f"measure only this one; may be repeated. One of: {'; '.join(names)}"
         parser.add_argument(option, action="append", choices=names, default=[], metavar="NAME", help=text)
     add_quick(parser)

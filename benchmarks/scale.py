@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 from benchmarks.common import Command, Network, add_quick, medians_within, own_step, say, sgd_step, table
@@ -42,13 +42,6 @@ SWEEPS: dict[str, Sweep] = {
     "C": [(c, Network((784, 500, c), 60, 30)) for c in (5, 10, 20, 40, 80)],
     "width": [(w, Network((w, w, w, 10), 60, 30)) for w in (128, 256, 512, 1024, 2048)],
 }
-QUICK: dict[str, Sweep] = {
-    "n": [_deep(depth) for depth in (1, 2)],
-    "N1": [(n, Network((20, 15, 4), n, 5)) for n in (10, 20)],
-    "N2": [(m, Network((20, 15, 4), 10, m)) for m in (4, 8)],
-    "C": [(c, Network((20, 15, c), 10, 5)) for c in (3, 6)],
-    "width": [(w, Network((w, w, 4), 10, 5)) for w in (16, 32)],
-}
 
 
 def predicted_cost(name: str, network: Network) -> float:
@@ -65,9 +58,7 @@ def predicted_cost(name: str, network: Network) -> float:
 
 def exponent(values: Sequence[float], costs: Sequence[float]) -> float:
     """Slope of the least-squares line through (log value, log cost)."""
-    x, y = [math.log(value) for value in values], [math.log(cost) for cost in costs]
-    middle = sum(x) / len(x)
-    return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+    return linear_regression([math.log(value) for value in values], [math.log(cost) for cost in costs]).slope
 
 
 def beyond_sgd(times: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -78,9 +69,9 @@ def beyond_sgd(times: Sequence[float], reference: Sequence[float]) -> list[float
 def bench_scale(quick: bool = False) -> dict[str, dict[str, Any]]:
     """{sweep: {"values", "sgd": seconds, optimizer: {"seconds", "sgd", "exponent", "predicted"}}}.
 
-    The "sgd" of an optimizer are the SGD steps timed in turns with it. quick: tiny networks, a step or two each.
+    The "sgd" of an optimizer are the SGD steps timed in turns with it. quick: two points, a step or two each.
     """
-    return {sweep: _sweep(sweep, points, quick) for sweep, points in (QUICK if quick else SWEEPS).items()}
+    return {sweep: _sweep(sweep, points[:2] if quick else points, quick) for sweep, points in SWEEPS.items()}
 
 
 def _sweep(sweep: str, points: Sweep, quick: bool) -> dict[str, Any]:

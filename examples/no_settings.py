@@ -96,7 +96,7 @@ def show_parts(seeds: int = 8, most: int = 120) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    numbers = {"seeds": (5, "networks"), "seconds": (60.0, "for a differential equation, 10 for a fit at most")}
+    numbers = {"seeds": (5, "networks"), "seconds": (60.0, "for each at most")}
     parser = options(__doc__, ".", **numbers, device=("cpu", "cuda adds the equation in 5 dimensions"))
     names = (*PROBLEMS, "poisson", "curves")
     parser.add_argument("--problems", default=",".join(names), help="names, separated by commas (default: all)")
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     print("| problem | seed | steps and seconds to | at the end |\n| --- | --- | --- | --- |")
     for name in (name for name in PROBLEMS if name in chosen):
         for seed in seeds:
-            curve = fit_curve(name, seed, min(args.seconds, 10.0))
+            curve = fit_curve(name, seed, args.seconds)
             show(name, seed, curve, GOALS[name], "mean squared error")
     if "poisson" in chosen:
         for dimensions, device in ((2, "cpu"), (5, "cuda"))[: 1 if args.device == "cpu" else 2]:

@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 import zlib
@@ -45,6 +46,11 @@ def pytest_collection_modifyitems(config, items):
         chosen = list(_sample(item for item in items if _uses_bounds(item.function, item.module, set())))
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_collection_finish():
+    """What was imported and collected is never garbage: full collections need not look at its 650,000 objects."""
+    gc.freeze()
 
 
 def _sample(items):

@@ -189,7 +189,7 @@ def test_every_example_is_in_the_gallery():
     assert set(re.findall(r"`python examples/(\w+\.py)", page)) == scripts
 
 
-@pytest.mark.parametrize("page", (ROOT / "docs").rglob("*.md"), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
 def test_every_figure_has_its_command(page):
     """In the paragraph below it, or in the one after that (in a card of the gallery)."""
     paragraphs = page.read_text(encoding="utf-8").split("\n\n")
