@@ -294,15 +294,20 @@ def test_single_precision_models_have_a_posterior_in_double_precision():
     assert posterior.sample(x, 2).dtype == torch.float32
 
 
-def test_the_model_may_change_afterwards_and_dropout_is_off():
+def test_model_and_data_may_change_afterwards_and_dropout_is_off():
+    """Where the model is right its own probabilities are best (share 0), with labels swapped the widest (1)."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 1)).double()
-    x, t = torch.randn(6, 3).double(), torch.randn(6, 1).double()
-    posterior = woodbury.posterior(model, nn.MSELoss(), x, t, PRIOR, NOISE)
-    before = posterior.variance(x)
-    with torch.no_grad():
-        model[0].weight.mul_(3)
-    assert model.training and torch.equal(posterior.variance(x), before)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).double()
+    model[0].weight.data = torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]).double()
+    x = torch.randn(20, 3).double()
+    t, new, found = (x[:, 0] > 0).long(), x + 1, []
+    for changes in (False, True):
+        posterior = woodbury.posterior(model, nn.CrossEntropyLoss(), x, t, PRIOR)
+        if changes:
+            x.neg_()
+            model[0].weight.data.mul_(3)
+        found.append([posterior.variance(new), posterior.probabilities(new)])
+    assert model.training and all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_many_inputs_are_taken_in_pieces(monkeypatch):
@@ -420,7 +425,7 @@ def test_an_update_of_the_evidence_by_tensor_equals_the_dense_one(name):
             own += 0.1 * torch.randn_like(own)
     prior, is_squared = priors(problem.model), isinstance(problem.loss, nn.MSELoss)
     dense = Dense(problem, prior)
-    data = TrainingData(problem.model, problem.loss, None, None, None, problem.inputs, problem.targets)
+    data = TrainingData(problem.model, problem.loss, None, None, problem.inputs, problem.targets)
     update = data.update(prior, NOISE if is_squared else None)
     trace, start, total = torch.linalg.inv(dense.P).diagonal(), 0, 0.0
     for parameter, own in reference.parameters(problem.model).items():
