@@ -110,10 +110,7 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
         fits = _advance(problem, fits)
         if problem.callback is not None:
             ends.x[fits.row] = fits.x
-            try:
-                problem.callback(ends.x.clone())
-            except StopIteration:
-                fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
+            problem.callback(ends.x.clone())
 
 
 def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:

@@ -15,7 +15,7 @@ from woodbury import _batch
 from woodbury._bytes import available_bytes, in_words
 from woodbury.curvature import GaussNewtonMatrix
 from woodbury.linalg import plus_diagonal
-from woodbury.losses.rules import LossRule, loss_rule, prepare
+from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import GraphCapture
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
@@ -51,7 +51,9 @@ class TrainingData:
         self._model, self._loss, self._rule = model, copy.deepcopy(loss), loss_rule(loss)
         self.inputs, self.targets = inputs, targets
         self._options: dict[str, Any] = {"forward": forward, "fallback": fallback}
-        summed = _as_sum(self._loss, self._rule)
+        summed = copy.copy(self._loss)
+        if self._rule.takes_sum:  # or its values do not depend on the reduction
+            summed.reduction = "sum"  # type: ignore[assignment]
         self._is_squared = isinstance(loss, nn.MSELoss)
 
         def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
@@ -183,15 +185,6 @@ class TrainingData:
         if noise is not None:
             error = self.total / max(self.number_count - total, _LEAST_FREEDOM * self.number_count)
         return Update(after, error, total, self.log_evidence(system, noise))
-
-
-def _as_sum(loss: nn.Module, rule: LossRule) -> nn.Module:
-    """The loss as a sum over samples and outputs, where the values of its rule depend on the reduction."""
-    if not rule.takes_sum:
-        return loss
-    summed = copy.copy(loss)
-    summed.reduction = "sum"  # type: ignore[assignment]
-    return summed
 
 
 def _check_room(plan: Plan, row_count: int) -> None:

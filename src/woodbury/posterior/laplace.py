@@ -182,7 +182,12 @@ def posterior(
         prior |theta|^2 = gamma,    noise (n C - gamma) = |y - t|^2
     """
     if loss is None:
-        return _of_fit(model)
+        if not callable(getattr(model, "make_posterior", None)):
+            raise TypeError(
+                "posterior takes a model, its loss and its data, or the Fit of weight_decay='evidence' alone; got "
+                f"{type(model).__name__}"
+            )
+        return model.make_posterior()  # type: ignore
     model, loss = written_model(model), written_model(loss)
     is_squared = isinstance(loss, nn.MSELoss)
     _check_argument("prior", prior, what="a precision")
@@ -211,17 +216,6 @@ def posterior(
         if is_squared and variance is None:
             variance = noise_by_evidence(eigenvalues, size, data.total)
     return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
-
-
-def _of_fit(fit: Any) -> Posterior:
-    make = getattr(fit, "make_posterior", None)
-    if make is None:
-        raise TypeError(
-            "posterior takes a model, its loss and its data, or the Fit of weight_decay='evidence' alone; got "
-            f"{type(fit).__name__}"
-        )
-    found: Posterior = make()
-    return found
 
 
 def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:

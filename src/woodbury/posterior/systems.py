@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from woodbury._vector import Vector
 from woodbury.row_matrix import Rows
@@ -38,14 +39,6 @@ class _Factored:
         """D^1/2, (p,)."""
         return root_of_scales(self.rows, self.precisions)
 
-    def _solve_lower(self, scaled: Tensor) -> Tensor:
-        """L^-1 times a matrix, given as its transpose."""
-        return torch.linalg.solve_triangular(self.lower, scaled.mT, upper=False)
-
-    def _solve_upper(self, half: Tensor) -> Tensor:
-        """L^-T times a matrix."""
-        return torch.linalg.solve_triangular(self.lower.mT, half, upper=True)
-
     def _normal(self, *sizes: int, generator: torch.Generator | None) -> Tensor:
         """Standard normal numbers in float64."""
         device = self.lower.device if generator is None else generator.device
@@ -66,7 +59,8 @@ class InSampleSpace(_Factored):
 
     def half(self, rows: Rows) -> Tensor:
         """H R^T."""
-        return self._solve_lower(rows.gram(self.rows, self.scales, torch.float64))
+        scaled = rows.gram(self.rows, self.scales, torch.float64)
+        return solve_triangular(self.lower, scaled.mT, upper=False)
 
     def blocks(self, rows: Rows, width: int) -> Tensor:
         """The width x width blocks along the diagonal of R P^-1 R^T for rows R, (r / width, width, width)."""
@@ -78,8 +72,8 @@ class InSampleSpace(_Factored):
         return a.gram(b, self.scales, torch.float64) - self.half(a).mT @ self.half(b)
 
     def with_training(self, rows: Rows) -> Tensor:
-        """R P^-1 U^T."""
-        return self._solve_upper(self.half(rows)).mT  # R D U^T (I + M)^-1: no difference
+        """R P^-1 U^T = R D U^T (I + M)^-1."""
+        return solve_triangular(self.lower.mT, self.half(rows), upper=True).mT
 
     def determined(self) -> dict[str, float]:
         """gamma_t = p_t - delta_t tr(P^-1)_t of each parameter tensor."""
@@ -113,7 +107,7 @@ class InParameterSpace(_Factored):
 
     def half(self, rows: Rows) -> Tensor:
         """H R^T."""
-        return self._solve_lower(rows.dense().double() * self.root)
+        return solve_triangular(self.lower, (rows.dense().double() * self.root).mT, upper=False)
 
     def blocks(self, rows: Rows, width: int) -> Tensor:
         return _products_of_blocks(self.half(rows), width)
@@ -137,7 +131,7 @@ class InParameterSpace(_Factored):
 
     def _pull_back(self, half: Tensor) -> Tensor:
         """H^T times a matrix."""
-        return self._solve_upper(half) * self.root.unsqueeze(1)
+        return solve_triangular(self.lower.mT, half, upper=True) * self.root.unsqueeze(1)
 
 
 System = InSampleSpace | InParameterSpace
