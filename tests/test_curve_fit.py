@@ -1,6 +1,5 @@
 """examples/curve_fit.py in small form: fits agree with scipy's to 1e-8 in no more than twice its Jacobians."""
 
-import math
 from functools import cache
 
 import pytest
@@ -35,14 +34,24 @@ def compared(name):
     return curve_fit.compare(name, len(curve_fit.PROBLEMS[name].starts))
 
 
+# J^T J alone converges by a factor of 0.6 to 0.95 a step there, or not at all without damping
+LARGE_RESIDUALS = ("Thurber", "MGH09", "Freudenstein-Roth", "Brown-Dennis")
+
+
 @pytest.mark.parametrize("name", curve_fit.PROBLEMS)
 def test_fit_agrees_with_scipy_to_1e_8_in_twice_its_jacobians(name):
-    """Within 1e-8 of the minimum scipy was heading for; within 1e-8 of scipy, or what it may be off by itself."""
+    """Within 1e-8 of the minimum scipy was heading for; within 1e-8 of scipy, or what it may be off by itself.
+
+    Where residuals stay large in fewer Jacobians than scipy, and closer to the minimum.
+    """
     problem, row = curve_fit.PROBLEMS[name], compared(name)
     assert row.from_minimum <= 1e-8
     assert row.agreement <= max(1e-8, flatness(problem, row.ours.parameters))
     assert row.ours.jacobians <= 2 * row.scipys.jacobians
     assert problem.sum_of_squares(row.ours.parameters) == pytest.approx(problem.minimum, rel=1e-9, abs=1e-24)
+    if name in LARGE_RESIDUALS:
+        assert row.ours.jacobians < row.scipys.jacobians
+        assert row.from_minimum < curve_fit.distance(row.scipys.parameters, row.minimum)
     if problem.certified is not None:
         # eleven digits: the last is rounded by up to 5e-11 of a parameter that begins with 1
         certified = torch.tensor(problem.certified, dtype=torch.float64)
@@ -96,14 +105,6 @@ def test_fit_is_at_the_minimum_where_scipy_ends_short_of_it(name):
     assert row.agreement == pytest.approx(off, abs=2e-9)
 
 
-@pytest.mark.parametrize("name", ["Thurber", "MGH09", "Freudenstein-Roth", "Brown-Dennis"])
-def test_fit_with_large_residuals_takes_fewer_jacobians_than_scipy(name):
-    """J^T J alone converges by a factor of 0.6 to 0.95 a step there, or not at all without damping."""
-    row = compared(name)
-    assert row.ours.jacobians < row.scipys.jacobians
-    assert row.from_minimum < curve_fit.distance(row.scipys.parameters, row.minimum)
-
-
 @pytest.mark.parametrize("name", ["Misra1a", "Chwirut2", "Thurber", "Eckerle4", "Rat43", "BoxBOD", "Rosenbrock"])
 def test_with_the_tolerances_of_scipy_a_fit_takes_its_points_and_jacobians(name):
     """From the last start. At 1e-8 no decision hangs on rounding errors."""
@@ -120,13 +121,6 @@ def test_with_the_tolerances_of_scipy_a_fit_takes_its_points_and_jacobians(name)
     assert ours.cost == pytest.approx(scipys.cost, rel=1e-8, abs=1e-20)
 
 
-def test_stationary_point_has_no_gradient():
-    problem = curve_fit.PROBLEMS["Chwirut2"]
-    b = curve_fit.stationary_point(problem, torch.tensor(problem.certified, dtype=torch.float64) * (1 + 1e-6))
-    f, J = problem.residuals(b), torch.func.jacrev(problem.residuals)(b)
-    assert ((J.T @ f).abs() / (J.norm(dim=0) * f.norm())).max() <= math.sqrt(torch.finfo(b.dtype).eps)
-
-
 def test_script_writes_a_figure_and_a_table(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the script draws with matplotlib")
     path = tmp_path / "fits.png"
@@ -135,9 +129,3 @@ def test_script_writes_a_figure_and_a_table(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "Rosenbrock" in printed and "scipy's minimum agree to 1e-8: 3 of 3 rows, 3 of 3 problems" in printed
-
-
-def test_script_refuses_an_unknown_problem(capsys):
-    with pytest.raises(SystemExit):
-        curve_fit.main(["--problems", "Nobody"])
-    assert "no problem 'Nobody'" in capsys.readouterr().err

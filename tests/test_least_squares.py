@@ -66,30 +66,6 @@ def step_of(factors, radius, p):
     return trust_region.solve(factors, radius, none, torch.full((5,), p))
 
 
-@pytest.mark.parametrize("m, p", [(9, 4), (4, 4), (3, 5)])
-@pytest.mark.parametrize("radius", [1e-3, 0.3, 1e3])
-def test_step_solves_the_damped_normal_equations_inside_the_radius(m, p, radius):
-    """(J^T J + damping D^2) q = -J^T f; damping = 0 if |D q| <= radius, else |D q| is within a tenth of it."""
-    J, f, scale = random_systems(m, p)
-    step = step_of(trust_region.factorize(J, f, scale, EPS), radius, p)
-    for i in range(5):
-        A, q, damping = J[i] / scale[i], step.scaled[i], step.damping[i].item()  # in units of D
-        least = torch.linalg.svdvals(A)[-1].item() ** 2 + damping
-        if damping == 0:
-            dense = -torch.linalg.pinv(A) @ f[i]
-            assert step.length[i] <= 1.1 * radius
-        else:
-            dense = -torch.linalg.solve(A.T @ A + damping * torch.eye(p).double(), A.T @ f[i])
-            assert abs(step.length[i].item() / radius - 1) <= 0.1
-        cancelled = float(A.norm() * f[i].norm() / (A.T @ f[i]).norm())  # of the sums in A^T f
-        sweeps = min(m, p)  # of the SVD: one or two for each singular value
-        bound = bounds.rounding(m * p, bounds.condition(A.T @ A, least) * cancelled, sweeps)
-        assert close(q, dense, bound)
-        assert step.length[i].item() == pytest.approx(q.norm().item(), rel=bounds.rounding(p))
-        assert step.image[i].item() == pytest.approx((A @ q).square().sum().item(), rel=bound)
-    assert (step.damping == 0).all() == (radius == 1e3)
-
-
 def curvatures(J, scale, least):
     """S (5, p, p) in units of D with eigenvalues of J^T J + S between `least` and 4 times those of J^T J."""
     generator = torch.Generator().manual_seed(1)
@@ -101,24 +77,40 @@ def curvatures(J, scale, least):
     return torch.stack(S)
 
 
-def of_bent(A, H):
-    """The bound for a system H = A^T A + S that is formed from A: both conditions count."""
-    return bounds.of_solve(H, torch.linalg.eigvalsh(H)[0]) * float(torch.linalg.cond(A)) ** 2
-
-
+@pytest.mark.parametrize("m, p, bent", [(9, 4, False), (4, 4, False), (3, 5, False), (9, 4, True)])
 @pytest.mark.parametrize("radius", [1e-3, 0.3, 1e3])
-def test_bent_step_solves_the_system_with_s(radius):
-    """(J^T J + S + damping D^2) q = -J^T f, and the model's own curvature q^T (J^T J + S) q."""
-    J, f, scale = random_systems(9, 4)
-    S = curvatures(J, scale, least=0.2)
-    step = step_of(trust_region.bend(trust_region.factorize(J, f, scale, EPS), S), radius, 4)
+def test_step_solves_the_damped_normal_equations_inside_the_radius(m, p, bent, radius):
+    """(H + damping D^2) q = -J^T f, H = J^T J, or J^T J + S where it is bent, and the model's curvature q^T H q.
+
+    damping = 0 if |D q| <= radius, else |D q| is within a tenth of it.
+    """
+    J, f, scale = random_systems(m, p)
+    factors, S = trust_region.factorize(J, f, scale, EPS), torch.zeros(5, p, p).double()
+    if bent:
+        S = curvatures(J, scale, least=0.2)
+        factors = trust_region.bend(factors, S)
+    step = step_of(factors, radius, p)
     for i in range(5):
-        A = J[i] / scale[i]
+        A, q, damping = J[i] / scale[i], step.scaled[i], step.damping[i].item()  # in units of D
         H = A.T @ A + S[i]
-        dense = -torch.linalg.solve(H + step.damping[i] * torch.eye(4).double(), A.T @ f[i])
-        bound = of_bent(A, H + step.damping[i] * torch.eye(4).double())
-        assert close(step.scaled[i], dense, bound)
-        assert step.image[i].item() == pytest.approx((dense @ H @ dense).item(), rel=bound)
+        least = torch.linalg.svdvals(A)[-1].item() ** 2 + damping
+        if damping == 0 and not bent:
+            dense = -torch.linalg.pinv(A) @ f[i]
+        else:
+            dense = -torch.linalg.solve(H + damping * torch.eye(p).double(), A.T @ f[i])
+        if damping == 0:
+            assert step.length[i] <= 1.1 * radius
+        else:
+            assert abs(step.length[i].item() / radius - 1) <= 0.1
+        cancelled = float(A.norm() * f[i].norm() / (A.T @ f[i]).norm())  # of the sums in A^T f
+        sweeps = min(m, p)  # of the SVD: one or two for each singular value
+        bound = bounds.rounding(m * p, bounds.condition(A.T @ A, least) * cancelled, sweeps)
+        if bent:  # H is formed from A: both conditions count
+            damped = H + damping * torch.eye(p).double()
+            bound = bounds.of_solve(damped, torch.linalg.eigvalsh(damped)[0]) * float(torch.linalg.cond(A)) ** 2
+        assert close(q, dense, bound)
+        assert step.length[i].item() == pytest.approx(q.norm().item(), rel=bounds.rounding(p))
+        assert step.image[i].item() == pytest.approx((q @ H @ q).item(), rel=bound)
     assert (step.damping == 0).all() == (radius == 1e3)
 
 
@@ -143,6 +135,12 @@ def test_column_of_zeros_gets_no_step():
     assert (step.scaled[:, 2].abs() <= EPS * step.length).all() and (step.scaled[:, [0, 1, 3]] != 0).all()
 
 
+def problem_of(function, x, limits=None):
+    """One fit of parameters like x."""
+    residuals = Residuals(function, (), x.shape, False, x.unsqueeze(0))
+    return iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, None)
+
+
 def begin(problem, x):
     return iteration._begin(problem, x, problem.residuals(x, None), problem.residuals.jacobian(x, None))
 
@@ -152,9 +150,8 @@ def test_step_to_bounds_predicts_what_the_linear_model_does(radius):
     """Both equations in the docstring of `_propose`, with the residuals f + J p of the model written out."""
     J, f, _ = random_systems(9, 4)
     J, f = J[0] / J[0].norm(dim=0), f[0]
-    residuals = Residuals(lambda x: f + J @ x, (), torch.Size([4]), False, torch.zeros(1, 4).double())
     limits = iteration.Bounds(torch.full((1, 4), -0.04).double(), torch.full((1, 4), 0.03).double())
-    problem = iteration.Problem(residuals, Loss("linear", 1.0), limits, None, 0.0, 0.0, 0.0, 10, None)
+    problem = problem_of(lambda x: f + J @ x, torch.zeros(4).double(), limits)
     fits = begin(problem, torch.zeros(1, 4).double())
     fits.radius = double(radius)
     step = iteration._propose(problem, fits)
@@ -182,20 +179,13 @@ def test_gradients_at_both_ends_give_the_change_of_the_cost_to_third_order():
     assert error(p) / error(p / 2) == pytest.approx(8, rel=0.1)
 
 
-def fits_at(function, x):
-    """The state of the iteration at x (b, p), without bounds."""
-    residuals = Residuals(function, (), x.shape[1:], True, x)
-    problem = iteration.Problem(residuals, Loss("linear", 1.0), None, None, 0.0, 0.0, 0.0, 10, None)
-    return problem, begin(problem, x)
-
-
 def test_secants_find_what_the_hessian_has_beside_j_t_j():
     """S p = g(x + p) - g(x) - J^T J p after each update; all of S, for a quadratic cost, after p of them."""
     generator = torch.Generator().manual_seed(0)
     J, f = (torch.randn(*shape, generator=generator).double() for shape in ((1, 9, 3), (1, 9)))
     S = torch.randn(1, 3, 3, generator=generator).double()
     S = S + S.mT
-    _, fits = fits_at(lambda x: f[0] + J[0] @ x, torch.zeros(1, 3).double())
+    fits = begin(problem_of(lambda x: f[0] + J[0] @ x, torch.zeros(3).double()), torch.zeros(1, 3).double())
     yes, ratio = torch.ones(1, dtype=torch.bool), double(0.5)
     steps = torch.randn(3, 1, 3, generator=generator).double()
     bound = bounds.rounding(9, float((J.mT @ J).norm() / S.norm()))  # S p is the rest of a difference
@@ -205,21 +195,6 @@ def test_secants_find_what_the_hessian_has_beside_j_t_j():
         assert close(fits.S @ p.unsqueeze(-1), S @ p.unsqueeze(-1), bound)
         assert close(fits.S, fits.S.mT, bounds.rounding(1))
     assert close(fits.S, S, bound * float(torch.linalg.cond(steps[:, 0])))
-
-
-def test_secants_are_used_where_the_model_was_wrong():
-    """Not at a ratio near 1, nor for steps judged by the cost, nor where r is orthogonal to p; and then on."""
-    J, f = torch.eye(2).double(), double(1.0, 2.0)
-    _, fits = fits_at(lambda x: f + J @ x, torch.zeros(4, 2).double())
-    p = double(1.0, 1.0).expand(4, 2)
-    g = f + p + double(0.5, 0.5)  # r = (1/2, 1/2): S = 1/4 (1 1; 1 1)
-    g[3] = f + p[3] + double(0.5, -0.5)  # r.p = 0
-    blind, ratio = torch.tensor([True, True, False, True]), double(1.05, 1.2, 1.2, 1.2)
-    fits.S = iteration._with_secant(fits, p, g, ratio, blind)
-    assert close(fits.S[1], torch.full((2, 2), 0.25).double(), bounds.rounding(2))
-    assert not fits.S[[0, 2, 3]].any()
-    fits.S = iteration._with_secant(fits, p, f + p, torch.ones(4).double(), blind)
-    assert not fits.S[[0, 2, 3]].any() and close(fits.S[1] @ p[1] + 1, torch.ones(2).double(), bounds.rounding(2))
 
 
 # ---------------------------------------------------------------------------------------------------- the fit
@@ -242,7 +217,6 @@ def test_fit_is_a_minimum_with_what_belongs_to_it():
     assert (torch.linalg.qr(J).Q.T @ result.fun).norm() <= DIGITS * result.fun.norm()
     assert close(result.grad, J.T @ result.fun, 1.0) and result.optimality == result.grad.abs().max().item()
     assert result.active_mask.tolist() == [0, 0, 0]
-    assert list(result.keys())[:2] == ["x", "cost"]
 
 
 def check_same_path(function, start, other, other_start, units=1.0):
@@ -262,14 +236,6 @@ def test_another_unit_for_a_parameter_takes_the_same_path(index, unit):
     f = decay(data())
     result, other = check_same_path(f, START, lambda b: f(b * units), double(*START) / units, units)
     assert close(other.x * units, result.x, 10 * DIGITS)
-
-
-@pytest.mark.parametrize("start", [START, [0.0, 0.0, 0.0]], ids=["start", "zero"])
-@pytest.mark.parametrize("factor", [1e6, 1e-9])
-def test_another_unit_for_the_residuals_takes_the_same_path(start, factor):
-    f = decay(data())
-    result, other = check_same_path(f, start, lambda b: factor * f(b), start)
-    assert other.cost == pytest.approx(factor**2 * result.cost, rel=bounds.rounding(len(T)))
 
 
 def freudenstein_roth(b):
@@ -382,12 +348,6 @@ def test_status_of_each_end():
     assert looser.status == 2 and looser.nfev < woodbury.least_squares(f, START).nfev
     assert woodbury.least_squares(rosenbrock, [-1.2, 1.0], xtol=0.5).status == 3
     assert woodbury.least_squares(f, START, gtol=0.1).status == 1
-
-    def end(b):
-        raise StopIteration
-
-    ended = woodbury.least_squares(f, START, callback=end)
-    assert (ended.status, ended.success, ended.nfev) == (-2, False, 2)
     broken = woodbury.least_squares(lambda b: b + 3 + kink(b), [2.0])
     assert (broken.status, broken.success) == (-1, False) and "Jacobian" in broken.message
 
@@ -395,22 +355,12 @@ def test_status_of_each_end():
 # ------------------------------------------------------------------------------------------ losses and bounds
 
 
-@pytest.mark.parametrize("name", [name for name, rho in LOSSES.items() if rho is not None])
-def test_rho_comes_with_its_derivatives(name):
-    z = double(0.0, 1e-9, 0.3, 0.999, 1.001, 7.0, 1e6).requires_grad_()
-    value, first, second = LOSSES[name](z)
-    (slope,) = torch.autograd.grad(value.sum(), z, create_graph=True)
-    assert torch.allclose(first, slope, rtol=bounds.rounding(1), atol=0)
-    curvature = torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
-    assert torch.allclose(second, curvature, rtol=1e-9, atol=1e-300)
-    assert value[0] == 0 and slope[0] == 1
-
-
+@pytest.mark.parametrize("C", [5.0, 0.3, 1e-3])
 @pytest.mark.parametrize("name", LOSSES)
-def test_gauss_newton_model_of_a_loss(name):
+def test_gauss_newton_model_of_a_loss(name, C):
     """J^T f is the gradient of the cost, J^T J its Hessian where the function is linear and rho convex in f."""
     A, y, _ = random_systems(7, 3)
-    A, y, C = A[0] / A[0].norm(dim=0), y[0], 5.0
+    A, y = A[0] / A[0].norm(dim=0), y[0]
     x = 0.1 * torch.ones(3, dtype=torch.float64)
     loss = Loss(name, C)
 
@@ -419,7 +369,8 @@ def test_gauss_newton_model_of_a_loss(name):
 
     f, J = (value[0] for value in loss.gauss_newton((A @ x - y).unsqueeze(0), A.unsqueeze(0)))
     assert close(J.T @ f, torch.func.grad(cost)(x), bounds.rounding(7))
-    assert close(J.T @ J, torch.func.hessian(cost)(x), bounds.rounding(7))
+    if C == 5.0:
+        assert close(J.T @ J, torch.func.hessian(cost)(x), bounds.rounding(7))
 
 
 def trf(f, start, **settings):
@@ -445,12 +396,6 @@ def test_robust_fits_are_those_of_scipy(loss, f_scale):
     f = decay(data(outliers=2.0))
     result = woodbury.least_squares(f, START, loss=loss, f_scale=f_scale)
     assert result.success and agrees_with_scipy(result, trf(f, START, loss=loss, f_scale=f_scale))
-
-
-def test_robust_loss_is_less_drawn_to_outliers():
-    f, truth = decay(data(outliers=2.0)), double(3.0, 0.8, 0.5)
-    plain, robust = (woodbury.least_squares(f, START, loss=loss, f_scale=0.1).x for loss in ("linear", "cauchy"))
-    assert (robust - truth).norm() < 0.2 * (plain - truth).norm()
 
 
 BOUNDS = [
@@ -524,22 +469,22 @@ def unmappable(b, y):
     return curve(b) - y if b[0].item() > -1e300 else b
 
 
-SETTINGS = {
-    "plain": {},
-    "robust": {"loss": "soft_l1", "f_scale": 0.1},
-    "bounded": {"bounds": ([0.5, 0, 0], 2.0)},
-    "fixed scale": {"x_scale": [1.0, 0.1, 1.0]},
-    "few points": {"max_nfev": 7},
+IN_UNITS = {
+    "plain": lambda of_x, of_f: {},
+    "robust": lambda of_x, of_f: {"loss": "soft_l1", "f_scale": 0.1 * of_f},
+    "bounded": lambda of_x, of_f: {"bounds": ([0, 0.5 * of_x, 0], 2.5 * of_x)},
+    "fixed scale": lambda of_x, of_f: {"x_scale": [2.0 * of_x, 0.5 * of_x, of_x]},
 }
+SETTINGS = {name: make(1.0, 1.0) for name, make in IN_UNITS.items()} | {"few points": {"max_nfev": 7}}
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_batched_fits_are_those_of_each_alone(settings):
-    y, starts = many(6), torch.linspace(0.6, 1.9, 6, dtype=torch.float64).unsqueeze(1) * double(1.0, 0.7, 0.1)
-    each = [woodbury.least_squares(curve_of, starts[i], args=(y[i],), **settings) for i in range(6)]
+    y, starts = many(4), double(0.8, 1.2, 1.5, 1.9).unsqueeze(1) * double(1.0, 0.7, 0.1)
+    each = [woodbury.least_squares(curve_of, starts[i], args=(y[i],), **settings) for i in range(4)]
     for function in (curve_of, unmappable):
         together = woodbury.least_squares(function, starts, args=(y,), batched=True, **settings)
-        assert together.x.shape == (6, 3) and together.jac.shape == (6, 40, 3) and len(together.message) == 6
+        assert together.x.shape == (4, 3) and together.jac.shape == (4, 40, 3) and len(together.message) == 4
         assert together.nfev.unique().numel() > 1 or "max_nfev" in settings  # they do not end together
         for i, alone in enumerate(each):
             assert close(together.x[i], alone.x, 1e-9) and close(together.fun[i], alone.fun, 1e-9)
@@ -562,7 +507,7 @@ def test_batched_fits_with_large_residuals_are_those_of_each_alone():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("settings", [SETTINGS["plain"], SETTINGS["robust"], {"bounds": (0.0, 2.0)}])
+@pytest.mark.parametrize("settings", [SETTINGS[name] for name in ("plain", "robust", "bounded")])
 def test_fits_on_a_gpu_are_those_on_the_cpu(settings):
     y, starts, t = many(), double(1.0, 0.7, 0.1).expand(12, 3), T.cuda()
     cpu = woodbury.least_squares(curve_of, starts, args=(y,), batched=True, **settings)
@@ -573,20 +518,6 @@ def test_fits_on_a_gpu_are_those_on_the_cpu(settings):
     assert close(gpu.x.cpu(), cpu.x, 1e-8)
     alone = woodbury.least_squares(lambda b: curve(b, t) - y[0].cuda(), starts[0].cuda(), **settings)
     assert close(alone.x.cpu(), cpu.x[0], 1e-8)
-
-
-def test_jacobians_are_counted_as_in_scipy():
-    """As many as torch.func computes, without the first, which tries it, and the last, at the result."""
-    seen = []
-
-    def f(b):
-        if torch._C._functorch.is_functorch_wrapped_tensor(b):
-            seen.append(b)
-        return curve(b) - y
-
-    y = data()
-    result = woodbury.least_squares(f, START)
-    assert len(seen) == 1 + result.njev + 1  # one to see whether torch.func can; one at the result
 
 
 def test_batched_fits_may_have_bounds_of_their_own():
@@ -618,14 +549,6 @@ def scaled_decay(of_x, of_f, y, t=T):
     return lambda b: (curve(b / of_x, t) - y) * of_f
 
 
-ORDINARY = {
-    "plain": lambda of_x, of_f: {},
-    "robust": lambda of_x, of_f: {"loss": "soft_l1", "f_scale": 0.1 * of_f},
-    "bounded": lambda of_x, of_f: {"bounds": ([0, 0.9 * of_x, 0], 2.9 * of_x)},
-    "scaled": lambda of_x, of_f: {"x_scale": [2.0 * of_x, 0.5 * of_x, of_x]},
-}
-
-
 def check_in_units(dtype, of_x, of_f, start, settings):
     """The fit in ordinary units is that of scipy, and this one the same in other units."""
     of_x, of_f = (2.0 ** round(math.log2(unit)) for unit in (of_x, of_f))  # which rounds nothing
@@ -650,7 +573,7 @@ def check_in_units(dtype, of_x, of_f, start, settings):
     [
         (dtype, *case)
         for dtype, units in FAR.items()
-        for case in all_pairs((1.0, *units), (1.0, *units), list(ORDINARY.values()))
+        for case in all_pairs((1.0, *units), (1.0, *units), list(IN_UNITS.values()))
         if torch.finfo(dtype).tiny ** 0.24 < case[1] / case[0] < torch.finfo(dtype).max ** 0.24
     ],
 )
@@ -660,7 +583,7 @@ def test_fits_in_units_far_from_1(dtype, of_x, of_f, settings):
 
 @pytest.mark.parametrize("dtype, of_x, of_f", [(torch.float64, 1e-30, 1e40), (torch.float32, 1e-25, 1.0)])
 def test_fits_from_zero_in_units_far_from_1(dtype, of_x, of_f):
-    plain = check_in_units(dtype, of_x, of_f, torch.zeros(3, dtype=dtype), ORDINARY["plain"])
+    plain = check_in_units(dtype, of_x, of_f, torch.zeros(3, dtype=dtype), IN_UNITS["plain"])
     if dtype == torch.float64:
         assert agrees_with_scipy(plain, trf(decay(data(outliers=1.0)), START))
 
@@ -719,11 +642,8 @@ def test_one_evaluation_is_the_start(start, status, batched):
     x = [start, start] if batched else start
     result = woodbury.least_squares(decay(y), x, max_nfev=1, batched=batched, callback=seen.append)
     assert torch.equal(result.x, double(*start).expand_as(result.x)) and not seen
-    each = zip(result.nfev, result.njev, result.status, strict=True) if batched else [result["nfev"]]
-    if batched:
-        assert all((int(n), int(k), int(s)) == (1, 1, status) for n, k, s in each)
-    else:
-        assert (result.nfev, result.njev, result.status) == (1, 1, status)
+    for name, value in (("nfev", 1), ("njev", 1), ("status", status)):
+        assert (torch.as_tensor(result[name]) == value).all()
     assert result.cost == pytest.approx(0.5 * float((curve(double(*start)) - y).square().sum()))
 
 

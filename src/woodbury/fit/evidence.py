@@ -112,7 +112,6 @@ class EvidenceRun(Run):
                 self.optimizer.loss,
                 forward=None if forward is call_model else forward,
                 fallback=self.fallback,
-                max_bytes=None,
                 inputs=self.data[0],
                 targets=self.data[1],
                 check=False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from woodbury.least_squares.minimize import Ends, Problem, gradient, minimize
 from woodbury.least_squares.residuals import Loss, Residuals
 
 MESSAGES = {
-    -2: "Stopped because the callback raised StopIteration.",
     -1: "The Jacobian is not finite.",
     0: "The maximum number of function evaluations is exceeded.",
     1: "`gtol` termination condition is satisfied.",
@@ -47,9 +46,6 @@ class LeastSquaresResult:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
-
-    def keys(self) -> Iterator[str]:
-        return iter([field.name for field in fields(self)])
 
 
 def least_squares(
@@ -103,7 +99,7 @@ def least_squares(
     batched: `start` holds b starts along its first axis, for b fits that run at once, each by its own rules. The
         function sees one of them at a time. Tensors and arrays in `args` must have b entries as well, of which
         it sees one, as a tensor.
-    callback: called with x after every trial; it may raise StopIteration to end the fit (status -2).
+    callback: called with x after every trial.
     """
     for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
         if tolerance is not None:

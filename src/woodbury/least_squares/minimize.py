@@ -110,10 +110,7 @@ def minimize(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> Ends:
         fits = _advance(problem, fits)
         if problem.callback is not None:
             ends.x[fits.row] = fits.x
-            try:
-                problem.callback(ends.x.clone())
-            except StopIteration:
-                fits.status = torch.where(fits.status == RUNNING, -2, fits.status)
+            problem.callback(ends.x.clone())
 
 
 def _begin(problem: Problem, x: Tensor, f: Tensor, J: Tensor) -> _Fits:
@@ -263,8 +260,7 @@ def _propose(problem: Problem, fits: _Fits) -> _Proposal:
         weights = (free / units)[curved]
         S = fits.S[curved] * weights.unsqueeze(-1) * weights.unsqueeze(-2)
         bent = trust_region.bend(trust_region.Factors(*(own[curved] for own in factors)), S)
-        pairs = zip(factors, bent, strict=True)
-        factors = trust_region.Factors(*(own.index_put((curved,), new) for own, new in pairs))
+        factors = _put(factors, curved, bent)
     step = trust_region.solve(factors, fits.radius, fits.damping, free.sum(-1))
     p = step.scaled / units
     held = torch.zeros_like(fits.begun)
@@ -278,10 +274,11 @@ def _propose(problem: Problem, fits: _Fits) -> _Proposal:
                 break
             a = torch.where(past, torch.clamp(end, lower, upper) - fits.x, a)
             free, held = free & ~past, held | past.any(-1)
-            target = fits.target + times(fits.J, a)
-            factors = trust_region.factorize(
-                fits.J * free.unsqueeze(1), target, fits.scale, problem.residuals.epsilon
+            J, target = fits.J[held], (fits.target + times(fits.J, a))[held]
+            rest = trust_region.factorize(
+                J * free[held].unsqueeze(1), target, fits.scale[held], problem.residuals.epsilon
             )
+            factors = _put(factors, held, rest)  # the others keep theirs, with S
             step = trust_region.solve(factors, fits.radius, fits.damping, free.sum(-1))
             p = torch.where(free, step.scaled / units, a)
     damped = step.damping * step.length**2
@@ -293,6 +290,12 @@ def _propose(problem: Problem, fits: _Fits) -> _Proposal:
         slope = slope + along - (Ja * Jq).sum(-1)
         length = torch.where(held, vector_norm(units * p, dim=-1), length)
     return _Proposal(p, step.damping, length, decrease / (2 * fits.cost), slope / (2 * fits.cost), held)
+
+
+def _put(factors: trust_region.Factors, mask: Tensor, some: trust_region.Factors) -> trust_region.Factors:
+    """The factors with those of some fits in their places."""
+    pairs = zip(factors, some, strict=True)
+    return trust_region.Factors(*(own.index_put((mask,), new) for own, new in pairs))
 
 
 def gradient(J: Tensor, target: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from woodbury import _batch
 from woodbury._bytes import available_bytes, in_words
 from woodbury.curvature import GaussNewtonMatrix
 from woodbury.linalg import plus_diagonal
-from woodbury.losses.rules import LossRule, loss_rule, prepare
+from woodbury.losses.rules import loss_rule, prepare
 from woodbury.model.capture import GraphCapture
 from woodbury.model.fallback import Forward
 from woodbury.model.plan import Plan
-from woodbury.posterior.systems import System, root_of_scales
+from woodbury.posterior.systems import InParameterSpace, InSampleSpace, System, root_of_scales
 from woodbury.row_matrix import Rows, capture_rows
 
 _WORTH_ASKING = 2**28  # bytes from which on memory is looked at
@@ -44,15 +44,16 @@ class TrainingData:
         loss: nn.Module,
         forward: Forward | None,
         fallback: str | None,
-        max_bytes: int | None,
         inputs: Any,
         targets: Tensor | None,
         check: bool = True,
     ) -> None:
         self._model, self._loss, self._rule = model, copy.deepcopy(loss), loss_rule(loss)
         self.inputs, self.targets = inputs, targets
-        self._options = {"forward": forward, "fallback": fallback, "max_bytes": max_bytes}
-        summed = _as_sum(loss, self._rule)
+        self._options: dict[str, Any] = {"forward": forward, "fallback": fallback}
+        summed = copy.copy(self._loss)
+        if self._rule.takes_sum:  # or its values do not depend on the reduction
+            summed.reduction = "sum"  # type: ignore[assignment]
         self._is_squared = isinstance(loss, nn.MSELoss)
 
         def columns_of(captured: GraphCapture) -> tuple[Tensor, float]:
@@ -66,17 +67,16 @@ class TrainingData:
             _check_room(captured.plan, len(self.e))
             return factor.columns(), 1.0
 
-        options: dict[str, Any] = self._options
-        self.rows = capture_rows(model, inputs, targets, columns_of, check=check, **options)
+        self.rows = capture_rows(model, inputs, targets, columns_of, check=check, **self._options)
         self.samples = _batch.sample_count(inputs)
-        self.number_count: float = self.samples * math.prod(self.output_shape)  # n C, or a sum of weights
         self.rest = None  # rows of what of the gradients the factor rows do not hold
         if self._rest_columns is not None:
             columns = self._rest_columns.unsqueeze(1)
             self.rest = self.rows_at(inputs, lambda _: (columns, 1.0))
+        self.number_count: float = self.samples * math.prod(self.output_shape)  # n C, or a sum of weights
 
     def rows_at(self, inputs: Any, columns_of: Callable[[GraphCapture], tuple[Tensor, float]]) -> Rows:
-        return capture_rows(self._model, inputs, None, columns_of, check=False, **self._options)  # type: ignore
+        return capture_rows(self._model, inputs, None, columns_of, check=False, **self._options)
 
     def gradient_rows(self, inputs: Any, targets: Tensor | None) -> Rows:
         """dl_j / dtheta of each sample, for the loss as it was given."""
@@ -90,7 +90,7 @@ class TrainingData:
     def outputs(self, inputs: Any) -> Tensor:
         forward = self._options["forward"]
         with torch.no_grad():
-            outputs: Tensor = self._model(inputs) if forward is None else forward(self._model, inputs)  # type: ignore
+            outputs: Tensor = self._model(inputs) if forward is None else forward(self._model, inputs)
         return outputs
 
     @property
@@ -137,15 +137,15 @@ class TrainingData:
         return B
 
     @property
-    def in_sample_space(self) -> bool:
-        return self.rows.row_count <= self.rows.plan.size
+    def _kind(self) -> type[InSampleSpace] | type[InParameterSpace]:
+        return InSampleSpace if self.rows.row_count <= self.rows.plan.size else InParameterSpace
 
     def matrix(self, precisions: Mapping[str, float]) -> Tensor:
         """U D U^T, or D^1/2 U^T U D^1/2, which has the same eigenvalues up to zeros: the smaller one.
 
         For the sum of the loss, which is the likelihood of squared error for noise 1/2.
         """
-        if self.in_sample_space:
+        if self._kind is InSampleSpace:
             return self.rows.gram(scales={name: 1 / own for name, own in precisions.items()}, dtype=torch.float64)
         root = root_of_scales(self.rows, precisions)
         return root.unsqueeze(1) * self._curvature * root
@@ -161,7 +161,7 @@ class TrainingData:
                 "prior too small for float64; pass a larger prior="
             )
         scaled = Rows(rows.plan, rows.forms, rows.row_count, rows.scale * math.sqrt(factor))
-        return System(scaled, dict(precisions), lower, self.in_sample_space)
+        return self._kind(scaled, dict(precisions), lower)
 
     def log_evidence(self, system: System, noise: float | None) -> float:
         """-L(theta) - theta^T Delta theta / 2 - log det(A) / 2."""
@@ -185,15 +185,6 @@ class TrainingData:
         if noise is not None:
             error = self.total / max(self.number_count - total, _LEAST_FREEDOM * self.number_count)
         return Update(after, error, total, self.log_evidence(system, noise))
-
-
-def _as_sum(loss: nn.Module, rule: LossRule) -> nn.Module:
-    """The loss as a sum over samples and outputs, where the values of its rule depend on the reduction."""
-    if not rule.takes_sum:
-        return loss
-    summed = copy.copy(loss)
-    summed.reduction = "sum"  # type: ignore[assignment]
-    return summed
 
 
 def _check_room(plan: Plan, row_count: int) -> None:

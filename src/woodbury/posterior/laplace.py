@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from woodbury import _batch
 from woodbury._choice import check_number, check_whole_number
@@ -115,10 +116,9 @@ class Posterior:
         noise for squared error). Negative: more of sample i lowers the loss at sample j. Leaving sample i out
         changes l_j by about minus this number.
         """
-        data = self._data
-        factor = data.factor_of(self.noise)
+        data, factor = self._data, self._data.factor_of(self.noise)
         parts = []
-        for window in _windows(inputs, len(self._system)):
+        for window in _windows(inputs, len(self._system.lower)):
             own = data.gradient_rows(_at(inputs, window), None if targets is None else targets[window])
             product = self._system.with_training(own) * (math.sqrt(factor) * data.e)
             part = product.reshape(own.row_count, data.samples, -1).sum(2)
@@ -130,7 +130,7 @@ class Posterior:
     def _output_rows(self, inputs: Any) -> Iterator[tuple[Rows, int]]:
         """The rows of all outputs (S = I), for as many samples at a time as fit, and the number of outputs."""
         width = math.prod(self._data.output_shape)
-        for window in _windows(inputs, len(self._system) * width):
+        for window in _windows(inputs, len(self._system.lower) * width):
             yield self._data.rows_at(_at(inputs, window), lambda captured: (unit_columns(captured), 1.0)), width
 
     def __repr__(self) -> str:
@@ -149,7 +149,6 @@ def posterior(
     *,
     forward: Forward | None = None,
     fallback: str | None = "autograd",
-    max_bytes: int | None = None,
 ) -> Posterior:
     """The linearized Laplace posterior of a trained model, exact for the Gauss-Newton matrix of the data.
 
@@ -175,7 +174,7 @@ def posterior(
         prior: the precision of the parameters: a number, a dictionary from parameter name to number, or
             "evidence" for the one number that maximises `log_evidence`.
         noise: for squared error: the variance of the noise, or "evidence" likewise (with the prior, if both are).
-        forward, fallback, max_bytes: as in `woodbury.rows`.
+        forward, fallback: as in `woodbury.rows`.
 
     At the maximum of the evidence, with mu the eigenvalues of U D U^T and gamma = sum mu / (mu + 1) the number of
     well-determined parameters (MacKay 1992),
@@ -183,7 +182,12 @@ def posterior(
         prior |theta|^2 = gamma,    noise (n C - gamma) = |y - t|^2
     """
     if loss is None:
-        return _of_fit(model)
+        if not callable(getattr(model, "make_posterior", None)):
+            raise TypeError(
+                "posterior takes a model, its loss and its data, or the Fit of weight_decay='evidence' alone; got "
+                f"{type(model).__name__}"
+            )
+        return model.make_posterior()  # type: ignore
     model, loss = written_model(model), written_model(loss)
     is_squared = isinstance(loss, nn.MSELoss)
     _check_argument("prior", prior, what="a precision")
@@ -192,15 +196,9 @@ def posterior(
         raise ValueError(
             f"posterior: noise= is a variance for MSELoss, and {type(loss).__name__} has none: leave it out"
         )
-    data = TrainingData(
-        copy.deepcopy(model).eval(),
-        loss,
-        forward=forward,
-        fallback=fallback,
-        max_bytes=max_bytes,
-        inputs=inputs,
-        targets=targets,
-    )
+    inputs, targets = pytree.tree_map_only(Tensor, Tensor.clone, (inputs, targets))  # which it looks at later
+    model = copy.deepcopy(model).eval()
+    data = TrainingData(model, loss, forward=forward, fallback=fallback, inputs=inputs, targets=targets)
     matrix = data.matrix(data.precisions(1.0 if isinstance(prior, str) else prior))
     by_evidence = isinstance(prior, str) or (is_squared and isinstance(noise, str))
     eigenvalues = torch.linalg.eigvalsh(matrix).clamp_min(0) if by_evidence else matrix.new_zeros(0)
@@ -218,17 +216,6 @@ def posterior(
         if is_squared and variance is None:
             variance = noise_by_evidence(eigenvalues, size, data.total)
     return Posterior(data, data.system(data.precisions(chosen), variance, matrix), chosen, variance)
-
-
-def _of_fit(fit: Any) -> Posterior:
-    make = getattr(fit, "make_posterior", None)
-    if make is None:
-        raise TypeError(
-            "posterior takes a model, its loss and its data, or the Fit of weight_decay='evidence' alone; got "
-            f"{type(fit).__name__}"
-        )
-    found: Posterior = make()
-    return found
 
 
 def _windows(inputs: Any, numbers_per_sample: int) -> Iterator[slice]:
