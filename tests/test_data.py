@@ -3,17 +3,12 @@
 import functools
 import gzip
 import hashlib
-import http.server
-import io
 import lzma
 import math
 import os
-import re
 import struct
 import sys
-import tarfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import processes
-from woodbury.experiments import files as files_module
 from woodbury.experiments.data import (
     DATASETS,
     Dataset,
@@ -37,22 +31,19 @@ from woodbury.experiments.data import (
 from woodbury.experiments.files import ENVIRONMENT_VARIABLE, DataError, DataFile, Files
 
 CONTENT = b"one line\n" * 1000
-UNREACHABLE = "http://127.0.0.1:9/table.gz"
 
 
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def table(url: str = UNREACHABLE, member: str | None = None, archive_sha256: str | None = None) -> DataFile:
-    """A file called `table` whose content is `CONTENT`."""
-    return DataFile("table", sha256(CONTENT), url, member, archive_sha256)
+TABLE = DataFile("table", sha256(CONTENT), "https://example.org/table.gz")
 
 
-def refusal(files: Files, file: DataFile, parse: Callable[[bytearray], object] = bytes) -> str:
+def refusal(files: Files, file: DataFile = TABLE) -> str:
     """The message, which is one line, of the error that reading a file raises."""
     with pytest.raises(DataError) as caught:
-        files.read(file, parse)
+        files.read(file, bytes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -64,63 +55,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no data folder in the environment."""
-    pooch = pytest.importorskip("pooch")
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(pooch, "os_cache", lambda name: tmp_path / "cache")
-    return tmp_path / "cache" / "toy"
-
-
-class Server:
-    """A folder on the local network that counts what is asked of it."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.requests: list[str] = []
-        self.url = ""
-
-    def publish(self, name: str, content: bytes) -> str:
-        (self.root / name).write_bytes(content)
-        return f"{self.url}/{name}"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    root = tmp_path / "published"
-    root.mkdir()
-    served = Server(root)
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: object) -> None:
-            served.requests.append(self.path)
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=root)) as listener:
-        served.url = f"http://127.0.0.1:{listener.server_address[1]}"
-        threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
-        yield served
-        listener.shutdown()
-
-
 # Files in a data folder.
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
 def test_a_file_is_read_plain_or_compressed(folder, suffix, pack):
     (folder / "toy" / f"table{suffix}").write_bytes(pack(CONTENT))
-    assert Files("toy", folder).read(table(), bytes) == CONTENT
+    assert Files("toy", folder).read(TABLE, bytes) == CONTENT
 
 
 def test_the_environment_names_the_folder_unless_an_argument_does(folder, monkeypatch):
     (folder / "toy" / "table").write_bytes(CONTENT)
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(folder))
-    assert Files("toy").read(table(), bytes) == CONTENT
+    assert Files("toy").read(TABLE, bytes) == CONTENT
     with pytest.raises(DataError):
-        Files("toy", folder / "elsewhere").read(table(), bytes)
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
-    assert Files("toy").folder is None
+        Files("toy", folder / "elsewhere").read(TABLE, bytes)
 
 
 def damaged(pack: Callable[[bytes], bytes]) -> bytes:
@@ -147,109 +96,23 @@ def damaged(pack: Callable[[bytes], bytes]) -> bytes:
 )
 def test_a_damaged_file_is_named_with_its_home(folder, name, stored, readable):
     (folder / "toy" / name).write_bytes(stored)
-    message = refusal(Files("toy", folder), table())
-    assert str(folder / "toy" / name) in message and f"its home is {UNREACHABLE}" in message
+    message = refusal(Files("toy", folder))
+    assert str(folder / "toy" / name) in message and f"its home is {TABLE.home}" in message
     if readable is not None:
         assert f"is damaged: expected sha256 {sha256(CONTENT)}, found {sha256(readable)}" in message
     else:  # noticed without a known checksum as well
         assert f"cannot read {folder / 'toy' / name}" in message
-        assert refusal(Files("toy", folder), DataFile("table", None, UNREACHABLE)) == message
+        assert refusal(Files("toy", folder), DataFile("table", None, TABLE.home)) == message
 
 
 @pytest.mark.parametrize("dataset", ["toy", "no_such_folder"])
-def test_the_error_for_an_absent_file_says_what_to_put_where_and_nothing_is_downloaded(
-    folder, monkeypatch, dataset
-):
-    monkeypatch.setattr(Files, "_download", lambda *arguments: pytest.fail("went for the network"))
-    message = refusal(Files(dataset, folder), table())
-    assert message.startswith(f"{folder / dataset / 'table'} is absent, also with .gz and .xz: ")
-    for fact in (UNREACHABLE, "--data-dir", ENVIRONMENT_VARIABLE):
-        assert fact in message
-
-
-def test_an_unreadable_file_is_named(folder, monkeypatch):
-    path = folder / "toy" / "table"
-    path.write_bytes(CONTENT)
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(files_module, "_open", refuse)
-    assert refusal(Files("toy", folder), table()).startswith(f"cannot read {path}: Permission denied; ")
-
-
-# Files from the network.
-
-
-def test_a_file_is_downloaded_once_and_a_damaged_copy_is_named(server, cache):
-    file = table(server.publish("table.gz", gzip.compress(CONTENT, mtime=0)))
-    for _ in range(2):
-        assert Files("toy").read(file, bytes) == CONTENT
-    assert server.requests == ["/table.gz"]
-    assert [path.name for path in cache.iterdir()] == ["table.gz"]
-    (cache / "table.gz").write_bytes(gzip.compress(CONTENT, mtime=0)[:-3])
-    assert str(cache / "table.gz") in refusal(Files("toy"), file)
-    (cache / "table.gz").unlink()  # the way out
-    assert Files("toy").read(file, bytes) == CONTENT
-    assert server.requests == ["/table.gz"] * 2
-
-
-def test_the_error_of_a_failed_download_says_what_to_put_where(server, cache):
-    not_there = f"{server.url}/table.gz"
-    nobody = f"http://127.0.0.1:{processes.free_port()}/table.gz"
-    for url, reason in [(not_there, "404"), (nobody, "refused")]:
-        message = refusal(Files("toy"), table(url))
-        assert message.startswith(f"cannot download {url}: ") and reason in message
-        for fact in ("<folder>/toy/table", "--data-dir", ENVIRONMENT_VARIABLE):
+def test_the_error_for_an_absent_file_or_folder_says_what_to_put_where(folder, monkeypatch, dataset):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    for named, shown in ((folder, folder), (None, Path("<folder>"))):
+        message = refusal(Files(dataset, named))
+        assert message.startswith(f"{shown / dataset / 'table'} is absent, also with .gz and .xz: ")
+        for fact in (TABLE.home, "--data-dir", ENVIRONMENT_VARIABLE):
             assert fact in message
-
-
-def test_the_error_without_pooch_says_what_to_install(monkeypatch):
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    message = refusal(Files("toy"), table())
-    assert "downloading needs pooch: pip install" in message and ENVIRONMENT_VARIABLE in message
-
-
-def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for member, content in members:
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
-
-
-def plain(name: str, content: bytes = CONTENT) -> tuple[tarfile.TarInfo, bytes]:
-    return tarfile.TarInfo(name), content
-
-
-def test_an_archive_gives_the_one_member_that_is_asked_for(server, cache):
-    published = archive(plain("../outside"), plain("/outside"), plain("batches/other"), plain("batches/table"))
-    file = table(server.publish("batches.tar.gz", published), "batches/table", sha256(published))
-    for _ in range(2):
-        assert Files("toy").read(file, bytes) == CONTENT
-    assert server.requests == ["/batches.tar.gz"]
-    unpacked = [
-        path.relative_to(cache) for path in cache.parent.parent.rglob("*") if path.name in ("table", "outside")
-    ]
-    assert unpacked == [Path("batches.tar.gz.untar/batches/table")]
-
-
-@pytest.mark.parametrize(
-    ("published", "is_known", "fault"),
-    [
-        (archive(plain("batches/table")), False, "cannot download .*hash"),  # nothing of it is unpacked
-        (archive(plain("./batches/other")), True, "cannot read .*batches/table"),
-        (archive(plain("batches/table", b"another")), True, f"{sha256(CONTENT)}, found {sha256(b'another')}"),
-        (b"not an archive", True, "cannot download .*batches/table in it"),
-    ],
-)
-def test_an_archive_with_another_content_is_named(server, cache, published, is_known, fault):
-    url = server.publish("batches.tar.gz", published)
-    file = table(url, "batches/table", sha256(published if is_known else b"another"))
-    assert re.search(fault, refusal(Files("toy"), file))
-    assert is_known or list(cache.iterdir()) == []
 
 
 # Readers.
@@ -415,7 +278,7 @@ def test_digits_split_is_fixed_stratified_and_complete():
 
 
 def read_without_extras(folder: Path) -> None:
-    for name in ["sklearn", "scipy", "pooch", "tqdm", "requests", "matplotlib", "typer", "rich", "pandas"]:
+    for name in ["sklearn", "scipy", "matplotlib", "typer", "rich", "pandas"]:
         for loaded in [module for module in sys.modules if module.split(".")[0] in (name, "woodbury")]:
             del sys.modules[loaded]
         sys.modules[name] = None  # type: ignore[assignment]

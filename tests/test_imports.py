@@ -205,7 +205,7 @@ def test_the_core_needs_torch_alone():
 
     Where the others are at hand, to import woodbury is to import none of them.
     """
-    extras = ["numpy", "scipy", "sklearn", "matplotlib", "typer", "rich", "pandas", "pooch"]
+    extras = ["numpy", "scipy", "sklearn", "matplotlib", "typer", "rich", "pandas"]
     program = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"

@@ -11,7 +11,7 @@ import torch
 import woodbury
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.policies.damping import as_damping
-from woodbury.policies.plain import POLICIES, change, from_plain, to_plain
+from woodbury.policies.plain import POLICIES, from_plain, to_plain
 
 
 def test_default_damping_has_the_papers_constants_and_thresholds():
@@ -125,34 +125,3 @@ def test_other_settings_stay_as_they_are(value):
 def test_an_unknown_policy_or_field_is_named(plain, message):
     with pytest.raises(TypeError, match=message):
         from_plain(plain)
-
-
-@pytest.mark.parametrize(
-    "value, fields, expected",
-    [
-        (
-            woodbury.LevenbergMarquardt(boost=2.0),
-            {"initial": 10},
-            woodbury.LevenbergMarquardt(initial=10, boost=2.0),
-        ),
-        ({"boost": 2.0}, {"initial": 10}, woodbury.LevenbergMarquardt(initial=10, boost=2.0)),
-        ({"Constant": {"initial": 2}}, {"floor": 0.5}, POLICIES["Constant"](2, 0.5)),
-        (2, {"floor": 0.5}, POLICIES["Constant"](2.0, 0.5)),
-    ],
-)
-def test_fields_of_a_policy_can_be_changed(value, fields, expected):
-    assert change("damping", value, fields) == expected
-
-
-@pytest.mark.parametrize(
-    "setting, value, message",
-    [
-        ("damping", woodbury.LevenbergMarquardt(), "LevenbergMarquardt has no field 'bost', only initial, boost"),
-        ("momentum", 0.9, "momentum has no field 'bost': it is 0.9"),
-        ("damping", True, "damping has no field 'bost': it is True"),
-        ("blocks", "full", "blocks has no field 'bost': it is 'full'"),
-    ],
-)
-def test_a_field_that_a_setting_does_not_have_is_named(setting, value, message):
-    with pytest.raises(TypeError, match=message):
-        change(setting, value, {"bost": 2.0})

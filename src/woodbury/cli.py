@@ -24,7 +24,7 @@ try:
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
-    from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, train
+    from woodbury.experiments.train import InterruptedRunError, Progress, train
     from woodbury.runs import report
     from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
     from woodbury.runs.storage import RunFolderError, one_line, printable
@@ -91,13 +91,12 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
         batch_size: Annotated[
             int | None, typer.Option(min=1, help="Samples per step.", show_default=PRESET)
         ] = None,
-        lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate.", show_default=PRESET)] = None,
         settings: Annotated[
             list[str] | None,
             typer.Option(
                 "--set",
                 metavar="NAME=VALUE",
-                help="A setting, e.g. momentum=0.9 or damping.initial=10; repeatable.",
+                help="A setting, e.g. lr=0.1 or damping='{\"initial\": 10}'; repeatable.",
             ),
         ] = None,
         out: Annotated[Path, typer.Option(help="Where each command creates a folder for its runs.")] = Path(
@@ -106,7 +105,7 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
         data_dir: Annotated[
             Path | None,
             typer.Option(
-                help="Folder with the data files, one folder per data set; without it files are downloaded.",
+                help="Folder with the data files, one folder per data set; digits needs none.",
                 show_default="the environment variable WOODBURY_DATA",
             ),
         ] = None,
@@ -116,19 +115,16 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
             bool,
             typer.Option("--resume", help="Go on in the newest folder with these runs, from their checkpoints."),
         ] = False,
-        checkpoint_seconds: Annotated[
-            float, typer.Option(min=0.0, help="Time between two checkpoints; 0 saves one after every step.")
-        ] = CHECKPOINT_SECONDS,
     ) -> None:
         with _one_line_errors(out):
             if device == "cuda" and not torch.cuda.is_available():
                 _fail("--device cuda: torch finds no CUDA device here; use --device cpu")
             _check_name("data set", dataset, known)
-            changed = _read_settings(settings or []) | ({} if lr is None else {"lr": lr})
+            changed = _read_settings(settings or [])
             fields = {"epochs": epochs, "batch_size": batch_size, "device": device, "dtype": dtype}
             runs = product(range(seed, seed + seeds), _names(optimizers))
             configs = [_config(dataset, optimizer, seed, changed, fields) for seed, optimizer in runs]
-            _train_and_report(configs, out, data_dir, resume=resume, checkpoint_seconds=checkpoint_seconds)
+            _train_and_report(configs, out, data_dir, resume)
 
     app.command(name, help=text)(command)
 
@@ -184,20 +180,17 @@ def _config(
     return config
 
 
-def _train_and_report(
-    configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
-) -> None:
+def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool) -> None:
     """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
     data = load_dataset(configs[0].dataset, data_dir)  # may fail: before a folder is created
     folder = folder_to_resume(out, configs) if resume else None
     folder = new_folder(out, configs[0].dataset) if folder is None else folder
-    shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
     finished = True
     try:
         with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs)) as show:
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
-                train(config, run_folder(folder, config), shown, stop=stop, **shared)
+                train(config, run_folder(folder, config), shown, data=data, resume=resume, stop=stop)
     except InterruptedRunError:
         finished = False
     _report([folder], folder)
@@ -242,7 +235,7 @@ def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: 
 
 
 def _read_settings(entries: Iterable[str]) -> dict[str, Any]:
-    """Entries NAME=VALUE or NAME.FIELD=VALUE as a dictionary; a value that is not JSON is a string."""
+    """Entries NAME=VALUE as a dictionary; a value that is not JSON is a string."""
     settings: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")

@@ -42,7 +42,7 @@ DATASETS: dict[str, Callable[[Files], Dataset]] = {}
 
 
 def load_dataset(name: str, data_dir: Path | None = None) -> Dataset:
-    """The data set of that name, from the files in `data_dir` or as `woodbury.experiments.files` says.
+    """The data set of that name, from the files in `data_dir` or in the folder that WOODBURY_DATA names.
 
     Raises DataError for an unknown name and for files that are absent or damaged.
     """
@@ -173,13 +173,8 @@ def mnist(files: Files) -> Dataset:
 
 
 def _cifar_file(name: str, sha256: str) -> DataFile:
-    return DataFile(
-        name,
-        sha256,
-        "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-        member=f"cifar-10-batches-bin/{name}",
-        archive_sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-    )
+    home = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+    return DataFile(name, sha256, f"{home} (cifar-10-batches-bin/{name} in it)")
 
 
 _CIFAR_TRAIN = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from woodbury.optimizers import OPTIMIZERS, default_arguments
-from woodbury.policies.plain import change, from_plain, to_plain
+from woodbury.policies.plain import from_plain, to_plain
 from woodbury.runs.config import RunConfig
 
 # Arguments of an optimizer that are objects, not settings.
@@ -56,20 +56,13 @@ def default_settings(optimizer: str) -> dict[str, Any]:
 def full_settings(optimizer: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`, and the default of every other setting of the optimizer, as plain values for JSON.
 
-    A name `setting.field` changes one field of a policy, whichever else `settings` gives or the default. Raises
-    TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
+    Raises TypeError that names a setting the optimizer does not have, an unknown policy or an unknown field.
     """
     defaults = default_settings(optimizer)
-    fields: dict[str, dict[str, Any]] = {}  # by setting, then by field
-    for entry, value in settings.items():
-        name, dot, field = entry.partition(".")
+    for name in settings:
         if name not in defaults:
             raise TypeError(f"there is no setting {name!r}, only {', '.join(sorted(defaults))}")
-        if dot:
-            fields.setdefault(name, {})[field] = value
-    chosen = {name: settings.get(name, default) for name, default in defaults.items()}
-    changed = {name: change(name, chosen[name], given) for name, given in fields.items()}
-    return {name: to_plain(from_plain(value)) for name, value in {**chosen, **changed}.items()}
+    return {name: to_plain(from_plain(value)) for name, value in {**defaults, **settings}.items()}
 
 
 def try_settings(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_compl
 from woodbury.runs.storage import RunFolderError, one_line, read_checkpoint, write_checkpoint
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
-CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
+CHECKPOINT_SECONDS = 20.0  # between two checkpoints
 _EVALUATION_SAMPLES = 10_000  # at once
 
 
@@ -51,7 +51,6 @@ def train(
     data: Dataset | None = None,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> None:
     """Train as `config` says and leave the results in `folder`, which must not exist yet.
 
@@ -63,7 +62,6 @@ def train(
         resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
             bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
         stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
-        checkpoint_seconds: how much time passes between two checkpoints; 0 saves one after every step.
     """
     folder.mkdir(parents=True, exist_ok=resume)
     with Records(folder) as records:
@@ -71,7 +69,7 @@ def train(
             return
         run = _Run(config, load_dataset(config.dataset) if data is None else data)
         run.restore(folder / _CHECKPOINT, records)
-        run.finish(folder, records, progress, stop, checkpoint_seconds)
+        run.finish(folder, records, progress, stop)
         model = as_bytes(run.model.state_dict())
         write_whole(folder / _MODEL, model)
         records.sync()
@@ -107,12 +105,7 @@ class _Run:
         self.seconds = 0.0
 
     def finish(
-        self,
-        folder: Path,
-        records: Records,
-        progress: Callable[[Progress], None],
-        stop: Callable[[], bool],
-        checkpoint_seconds: float,
+        self, folder: Path, records: Records, progress: Callable[[Progress], None], stop: Callable[[], bool]
     ) -> None:
         """Train from the current state to the end."""
         config, (inputs, targets) = self.config, self.train_set
@@ -138,7 +131,7 @@ class _Run:
                 progress(Progress(self.step, steps, values["loss"], values["damping"]))
                 if number in marks:
                     self._evaluate(records)
-                if stopping or time.monotonic() - saved >= checkpoint_seconds:
+                if stopping or time.monotonic() - saved >= CHECKPOINT_SECONDS:
                     self.save(folder / _CHECKPOINT, records)
                     saved = time.monotonic()
                 if stopping:

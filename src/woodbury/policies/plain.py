@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from woodbury.policies.damping import Constant, LevenbergMarquardt, as_damping
+from woodbury.policies.damping import Constant, LevenbergMarquardt
 from woodbury.policies.search import CurvedSearch
 
 POLICIES: dict[str, type[Any]] = {
@@ -46,18 +46,3 @@ def from_plain(value: Any) -> Any:
         if field.name not in fields and field.default is dataclasses.MISSING:
             raise TypeError(f"{name} needs its field {field.name!r}")
     return POLICIES[name](**fields)
-
-
-def change(setting: str, value: Any, fields: Mapping[str, Any]) -> Any:
-    """The policy that a setting has, with some fields changed; a number stands for a `Constant`.
-
-    Raises TypeError that names a setting without fields or an unknown field.
-    """
-    policy = from_plain(value)
-    if isinstance(policy, int | float) and not isinstance(policy, bool) and setting == "damping":
-        policy = as_damping(policy)
-    plain = to_plain(policy)
-    if not isinstance(plain, dict):
-        raise TypeError(f"{setting} has no field {next(iter(fields))!r}: it is {value!r}")
-    ((name, own),) = plain.items()
-    return from_plain({name: {**own, **fields}})
