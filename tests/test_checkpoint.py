@@ -98,14 +98,14 @@ FITS = {
         (4,),
     ),
     "dropout": (lambda: network(nn.Dropout(0.3)), lambda: {"data": loader(), **TRAINING}, (4, 6)),
-    "sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 8, "validation": OTHERS}, (2, 5)),
-    "seeded sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 8, "seed": 2}, (5,)),
+    "sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 6, "validation": OTHERS}, (2, 5)),
+    "seeded sampler": (network, lambda: {"data": draw, "samples": 30, "steps": 5, "seed": 2}, (3,)),
     "any loss": (
         network,
         lambda: {"data": draw, "loss": nn.HuberLoss(), "samples": 30, "steps": 6, "validation": OTHERS},
         (3,),
     ),
-    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 8}, (4,)),
+    "equations": (network, lambda: {"loss": equations(), "samples": 20, "steps": 5}, (3,)),
 }
 
 

@@ -1,7 +1,6 @@
 """The short form of `python -m tests.fuzz.files`, and what it can see."""
 
 import json
-import random
 from collections import Counter
 
 import pytest
@@ -10,7 +9,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
-from fuzz.files import DAMAGES, Fuzzer, commanded
+from fuzz.files import Fuzzer, commanded
 from woodbury.runs import config
 
 
@@ -20,10 +19,10 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Fuzzer:
 
 
 def test_damaged_files_give_the_right_result_or_are_refused(fuzzer):
-    found = {number: fuzzer.case(0, number) for number in range(400)}
+    found = {number: fuzzer.case(0, number) for number in range(200)}
     assert {number: case for number, case in found.items() if case.outcome in ("wrong", "crashed")} == {}
     counts = Counter(case.outcome for case in found.values())
-    assert counts["refused"] > 300  # so the damage was there
+    assert counts["refused"] > 150  # so the damage was there
     assert {case.target for case in found.values() if case.outcome == "open"} <= {
         name for name, target in fuzzer.targets.items() if not target.checked
     }
@@ -48,17 +47,6 @@ def test_a_case_is_the_same_every_time(fuzzer, tmp_path):
     for name, target in fuzzer.targets.items():
         one, two = ((each.root / name / target.file).read_bytes() for each in (fuzzer, other))
         assert one == two, name
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_each_damage_changes_a_file(name):
-    content = b"".join(b'{"line": %d}\n' % number for number in range(100))
-    changed = set()
-    for seed in range(20):
-        copy = bytearray(content)
-        DAMAGES[name](copy, random.Random(seed))
-        changed.add(bytes(copy))
-    assert len(changed - {content}) > 5
 
 
 def test_the_fuzzer_sees_a_result_that_is_wrong(fuzzer, monkeypatch):

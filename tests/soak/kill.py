@@ -36,6 +36,7 @@ import torch
 
 import woodbury
 from tests import processes
+from woodbury.experiments import train
 from woodbury.fit import checkpoint as fit_checkpoint
 from woodbury.runs import storage
 
@@ -47,8 +48,14 @@ _LIMIT = 300.0  # seconds for one start: more means that it hangs
 
 def arguments_of(optimizer: str, out: Path) -> list[object]:
     """The command that trains; --resume starts a run that is not there."""
-    options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--checkpoint-seconds", 0, "--resume"]
+    options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--resume"]
     return ["train", "digits", "--optimizer", optimizer, "--out", out, *options]
+
+
+def run_command(*arguments: object) -> None:
+    """What `woodbury ARGUMENTS` does, with a checkpoint after every step."""
+    train.CHECKPOINT_SECONDS = 0.0
+    processes.command(*arguments)
 
 
 def state_in(checkpoint: bytes) -> tuple[int, Any]:
@@ -162,7 +169,7 @@ class Command(Job):
         super().__init__(root)
 
     def call(self, out: Path) -> list[Any]:
-        return [processes.command, *arguments_of(self.name, out)]
+        return [run_command, *arguments_of(self.name, out)]
 
     def size(self, out: Path) -> int:
         return sum(path.stat().st_size for path in self._records(out))
