@@ -24,11 +24,11 @@ import processes
 from fuzz.files import DATA, stop_after, tiny_config
 from run_folders import assert_same_end, contents
 from woodbury import cli
-from woodbury._files import sealed
+from woodbury._files import sealed, unsealed
 from woodbury.experiments import train as training
 from woodbury.experiments.files import DataError
 from woodbury.experiments.train import InterruptedRunError, train
-from woodbury.runs import report, storage
+from woodbury.runs import report
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import Records
 from woodbury.runs.storage import FORMAT, RunFolderError
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_was_cut_is_refused_with_the_way_out(length, whole, tm
     path = folder / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:length])
     before = contents(folder)
-    refusal(lambda: resume(folder), path, "is damaged", "delete it to train from the start")
+    refusal(lambda: resume(folder), path, "is damaged", "delete checkpoint.pt to train from the start")
     assert contents(folder) == before  # a refusal changes nothing
     path.unlink()
     resume(folder)
@@ -109,8 +109,8 @@ class _RunsCode:
 def test_a_checkpoint_cannot_run_code_and_is_not_unpickled_unless_its_checksum_agrees(tmp_path, monkeypatch):
     folder = unfinished(tmp_path / "run")
     path = folder / "checkpoint.pt"
-    storage.write_checkpoint(path, {"model": _RunsCode(tmp_path / "made")})
-    refusal(lambda: resume(folder), path, "delete it to train from the start")
+    path.write_bytes(sealed("checkpoint", FORMAT, {"model": _RunsCode(tmp_path / "made")}))
+    refusal(lambda: resume(folder), path, "delete checkpoint.pt to train from the start")
     assert not (tmp_path / "made").exists()
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.setattr(torch, "load", lambda *arguments, **options: pytest.fail("unpickled"))
@@ -123,9 +123,9 @@ def test_a_checkpoint_of_another_run_is_not_resumed(tmp_path):
     before = (folder / "records.jsonl").read_bytes()
     shutil.copy(other / "checkpoint.pt", folder)
     refusal(lambda: resume(folder), "cannot resume from", "records.jsonl has changed since the checkpoint")
-    values = storage.read_checkpoint(other / "checkpoint.pt")
+    values = unsealed((other / "checkpoint.pt").read_bytes(), "checkpoint", FORMAT)
     values["model"]["0.bias"] = torch.zeros(5)
-    storage.write_checkpoint(folder / "checkpoint.pt", values)
+    (folder / "checkpoint.pt").write_bytes(sealed("checkpoint", FORMAT, values))
     refusal(lambda: resume(folder), "cannot resume from", "0.bias", "delete checkpoint.pt to train from the start")
     assert (folder / "records.jsonl").read_bytes() == before
 

@@ -1,7 +1,10 @@
-"""The short form of `python -m tests.fuzz.files`, and what it can see."""
+"""The short forms of `python -m tests.fuzz.files`, with what it can see, and of `python -m tests.soak.kill`."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +58,15 @@ def test_the_fuzzer_sees_a_result_that_is_wrong(fuzzer, monkeypatch):
     monkeypatch.setattr(config, "_checksum", lambda fields: sha256)
     outcomes = Counter(fuzzer.case(0, number, "config").outcome for number in range(100))
     assert outcomes["wrong"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened():
+    # in a process of its own: one that has run a model has threads, and must not be forked
+    arguments = ["--kills", "4", "--fit-kills", "4", "--seed", "1"]
+    program = f"import sys; from tests.soak.kill import main; sys.exit(main({arguments}))"
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("4 kills") == done.stdout.count("all equal") == 2  # of commands, and of fits

@@ -24,7 +24,7 @@ try:
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
-    from woodbury.experiments.train import InterruptedRunError, Progress, train
+    from woodbury.experiments.train import InterruptedRunError, train
     from woodbury.runs import report
     from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
     from woodbury.runs.storage import RunFolderError, one_line, printable
@@ -209,17 +209,16 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
 
 
 @contextmanager
-def _progress_bar(runs: int) -> Iterator[Callable[[int, RunConfig, Progress], None]]:
-    """Show one bar over all runs; yields a function of the number of a run, the run and its `Progress`."""
+def _progress_bar(runs: int) -> Iterator[Callable[..., None]]:
+    """Show one bar over all runs; yields a function of the number of a run, the run and where it stands."""
     columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn())
     with bars.Progress(*columns, console=console) as shown:
         task = shown.add_task("", total=None)
 
-        def show(index: int, config: RunConfig, now: Progress) -> None:
-            damping = f", damping {now.damping:8.3g}" if math.isfinite(now.damping) else ""
-            text = f"{config.optimizer} seed {config.seed}: loss {now.loss:9.3g}{damping}"
-            done = index * now.steps + now.step
-            shown.update(task, description=text, total=runs * now.steps, completed=done)
+        def show(index: int, config: RunConfig, step: int, steps: int, loss: float, damping: float) -> None:
+            damped = f", damping {damping:8.3g}" if math.isfinite(damping) else ""
+            text = f"{config.optimizer} seed {config.seed}: loss {loss:9.3g}{damped}"
+            shown.update(task, description=text, total=runs * steps, completed=index * steps + step)
 
         yield show
 

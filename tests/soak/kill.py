@@ -38,7 +38,6 @@ import woodbury
 from tests import processes
 from woodbury.experiments import train
 from woodbury.fit import checkpoint as fit_checkpoint
-from woodbury.runs import storage
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps
@@ -87,10 +86,11 @@ def timeless(records: Path) -> list[dict[str, Any]]:
 
 def with_copies(copies: Path, function: Callable[..., None], *arguments: object) -> None:
     """The function, which keeps a copy of each checkpoint as it is written, under the number of its file."""
-    for module in (storage, fit_checkpoint):
+    for module in (train, fit_checkpoint):
 
         def write_and_copy(path: Path, content: bytes, *rest: Any, write: Any = module.write_whole) -> None:
-            (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
+            if content.startswith(b"woodbury "):
+                (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
             write(path, content, *rest)
 
         module.write_whole = write_and_copy
