@@ -15,11 +15,11 @@ import torch
 pytest.importorskip("sklearn")
 
 import processes
-from fuzz.files import stop_after
+from fuzz.files import DATA, stop_after, tiny_config
 from run_folders import assert_same_end, contents, records_of
 from woodbury._process import stop_on_signal
 from woodbury.experiments import train as training
-from woodbury.experiments.data import DATASETS, Dataset, load_dataset
+from woodbury.experiments.data import DATASETS
 from woodbury.experiments.presets import PAPER, PRESETS, full_settings
 from woodbury.experiments.train import InterruptedRunError, evaluate, is_complete, mlp, train
 from woodbury.optimizers import OPTIMIZERS
@@ -30,30 +30,14 @@ from woodbury.runs.storage import RunFolderError
 FILES = {"config.json", "records.jsonl", "model.pt", "complete"}  # of a complete run
 
 
-def small_run(optimizer: str = "sgd", seed: int = 0, epochs: int = 1, **settings: Any) -> RunConfig:
-    """A run on the digits with a network that trains in a moment."""
-    config = PRESETS["digits"].config("digits", optimizer, seed, epochs=epochs, settings=settings)
-    return dataclasses.replace(config, widths=(64, 8, 10))
-
-
-@pytest.fixture(scope="module")
-def digits() -> Dataset:
-    return load_dataset("digits")
-
-
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "sgd-seed0"
-    train(small_run(epochs=2), folder)
+    folder = tmp_path_factory.mktemp("runs") / "sgd"
+    train(tiny_config("sgd"), folder, data=DATA)
     return folder
 
 
 # -- configurations and presets ---------------------------------------------------------------------------------
-
-
-def test_every_data_set_has_a_preset_and_every_preset_a_data_set():
-    assert PRESETS.keys() == DATASETS.keys()
-    assert PAPER.keys() == {"mnist", "cifar10", "webspam", "covtype"}
 
 
 def test_paper_presets_are_those_of_section_7():
@@ -68,6 +52,7 @@ def test_paper_presets_are_those_of_section_7():
         "webspam": ((254, 400, 400, 1), 60, 30, 1, webspam),
         "covtype": ((54, 400, 400, 1), 60, 30, 1, webspam),
     }
+    assert PAPER.keys() == expected.keys() and PRESETS.keys() == DATASETS.keys()
     for name, (widths, batch, part, epochs, rates) in expected.items():
         for optimizer, rate in rates.items():
             config = PAPER[name].config(name, optimizer, seed=0)
@@ -82,7 +67,7 @@ def test_paper_presets_are_those_of_section_7():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimizer(optimizer, tmp_path):
-    config = small_run(optimizer, seed=3)
+    config = PRESETS["digits"].config("digits", optimizer, seed=3)
     config.save(tmp_path)
     loaded = RunConfig.load(tmp_path)
     loaded.check_same(config, tmp_path)
@@ -101,18 +86,12 @@ def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimi
 def test_a_damping_policy_is_saved_with_all_of_its_fields_and_reloaded(tmp_path):
     fields = dataclasses.asdict(LevenbergMarquardt(initial=0.1))
     for damping in ({"initial": 0.1}, {"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
-        config = small_run("smw-gn", damping=damping)
+        config = tiny_config(damping=damping)
         assert config.settings["damping"] == {"LevenbergMarquardt": fields}
-    small_run("smw-gn", damping=Constant(0.25)).save(tmp_path)
+    tiny_config(damping=Constant(0.25)).save(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())["settings"]["damping"]
     assert saved == {"Constant": {"initial": 0.25, "floor": 0.0, "relative": False}}
     assert RunConfig.load(tmp_path).optimizer_settings()["damping"] == Constant(0.25)
-
-
-def test_a_folder_without_a_configuration_is_no_run_folder(tmp_path):
-    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config\.json") as caught:
-        RunConfig.load(tmp_path)
-    assert str(tmp_path) in str(caught.value)
 
 
 def test_mlp_weights_depend_on_the_seed_alone():
@@ -129,18 +108,18 @@ def test_mlp_weights_depend_on_the_seed_alone():
 # -- a run ------------------------------------------------------------------------------------------------------
 
 
-def test_run_folder_holds_config_records_and_the_trained_model(run_folder, digits):
+def test_run_folder_holds_config_records_and_the_trained_model(run_folder):
     assert {path.name for path in run_folder.iterdir()} == FILES
     epochs, steps = records_of(run_folder, "epoch"), records_of(run_folder, "step")
-    assert [line["epoch"] for line in epochs] == [0, 1, 2]
-    assert [line["step"] for line in steps] == list(range(1, 2 * math.ceil(1347 / 60) + 1))
+    assert [line["epoch"] for line in epochs] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in steps] == list(range(1, 21))
     assert all(line["damping"] is None for line in steps)  # SGD has none, and NaN is not JSON
     seconds = [line["seconds"] for line in records_of(run_folder, "step", "epoch")]
     assert seconds == sorted(seconds)
 
     model = mlp(RunConfig.load(run_folder).widths, seed=99)
     model.load_state_dict(torch.load(run_folder / "model.pt", weights_only=True))
-    loss, error = evaluate(model, torch.nn.CrossEntropyLoss(), digits.test_inputs, digits.test_targets)
+    loss, error = evaluate(model, torch.nn.CrossEntropyLoss(), DATA.test_inputs, DATA.test_targets)
     assert loss == pytest.approx(epochs[-1]["test_loss"], rel=1e-6)
     assert error == epochs[-1]["test_error"]
 
@@ -162,39 +141,26 @@ def test_evaluation_in_parts_equals_evaluation_at_once(outputs, monkeypatch):
     assert error == pytest.approx(wrong.item())
 
 
-def test_evaluations_within_an_epoch_are_spread_over_it(tmp_path, digits):
-    config = dataclasses.replace(small_run(epochs=2), evaluations=4)
-    train(config, tmp_path / "run", data=digits)
-    epochs = [record["epoch"] for record in records_of(tmp_path / "run", "epoch")]
-    assert len(epochs) == 9 and epochs[4] == 1 and epochs[-1] == 2
-    assert epochs == pytest.approx([k / 4 for k in range(9)], abs=0.03)
-
-
-def test_evaluation_is_not_counted_in_the_training_clock(tmp_path, monkeypatch):
+def test_evaluations_are_spread_over_an_epoch_and_not_counted_in_the_training_clock(tmp_path, monkeypatch):
     clock = {"now": 0.0}
-    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
 
     def slow_evaluate(*arguments: object) -> tuple[float, float]:
         clock["now"] += 1000.0
         return 1.0, 1.0
 
-    monkeypatch.setattr("woodbury.experiments.train.evaluate", slow_evaluate)
-    train(small_run(), tmp_path / "run")
-    assert records_of(tmp_path / "run", "epoch")[-1]["seconds"] == 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+    monkeypatch.setattr(training, "evaluate", slow_evaluate)
+    train(dataclasses.replace(tiny_config("sgd"), epochs=2, evaluations=2), tmp_path / "run", data=DATA)
+    records = records_of(tmp_path / "run", "epoch")
+    assert [record["epoch"] for record in records] == [0, 0.4, 1, 1.4, 2]  # of five steps the second and the last
+    assert clock["now"] == 10_000 and records[-1]["seconds"] == 0.0
 
 
-def test_train_raises_an_error_for_a_folder_that_exists(run_folder):
-    before = (run_folder / "records.jsonl").read_bytes()
-    with pytest.raises(FileExistsError):
-        train(small_run(), run_folder)
-    assert (run_folder / "records.jsonl").read_bytes() == before
-
-
-def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, digits, monkeypatch):
-    model = mlp((64, 8, 10), seed=0)
+def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, monkeypatch):
+    model = mlp((6, 4, 3), seed=0)
     torch.nn.init.constant_(model[0].weight, math.nan)
     monkeypatch.setattr(training, "mlp", lambda widths, seed: model)
-    train(small_run("smw-ng"), tmp_path / "run", data=digits)
+    train(tiny_config("smw-ng"), tmp_path / "run", data=DATA)
     assert is_complete(tmp_path / "run")
     assert records_of(tmp_path / "run", "step") == []
     assert records_of(tmp_path / "run", "epoch")[-1]["train_loss"] is None
@@ -206,22 +172,17 @@ def test_a_run_whose_loss_is_not_finite_ends_there_and_records_it(tmp_path, digi
 @pytest.mark.parametrize(
     "optimizer, dtype", [(name, ("float32", "float64")[index % 2]) for index, name in enumerate(OPTIMIZERS)]
 )
-def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_break(
-    optimizer, dtype, tmp_path, digits
-):
-    few = dataclasses.replace(
-        digits, train_inputs=digits.train_inputs[:240], train_targets=digits.train_targets[:240]
-    )
+def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_break(optimizer, dtype, tmp_path):
     settings = {"refresh": 3} if optimizer == "kfac" else {}
-    config = dataclasses.replace(small_run(optimizer, epochs=4, **settings), dtype=dtype)
-    train(config, tmp_path / "whole", data=few)
-    # 4 steps per epoch: stopped in the middle of the first epoch, at its end, and in the middle of the third
-    for steps in (2, 2, 6):
+    config = dataclasses.replace(tiny_config(optimizer, **settings), dtype=dtype)
+    train(config, tmp_path / "whole", data=DATA)
+    # 5 steps per epoch: stopped in the middle of the first epoch, at its end, and in the middle of the third
+    for steps in (2, 3, 7):
         with pytest.raises(InterruptedRunError):
-            train(config, tmp_path / "cut", data=few, resume=True, stop=stop_after(steps))
+            train(config, tmp_path / "cut", data=DATA, resume=True, stop=stop_after(steps))
         assert not is_complete(tmp_path / "cut")
-    assert len(records_of(tmp_path / "cut", "step")) == 10
-    train(config, tmp_path / "cut", data=few, resume=True)
+    assert len(records_of(tmp_path / "cut", "step")) == 12
+    train(config, tmp_path / "cut", data=DATA, resume=True)
     assert_same_end(tmp_path / "whole", tmp_path / "cut")
     assert {path.name for path in (tmp_path / "cut").iterdir()} == FILES
     seconds = [record["seconds"] for record in records_of(tmp_path / "cut", "step")]
@@ -233,58 +194,52 @@ def test_every_optimizer_trains_and_an_interrupted_run_ends_like_one_without_a_b
 
 
 def train_until_killed(whole: Path, cut: Path) -> None:
-    def progress(now: Any) -> None:
-        if now.step == 31:
-            training.write_checkpoint = lambda path, values: None
-        if now.step == 33:
+    def progress(step: int, *more: Any) -> None:
+        if step == 11:
+            training.write_whole = lambda path, content: None
+        if step == 13:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(RunConfig.load(whole), cut, progress, checkpoint_seconds=0)
+    training.CHECKPOINT_SECONDS = 0.0
+    train(RunConfig.load(whole), cut, progress, data=DATA)
 
 
-def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(tmp_path, digits):
-    """Killed after step 33 of 48, with the checkpoint of step 30."""
-    config = small_run("kfac", epochs=2)  # the one with most state
-    train(config, tmp_path / "whole", data=digits)
+def test_a_run_killed_in_the_middle_of_an_epoch_resumes_to_the_same_parameters(tmp_path):
+    """Killed after step 13 of 20, with the checkpoint of step 10."""
+    config = tiny_config("kfac")  # the one with most state
+    train(config, tmp_path / "whole", data=DATA)
     cut = tmp_path / "cut"
     killed = processes.run_alone(train_until_killed, tmp_path / "whole", cut)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert len(records_of(cut, "step")) == 33
+    assert len(records_of(cut, "step")) == 13
     assert not is_complete(cut) and (cut / "checkpoint.pt").exists()
     with (cut / "records.jsonl").open("ab") as records_file:
         records_file.write(b'{"kind": "step", "epo')  # a line cut in two by the kill
-
-    train(config, cut, data=digits, resume=True)
+    (cut / ".unfinished.pt").write_bytes(b"half a checkpoint")
+    train(config, cut, data=DATA, resume=True)
     assert_same_end(tmp_path / "whole", cut)
+    (cut / "checkpoint.pt").write_bytes(b"killed just before it was deleted")
+    train(config, cut, data=DATA, resume=True)
+    assert {path.name for path in cut.iterdir()} == FILES
 
 
-def test_files_that_a_killed_run_left_behind_are_removed(tmp_path, digits):
+def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path):
     with pytest.raises(InterruptedRunError):
-        train(small_run(), tmp_path / "run", data=digits, stop=stop_after(3))
-    (tmp_path / "run" / ".unfinished.pt").write_bytes(b"half a check")
-    train(small_run(), tmp_path / "run", data=digits, resume=True)
-    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"killed just before it was deleted")
-    train(small_run(), tmp_path / "run", data=digits, resume=True)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES
-
-
-def test_resuming_another_run_raises_an_error_and_changes_nothing(tmp_path, digits):
-    with pytest.raises(InterruptedRunError):
-        train(small_run("smw-ng"), tmp_path / "run", data=digits, stop=stop_after(3))
+        train(tiny_config(), tmp_path / "run", data=DATA, stop=stop_after(3))
     before = contents(tmp_path / "run")
-    with pytest.raises(RunFolderError, match="it has epochs 1, and 2 was asked for"):
-        train(small_run("smw-ng", epochs=2), tmp_path / "run", data=digits, resume=True)
+    with pytest.raises(RunFolderError, match="it has epochs 4, and 2 was asked for"):
+        train(dataclasses.replace(tiny_config(), epochs=2), tmp_path / "run", data=DATA, resume=True)
     with pytest.raises(RunFolderError, match=r"it has settings lr 0.3, and 0.5 was asked for"):
-        train(small_run("smw-ng", lr=0.5), tmp_path / "run", data=digits, resume=True)
+        train(tiny_config(lr=0.5), tmp_path / "run", data=DATA, resume=True)
     assert contents(tmp_path / "run") == before
 
 
-def test_a_complete_run_is_left_alone_and_an_absent_one_started(run_folder, tmp_path, digits):
+def test_a_complete_run_is_left_alone(run_folder):
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()}
-    train(small_run(epochs=2), run_folder, data=digits, resume=True)
+    train(tiny_config("sgd"), run_folder, data=DATA, resume=True)
+    with pytest.raises(FileExistsError):
+        train(tiny_config("sgd"), run_folder, data=DATA)
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in run_folder.iterdir()} == before
-    train(small_run(), tmp_path / "new", data=digits, resume=True)
-    assert is_complete(tmp_path / "new")
 
 
 def test_a_signal_does_not_cut_a_step_in_two():

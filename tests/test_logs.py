@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import bounds
 import woodbury
 from woodbury.logs import Log, TensorBoard, WandB
-from woodbury.runs import readings
 
 FIELDS = ("loss", "damping", "ratio", "predicted", "step_norm", "accepted", "length", "share", "bent")
 Written = list[tuple[int, dict[str, float]]]
@@ -85,31 +84,6 @@ def test_a_log_records_the_steps_and_epochs_of_training():
     steps = {step: numbers["step/loss"] for step, numbers in log.written if "step/loss" in numbers}
     assert list(steps) == [1, 2, 3, 4, 5, 6]
     assert fit.history[0]["loss"] == pytest.approx((steps[1] + steps[2]) / 2, rel=bounds.rounding(2))
-
-
-def test_no_number_is_read_from_a_device_before_the_hundredth_step_or_an_epoch(monkeypatch):
-    reads = []
-    item = Tensor.item
-    monkeypatch.setattr(readings, "on_device", lambda tensor: True)
-    monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append(1), item(tensor))[1])
-    running, log = torch.zeros(()), ListLog()
-    for _ in range(99):
-        running += 1  # in place: each step must keep its own value
-        log.step(total=running)
-    assert reads == [] and log.written == []
-    log.step(total=running)
-    assert len(reads) == 100 and len(log.written) == 100
-    log.step(total=running)
-    assert len(log.written) == 100
-    log.epoch(train_loss=1.0)
-    assert [numbers.get("step/total") for _, numbers in log.written] == [*range(1, 100), 99, 99, None]
-
-
-def test_what_is_no_step_is_refused():
-    with pytest.raises(TypeError, match="not float"):
-        ListLog().step(0.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="one element"):
-        ListLog().step(loss=torch.zeros(3))
 
 
 def test_tensorboard_shows_the_numbers_of_the_steps(tmp_path):

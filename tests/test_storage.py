@@ -10,13 +10,6 @@ from woodbury._files import write_whole
 from woodbury.runs.storage import RunFolderError, printable, round_numbers
 
 
-def test_a_file_is_written_and_replaced(tmp_path):
-    for content in (b"first", bytearray(b"second, and longer"), b""):
-        write_whole(tmp_path / "file", content)
-        assert [path.name for path in tmp_path.iterdir()] == ["file"]
-        assert (tmp_path / "file").read_bytes() == content
-
-
 def test_the_content_is_on_disk_before_it_takes_the_name_and_the_name_before_the_call_ends(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
@@ -31,11 +24,12 @@ def test_the_content_is_on_disk_before_it_takes_the_name_and_the_name_before_the
     assert calls == [len(b"content"), tmp_path, "folder"]
 
 
-def test_what_a_kill_leaves_behind_is_taken_by_the_next_file(tmp_path):
+def test_a_file_is_replaced_and_what_a_kill_left_behind_goes(tmp_path):
     (tmp_path / ".unfinished").write_bytes(b"half a file")
-    write_whole(tmp_path / "file", b"whole")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"whole"
+    for content in (b"first", bytearray(b"second, and longer"), b""):
+        write_whole(tmp_path / "file", content)
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+        assert (tmp_path / "file").read_bytes() == content
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import woodbury
-from test_report import write_run
+from test_report import page_data, write_run
 from woodbury.runs.medians import groups_of
 from woodbury.runs.run import load
 from woodbury.runs.verdict import ENOUGH_SEEDS, race_of, standing, standings, takeaway
@@ -63,6 +63,14 @@ def test_the_takeaway_says_who_is_lowest_and_whether_it_may_be_chance(tmp_path):
     ]
     found = standings(groups)
     assert found["train_loss"].is_clear and not found["test_error"].is_clear
+    table = page_data(load([tmp_path]))[0]["ends"]  # bold where a lead is clear, and nowhere else
+    bold = [
+        (row[0], name)
+        for row, marks in zip(table["rows"], table["best"], strict=True)
+        for name, is_best in zip(table["columns"], marks, strict=True)
+        if is_best
+    ]
+    assert bold == [("smw-gn", "train loss")]
     assert takeaway(groups[:1], "test_error") == []
 
 

@@ -24,7 +24,7 @@ try:
     from woodbury.experiments.data import DATASETS, load_dataset
     from woodbury.experiments.files import DataError
     from woodbury.experiments.presets import PAPER, PRESETS, try_settings
-    from woodbury.experiments.train import CHECKPOINT_SECONDS, InterruptedRunError, Progress, train
+    from woodbury.experiments.train import InterruptedRunError, train
     from woodbury.runs import report
     from woodbury.runs.config import RunConfig, folder_to_resume, new_folder, run_folder
     from woodbury.runs.storage import RunFolderError, one_line, printable
@@ -116,9 +116,6 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
             bool,
             typer.Option("--resume", help="Go on in the newest folder with these runs, from their checkpoints."),
         ] = False,
-        checkpoint_seconds: Annotated[
-            float, typer.Option(min=0.0, help="Time between two checkpoints; 0 saves one after every step.")
-        ] = CHECKPOINT_SECONDS,
     ) -> None:
         with _one_line_errors(out):
             if device == "cuda" and not torch.cuda.is_available():
@@ -128,7 +125,7 @@ def _training_command(name: str, optimizers: str, seeds: int, known: Collection[
             fields = {"epochs": epochs, "batch_size": batch_size, "device": device, "dtype": dtype}
             runs = product(range(seed, seed + seeds), _names(optimizers))
             configs = [_config(dataset, optimizer, seed, changed, fields) for seed, optimizer in runs]
-            _train_and_report(configs, out, data_dir, resume=resume, checkpoint_seconds=checkpoint_seconds)
+            _train_and_report(configs, out, data_dir, resume)
 
     app.command(name, help=text)(command)
 
@@ -184,20 +181,17 @@ def _config(
     return config
 
 
-def _train_and_report(
-    configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool, checkpoint_seconds: float
-) -> None:
+def _train_and_report(configs: Sequence[RunConfig], out: Path, data_dir: Path | None, resume: bool) -> None:
     """Train all runs into one folder below `out` and report on them, after Ctrl-C on what there is."""
     data = load_dataset(configs[0].dataset, data_dir)  # may fail: before a folder is created
     folder = folder_to_resume(out, configs) if resume else None
     folder = new_folder(out, configs[0].dataset) if folder is None else folder
-    shared: dict[str, Any] = {"data": data, "resume": resume, "checkpoint_seconds": checkpoint_seconds}
     finished = True
     try:
         with stop_on_signal(*_SIGNALS) as stop, _progress_bar(len(configs)) as show:
             for index, config in enumerate(configs):
                 shown = partial(show, index, config)
-                train(config, run_folder(folder, config), shown, stop=stop, **shared)
+                train(config, run_folder(folder, config), shown, data=data, resume=resume, stop=stop)
     except InterruptedRunError:
         finished = False
     _report([folder], folder)
@@ -216,17 +210,16 @@ def _report(paths: Sequence[Path], folder: Path) -> None:
 
 
 @contextmanager
-def _progress_bar(runs: int) -> Iterator[Callable[[int, RunConfig, Progress], None]]:
-    """Show one bar over all runs; yields a function of the number of a run, the run and its `Progress`."""
+def _progress_bar(runs: int) -> Iterator[Callable[..., None]]:
+    """Show one bar over all runs; yields a function of the number of a run, the run and where it stands."""
     columns = (*bars.Progress.get_default_columns(), bars.TimeElapsedColumn())
     with bars.Progress(*columns, console=console) as shown:
         task = shown.add_task("", total=None)
 
-        def show(index: int, config: RunConfig, now: Progress) -> None:
-            damping = f", damping {now.damping:8.3g}" if math.isfinite(now.damping) else ""
-            text = f"{config.optimizer} seed {config.seed}: loss {now.loss:9.3g}{damping}"
-            done = index * now.steps + now.step
-            shown.update(task, description=text, total=runs * now.steps, completed=done)
+        def show(index: int, config: RunConfig, step: int, steps: int, loss: float, damping: float) -> None:
+            damped = f", damping {damping:8.3g}" if math.isfinite(damping) else ""
+            text = f"{config.optimizer} seed {config.seed}: loss {loss:9.3g}{damped}"
+            shown.update(task, description=text, total=runs * steps, completed=index * steps + step)
 
         yield show
 

@@ -35,7 +35,7 @@ class Log(ABC):
     def __init__(self) -> None:
         self.steps = 0  # the number of the last one
         self.epochs = 0
-        self._readings = Readings()
+        self._readings = Readings(lambda numbers: self._hand_on("step", numbers.pop("step"), numbers))
         self._seen = 0  # entries in the history of a fit
 
     @abstractmethod
@@ -46,12 +46,11 @@ class Log(ABC):
         """Log a step: what `optimizer.step` of woodbury returned, or numbers by name, or both."""
         self._readings.add({"step": self.steps + 1}, info, numbers)
         self.steps += 1
-        if self._readings.are_due():
-            self._write_waiting()
+        self._readings.write_if_due()
 
     def epoch(self, **numbers: Any) -> None:
         """Log an evaluation at the last step, as that of the next epoch: train_loss=, test_loss=, ..."""
-        self._write_waiting()
+        self._readings.write()
         values = {name: read_number(name, value) for name, value in numbers.items() if value is not None}
         self.epochs += 1
         self._hand_on("epoch", self.steps, {"epoch": self.epochs, **values})
@@ -64,17 +63,13 @@ class Log(ABC):
 
     def close(self) -> None:
         """Hand on what is left."""
-        self._write_waiting()
+        self._readings.write()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _write_waiting(self) -> None:
-        for numbers in self._readings.read():
-            self._hand_on("step", numbers.pop("step"), numbers)
 
     def _hand_on(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
         self.write(step, {f"{kind}/{name}": float(value) for name, value in numbers.items() if value is not None})

@@ -378,34 +378,28 @@ class Fuzzer:
             self._whole[name] = self._use(name, None)
         return self._whole[name]
 
-    def case(self, seed: int, number: int, only: str | None = None, show: bool = False) -> Outcome:
+    def case(self, seed: int, number: int, only: str | None = None) -> Outcome:
         """One case, which depends on its two numbers alone."""
         draw = random.Random(f"{seed}:{number}")
         names = [only] if only else list(self.targets)
         name = draw.choices(names, [self.targets[name].weight for name in names])[0]
         content, damage = damaged((self.root / name / self.targets[name].file).read_bytes(), draw)
-        return Outcome(name, damage, *self.judge(name, content, show))
+        return Outcome(name, damage, *self.judge(name, content))
 
-    def judge(self, name: str, content: bytes, show: bool = False) -> tuple[str, str]:
+    def judge(self, name: str, content: bytes) -> tuple[str, str]:
         """The outcome of a target with this content in its file, and details."""
         target, whole = self.targets[name], self.whole(name)
         try:
             with _limits():
                 result = self._use(name, content)
         except (RunFolderError, DataError) as error:
-            if show:
-                print(error)
             message = str(error)
             return "refused" if message.isprintable() and len(message) <= 2000 else "crashed", message
-        except (Exception, _TooLongError) as error:
-            if show:
-                traceback.print_exc()
-            return "crashed", f"{type(error).__name__}: {error}"
+        except (Exception, _TooLongError):
+            return "crashed", traceback.format_exc()
         if result == whole:
             return "right", ""
-        if show:
-            print(f"got      {str(result)[:2000]}\nexpected {str(whole)[:2000]}")
-        return "wrong" if target.checked else "open", "another result"
+        return "wrong" if target.checked else "open", f"got {str(result)[:2000]}, expected {str(whole)[:2000]}"
 
     def _use(self, name: str, content: bytes | None) -> Any:
         """The result of a target with this content in its file, in a fresh copy of its folder."""
@@ -428,7 +422,8 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as root:
         fuzzer = Fuzzer(Path(root))
         if options.case is not None:
-            print(fuzzer.case(options.seed, options.case, options.target, show=True))
+            found = fuzzer.case(options.seed, options.case, options.target)
+            print(found.target, found.damage, found.outcome, found.detail, sep="\n")
             return 0
         counts: Counter[tuple[str, str]] = Counter()
         failures = []

@@ -36,8 +36,8 @@ import torch
 
 import woodbury
 from tests import processes
+from woodbury.experiments import train
 from woodbury.fit import checkpoint as fit_checkpoint
-from woodbury.runs import storage
 
 OPTIMIZERS = ("smw-gn", "kfac", "adam", "smw-ng", "hf", "smw-ng-bd", "sgd")
 EPOCHS, BATCH = 4, 60  # 92 steps
@@ -45,10 +45,10 @@ _TIMED = ("seconds", "records")  # fields of a checkpoint that depend on the clo
 _LIMIT = 300.0  # seconds for one start: more means that it hangs
 
 
-def arguments_of(optimizer: str, out: Path) -> list[object]:
-    """The command that trains; --resume starts a run that is not there."""
-    options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--checkpoint-seconds", 0, "--resume"]
-    return ["train", "digits", "--optimizer", optimizer, "--out", out, *options]
+def run_command(*arguments: object) -> None:
+    """What `woodbury ARGUMENTS` does, with a checkpoint after every step."""
+    train.CHECKPOINT_SECONDS = 0.0
+    processes.command(*arguments)
 
 
 def state_in(checkpoint: bytes) -> tuple[int, Any]:
@@ -80,10 +80,11 @@ def timeless(records: Path) -> list[dict[str, Any]]:
 
 def with_copies(copies: Path, function: Callable[..., None], *arguments: object) -> None:
     """The function, which keeps a copy of each checkpoint as it is written, under the number of its file."""
-    for module in (storage, fit_checkpoint):
+    for module in (train, fit_checkpoint):
 
         def write_and_copy(path: Path, content: bytes, *rest: Any, write: Any = module.write_whole) -> None:
-            (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
+            if content.startswith(b"woodbury "):
+                (copies / f"{len(list(copies.iterdir()))}").write_bytes(content)
             write(path, content, *rest)
 
         module.write_whole = write_and_copy
@@ -103,14 +104,22 @@ class Counts:
 
 
 class Job:
-    """Something that is killed and started again until it ends."""
+    """Something that is killed and started again until it ends.
 
-    name: str
-    temporary: str  # the pattern of a file that is being written
+    A kind of job has patterns of its `checkpoint` and of the `temporary` file that is being written, `call(out)`:
+    a function and its arguments, `size(out)`: a number that grows as it goes on, and `result(out)`: what it leaves
+    at its end, without times.
+    """
+
+    call: Any
+    size: Any
+    result: Any
+    temporary: str
     checkpoint: str
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, name: str, root: Path) -> None:
         """Run it once without a kill."""
+        self.name = name
         copies, out = root / self.name / "copies", root / self.name / "out"
         copies.mkdir(parents=True)
         out.mkdir()
@@ -119,18 +128,6 @@ class Job:
         assert done.returncode == 0, done.stderr
         self.states = dict(state_in(copy.read_bytes()) for copy in copies.iterdir())  # by step
         self.end = self.result(out)
-
-    def call(self, out: Path) -> list[Any]:
-        """A function and its arguments."""
-        raise NotImplementedError
-
-    def result(self, out: Path) -> Any:
-        """What it leaves at its end, without times."""
-        raise NotImplementedError
-
-    def size(self, out: Path) -> int:
-        """A number that grows as it goes on."""
-        raise NotImplementedError
 
     def is_writing(self, out: Path) -> bool:
         return next(out.glob(self.temporary), None) is not None
@@ -157,12 +154,9 @@ class Command(Job):
     temporary = "digits-*/*-seed3/.unfinished.pt"
     checkpoint = "digits-*/*-seed3/checkpoint.pt"
 
-    def __init__(self, optimizer: str, root: Path) -> None:
-        self.name = optimizer
-        super().__init__(root)
-
     def call(self, out: Path) -> list[Any]:
-        return [processes.command, *arguments_of(self.name, out)]
+        options = ["--epochs", EPOCHS, "--batch-size", BATCH, "--seed", 3, "--out", out]
+        return [run_command, "train", "digits", "--optimizer", self.name, *options, "--resume"]  # or it begins
 
     def size(self, out: Path) -> int:
         return sum(path.stat().st_size for path in self._records(out))
@@ -217,10 +211,6 @@ class Fit(Job):
     """`woodbury.fit` with validation data."""
 
     temporary, checkpoint = ".fit.ckpt.unfinished", "fit.ckpt"
-
-    def __init__(self, name: str, root: Path) -> None:
-        self.name = name
-        super().__init__(root)
 
     def call(self, out: Path) -> list[Any]:
         return [fit_and_save, self.name, out]

@@ -71,26 +71,22 @@ def live():
     return sum(issubclass(type(own), torch.Tensor) for own in objects), len(objects)
 
 
-def soak(name, optimizer, draw, steps, device, progress):
+def soak(optimizer, draw, steps, device):
     """The lines of one run: (median microseconds, bytes, tensors, objects) of each tenth."""
     generator = torch.Generator().manual_seed(1)
     lines = []
-    for tenth in range(10):
+    for _ in range(10):
         times = []
-        for step in range(steps // 10):
+        for _ in range(steps // 10):
             size = int(torch.randint(4, 65, (), generator=generator)) if device == "cpu" else 60
             inputs, targets = draw(size)
             start = time.perf_counter()
             info = optimizer.step(inputs, targets)
             times.append(time.perf_counter() - start)
-            if progress and step % 500 == 0:
-                print(f"\r{name}: {tenth * steps // 10 + step:,} of {steps:,} steps", end="", file=sys.stderr)
         if device != "cpu":
             torch.cuda.synchronize()
         lines.append((1e6 * median(times), memory(device), *live()))
         assert all(bool(torch.isfinite(p).all()) for p in optimizer.model.parameters()), info
-    if progress:
-        print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
     return lines
 
 
@@ -98,13 +94,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50_000, help="in all (default 50000)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
     arguments = parser.parse_args()
     problems = list(runs(arguments.device))
     grown = False
     for name, optimizer, draw in problems:
         steps = arguments.steps // len(problems)
-        lines = soak(name, optimizer, draw, steps, arguments.device, not arguments.quiet)
+        lines = soak(optimizer, draw, steps, arguments.device)
         print(f"{name}: {steps:,} steps on {arguments.device}, torch {torch.__version__}")
         print("  tenth   us/step   MiB       tensors   objects")
         for tenth, (microseconds, size, tensors, objects) in enumerate(lines, 1):

@@ -8,7 +8,6 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from woodbury._files import as_bytes, write_whole
+from woodbury._files import as_bytes, sealed, unsealed, write_whole
 from woodbury.experiments.data import Dataset, load_dataset
 from woodbury.optim import NonFiniteLossError
 from woodbury.optimizers import OPTIMIZERS
 from woodbury.runs.config import RunConfig
 from woodbury.runs.records import RECORDS_FILE, Records, is_complete, mark_complete, read_checked
-from woodbury.runs.storage import RunFolderError, one_line, read_checkpoint, write_checkpoint
+from woodbury.runs.storage import FORMAT, RunFolderError, one_line, read_file
 
 _CHECKPOINT, _MODEL = "checkpoint.pt", "model.pt"
-CHECKPOINT_SECONDS = 20.0  # between checkpoints, unless asked otherwise
+CHECKPOINT_SECONDS = 20.0  # between two checkpoints
 _EVALUATION_SAMPLES = 10_000  # at once
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a step."""
-
-    step: int
-    steps: int
-    loss: float
-    damping: float
 
 
 class InterruptedRunError(Exception):
@@ -46,24 +35,22 @@ class InterruptedRunError(Exception):
 def train(
     config: RunConfig,
     folder: Path,
-    progress: Callable[[Progress], None] = lambda now: None,
+    progress: Callable[[int, int, float, float], None] = lambda *now: None,
     *,
     data: Dataset | None = None,
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> None:
     """Train as `config` says and leave the results in `folder`, which must not exist yet.
 
     Args:
         config: the run.
         folder: where its files go.
-        progress: called after every step.
+        progress: called after every step with its number, that of all steps, the loss and the damping.
         data: the data set, if it has been loaded already.
         resume: continue the run in `folder`, which must have the same configuration; on the CPU the result is
             bit-identical to that of a run without a break. A complete run stays as it is, an absent one starts.
         stop: called after every step; if true, a checkpoint is saved and `InterruptedRunError` raised.
-        checkpoint_seconds: how much time passes between two checkpoints; 0 saves one after every step.
     """
     folder.mkdir(parents=True, exist_ok=resume)
     with Records(folder) as records:
@@ -71,7 +58,7 @@ def train(
             return
         run = _Run(config, load_dataset(config.dataset) if data is None else data)
         run.restore(folder / _CHECKPOINT, records)
-        run.finish(folder, records, progress, stop, checkpoint_seconds)
+        run.finish(folder, records, progress, stop)
         model = as_bytes(run.model.state_dict())
         write_whole(folder / _MODEL, model)
         records.sync()
@@ -107,12 +94,7 @@ class _Run:
         self.seconds = 0.0
 
     def finish(
-        self,
-        folder: Path,
-        records: Records,
-        progress: Callable[[Progress], None],
-        stop: Callable[[], bool],
-        checkpoint_seconds: float,
+        self, folder: Path, records: Records, progress: Callable[..., None], stop: Callable[[], bool]
     ) -> None:
         """Train from the current state to the end."""
         config, (inputs, targets) = self.config, self.train_set
@@ -135,10 +117,10 @@ class _Run:
                 stopping = stop() and self.step < steps
                 place = {"epoch": epoch + 1, "step": self.step, "seconds": self.seconds}
                 records.write({"kind": "step", **place, **values})
-                progress(Progress(self.step, steps, values["loss"], values["damping"]))
+                progress(self.step, steps, values["loss"], values["damping"])
                 if number in marks:
                     self._evaluate(records)
-                if stopping or time.monotonic() - saved >= checkpoint_seconds:
+                if stopping or time.monotonic() - saved >= CHECKPOINT_SECONDS:
                     self.save(folder / _CHECKPOINT, records)
                     saved = time.monotonic()
                 if stopping:
@@ -176,7 +158,7 @@ class _Run:
             "seconds": self.seconds,
             "records": (records.length, records.sha256),
         }
-        write_checkpoint(path, values)
+        write_whole(path, sealed("checkpoint", FORMAT, values))
 
     def restore(self, path: Path, records: Records) -> None:
         """Go back to the checkpoint, or to the start if there is none, and remove later records.
@@ -186,15 +168,16 @@ class _Run:
         if not path.exists():
             records.go_back(0)
             return
-        values = read_checkpoint(path)
+        content = read_file(path)
         try:
+            values = unsealed(content, "checkpoint", FORMAT)
             self.model.load_state_dict(values["model"])
             self.optimizer.load_state_dict(values["optimizer"])
             self.step, self.seconds = values["step"], values["seconds"]
             records.go_back(*values["records"])
         except (OSError, MemoryError, torch.OutOfMemoryError):  # no fault of the checkpoint
             raise
-        except Exception as error:  # other records, or what torch says of a state that it cannot take
+        except Exception as error:  # damage, other records, or what torch says of a state that it cannot take
             raise RunFolderError(
                 f"cannot resume from {path}: {one_line(error)}; delete {path.name} to train from the start"
             ) from None

@@ -16,7 +16,7 @@ import torch
 
 from woodbury._files import write_whole
 from woodbury.policies.plain import from_plain
-from woodbury.runs.storage import FORMAT, RunFolderError, check_format, read_file
+from woodbury.runs.storage import FORMAT, RunFolderError, read_file
 
 CONFIG_FILE = "config.json"  # in a run folder
 _RECORDED_PACKAGES = ("woodbury", "torch", "numpy", "scikit-learn")
@@ -107,7 +107,9 @@ class RunConfig:
             version, sha256 = fields.pop("format"), fields.pop("sha256", None)
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):  # of a list or a number
             version, sha256, fields = FORMAT, None, {}
-        check_format(version, path)
+        if version != FORMAT:
+            formats = f"format {version}, this one reads {FORMAT}"
+            raise RunFolderError(f"{path} was written by another version of woodbury ({formats})")
         if sha256 != _checksum(fields):
             raise RunFolderError(f"{path} is damaged; put back a whole copy, or train again in a new folder")
         return cls(**{**fields, "widths": tuple(fields["widths"])})

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
@@ -16,9 +16,10 @@ READ_EVERY = 100  # steps whose numbers are on a device: to read them is to wait
 
 
 class Readings:
-    """The numbers of steps until they are read, in order."""
+    """The numbers of steps until they are read, in order, and handed to `write`."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
         self._waiting: deque[tuple[Mapping[str, Any], StepInfo | None, dict[str, Any]]] = deque()
 
     def add(self, counts: Mapping[str, Any], info: StepInfo | None, numbers: Mapping[str, Any]) -> None:
@@ -35,19 +36,20 @@ class Readings:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def are_due(self) -> bool:
-        """Whether to read them: there are many, or nobody has to wait."""
+    def write_if_due(self) -> None:
+        """Read and write them if there are many, or if nobody has to wait."""
         _, info, numbers = self._waiting[0]
         is_told_later = info is not None and on_device(info.loss)
         must_wait = is_told_later or any(isinstance(value, Tensor) for value in numbers.values())
-        return len(self) >= READ_EVERY or not must_wait
+        if len(self) >= READ_EVERY or not must_wait:
+            self.write()
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """The numbers of each, which is left out first: none may be there twice, whenever Ctrl-C comes."""
+    def write(self) -> None:
+        """Read and write all of them; each is left out first: none may be there twice, whenever Ctrl-C comes."""
         while self._waiting:
             counts, info, numbers = self._waiting.popleft()
             told = {} if info is None else info.as_dict()
-            yield {**counts, **told, **{name: read_number(name, value) for name, value in numbers.items()}}
+            self._write({**counts, **told, **{name: read_number(name, value) for name, value in numbers.items()}})
 
 
 class Clock:

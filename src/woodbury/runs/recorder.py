@@ -64,13 +64,14 @@ class Recorder:
         self.folder = Path(folder)
         self.steps = 0
         self.epochs: float = 0
-        self._readings, self._clock = Readings(), Clock()
+        self._clock = Clock()
         plain = {str(name): to_plain(value) for name, value in (settings or {}).items()}
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         config = RunConfig(problem, method, plain, operator.index(seed), device=device, dtype="")
         config.plain()  # raises an error for a setting that JSON cannot hold, before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
         self._records = Records(self.folder)
+        self._readings = Readings(self._records.write)
         try:
             self._begin(config, resume)
         except BaseException:
@@ -116,8 +117,7 @@ class Recorder:
             place = {"epoch": math.floor(self.epochs) + 1, "step": self.steps + 1, "seconds": self._clock.seconds}
             self._readings.add({"kind": "step", **place}, info, numbers)
             self.steps += 1
-            if self._readings.are_due():
-                self._write_waiting()
+            self._readings.write_if_due()
 
     def epoch(
         self, *, train_loss: Any, test_loss: Any = None, test_error: Any = None, epoch: float | None = None
@@ -140,7 +140,7 @@ class Recorder:
             for name, value in (("test_loss", test_loss), ("test_error", test_error)):
                 if value is not None:
                     measured[name] = read_number(name, value)
-            self._write_waiting()
+            self._readings.write()
             self.epochs = number
             place = {"epoch": number, "step": self.steps, "seconds": self._clock.seconds}
             self._records.write({"kind": "epoch", **place, **measured})
@@ -157,7 +157,7 @@ class Recorder:
         if self._records.closed:
             return
         with self._records:
-            self._write_waiting()
+            self._readings.write()
             self._records.sync()
             mark_complete(self.folder, {RECORDS_FILE: self._records.sha256})
 
@@ -171,12 +171,8 @@ class Recorder:
             self.close()
             return
         with self._records, suppress(Exception):  # the error on its way is the one to see
-            self._write_waiting()  # a broken device cannot be read
+            self._readings.write()  # a broken device cannot be read
 
     def _check_open(self) -> None:
         if self._records.closed:
             raise RunFolderError(f"the recorder of {self.folder} is closed: another with resume=True goes on")
-
-    def _write_waiting(self) -> None:
-        for numbers in self._readings.read():
-            self._records.write(numbers)

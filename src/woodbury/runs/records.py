@@ -27,11 +27,11 @@ class Records:
     """The records of a run under way, open for appending. One process at a time has them."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.fdopen(os.open(folder / RECORDS_FILE, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        self._file = os.fdopen(os.open(folder / RECORDS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666), "r+b")
         if not _lock(self._file.fileno()):
             self._file.close()
             raise RunFolderError(f"{folder} is in use, by another process or a recorder that was not closed")
-        self._sha256, self.length = hashlib.sha256(), 0
+        self.length = 0
 
     def __enter__(self) -> "Records":
         return self
@@ -53,7 +53,7 @@ class Records:
         if len(content) < length or sha256 not in (None, hashlib.sha256(content).hexdigest()):
             raise ValueError(f"{RECORDS_FILE} has changed since the checkpoint was written")
         self._file.truncate(length)
-        self._sha256, self.length = hashlib.sha256(content), length
+        self.length = length
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record, with null for numbers that are not finite: all of it or, if interrupted, nothing."""
@@ -68,7 +68,6 @@ class Records:
         except BaseException:
             self.go_back(self.length)
             raise
-        self._sha256.update(line)
         self.length += len(line)
 
     def sync(self) -> None:
@@ -79,7 +78,8 @@ class Records:
     @property
     def sha256(self) -> str:
         """The checksum of everything so far."""
-        return self._sha256.hexdigest()
+        self._file.seek(0)
+        return hashlib.sha256(self._file.read()).hexdigest()
 
 
 def _lock(descriptor: int) -> bool:

@@ -1,11 +1,9 @@
-"""Errors of one line, checkpoints, and what files of a run have in common."""
+"""Errors of one line, and what files of a run have in common."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from woodbury._files import sealed, unsealed, write_whole
 
 FORMAT = 7  # of all files of a run; raised whenever another version would misread one of them
 DIGITS = 5  # significant digits of a number for tables and drawings
@@ -40,27 +38,6 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {one_line(error)}") from None
-
-
-def check_format(version: Any, path: Path) -> None:
-    """Raise RunFolderError unless a file of this format can be read."""
-    if version != FORMAT:
-        raise RunFolderError(
-            f"{path} was written by another version of woodbury (format {version}, this one reads {FORMAT})"
-        )
-
-
-def write_checkpoint(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a checkpoint so that at any moment the file holds the old one or the new one."""
-    write_whole(path, sealed("checkpoint", FORMAT, values))
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The values in a checkpoint; raises RunFolderError with the file, the fault and the way out in one line."""
-    try:
-        return unsealed(read_file(path), "checkpoint", FORMAT)
-    except ValueError as error:
-        raise RunFolderError(f"{path} {error}; delete it to train from the start") from None
 
 
 def round_numbers(value: Any) -> Any:
