@@ -176,24 +176,3 @@ def test_rows_of_conv1d_equal_dense_autograd_and_are_not_written_out(shape, in_p
     forms = woodbury.rows(model, nn.CrossEntropyLoss(), inputs, targets).forms
     assert not any(isinstance(form, ExplicitRows) for form in forms.values())
     check_directions(model, nn.CrossEntropyLoss(), inputs, targets, [3, 0])
-
-
-NORMS = {
-    "llama": "models.llama.modeling_llama.LlamaRMSNorm",
-    "qwen2": "models.qwen2.modeling_qwen2.Qwen2RMSNorm",
-    "qwen3": "models.qwen3.modeling_qwen3.Qwen3RMSNorm",
-    "t5": "models.t5.modeling_t5.T5LayerNorm",
-}
-
-
-@pytest.mark.parametrize(
-    "name, shape", [("llama", (N, 3)), ("qwen2", (3,)), ("qwen3", (2, 3)), ("t5", (N, 3)), ("t5", (3,))]
-)
-def test_rows_of_rms_norms_equal_dense_autograd(name, shape):
-    module, _, kind = f"transformers.{NORMS[name]}".rpartition(".")
-    inputs, targets = torch.randn(N, *shape, dtype=torch.float64), _classes(N)
-    norm = getattr(pytest.importorskip(module), kind)(3)
-    # z = w (x / rms(x)): what comes before the norm is data, so that its rows have all digits of float64
-    model = nn.Sequential(norm, nn.Tanh(), nn.Flatten(), nn.Linear(inputs[0].numel(), CLASSES)).double()
-    check_rows(model, nn.CrossEntropyLoss(), inputs, targets)
-    check_directions(model, nn.CrossEntropyLoss(), inputs, targets, [3, 0])
