@@ -69,6 +69,10 @@ def check_functions(model, loss, inputs, targets, forward, other=None, subset=(3
             assert optimizer.verify(inputs, given) <= bounds.of_verify(optimizer, inputs, targets)
 
 
+def two_layers(run):
+    return Parts(run, inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
+
+
 class Headed(Parts):
     """A module, then a head; of several outputs the first, of positions the last."""
 
@@ -452,27 +456,23 @@ class Mirrored(Parts):
         return self.b(torch.tanh(self.a(x)))
 
 
-class Compared(Parts):
+def compared(detach):
     """A layer that is used a second time as a constant."""
 
-    def __init__(self, detach):
-        super().__init__(layer=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), detach=detach)
+    def run(m, x):
+        with torch.set_grad_enabled(detach):
+            constant = m.inner(x)
+        return m.head(torch.tanh(m.inner(x.flip(1))) * constant.detach())
 
-    def forward(self, x):
-        if self.detach:
-            constant = self.layer(x).detach()
-        else:
-            with torch.no_grad():
-                constant = self.layer(x)
-        return self.head(torch.tanh(self.layer(x.flip(1))) * constant)
+    return two_layers(run)
 
 
 SEEN = {
     "computed weight": lambda: nn.Sequential(
         parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, CLASSES)
     ),
-    "detached call": lambda: Compared(True),
-    "call without gradients": lambda: Compared(False),
+    "detached call": lambda: compared(True),
+    "call without gradients": lambda: compared(False),
 }
 
 
@@ -489,14 +489,12 @@ def test_the_ratio_is_that_of_the_model_at_the_new_point(name, curvature_samples
         check_ratio(optimizer, inputs, targets)
 
 
-class Checkpointed(Parts):
-    def __init__(self, reentrant):
-        super().__init__(inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES), reentrant=reentrant)
-
-    def forward(self, x):
+def checkpointed(reentrant):
+    def run(m, x):
         x = x.detach().requires_grad_()
-        h = checkpoint(lambda z: torch.tanh(self.inner(z)), x, use_reentrant=self.reentrant)
-        return self.head(h)
+        return m.head(checkpoint(lambda z: torch.tanh(m.inner(z)), x, use_reentrant=reentrant))
+
+    return two_layers(run)
 
 
 def test_models_that_autograd_cannot_follow_are_refused():
@@ -509,7 +507,7 @@ def test_models_that_autograd_cannot_follow_are_refused():
         optimizer.step(inputs.float().to("meta"), targets.to("meta"))
     for method in (*METHODS.values(), woodbury.HessianFree):
         with pytest.raises(ValueError, match="use_reentrant=False"):
-            method(Checkpointed(True).double(), LOSS).step(inputs, targets)
+            method(checkpointed(True).double(), LOSS).step(inputs, targets)
 
 
 class Substituted(Parts):
@@ -556,21 +554,17 @@ def test_the_fallback_gives_the_dense_direction(name):
         check_directions(model, LOSS, *batch(*shape, n=n), subset, fallback="autograd", max_bytes=max_bytes)
 
 
-class Halved(Parts):
-    def __init__(self):
-        super().__init__(inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = self.inner(x)
-        return self.head(torch.tanh(h.float()))
+def halved(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = m.inner(x)
+    return m.head(torch.tanh(h.float()))
 
 
 def test_autocast_inside_the_model_needs_the_fallback():
     inputs, targets = torch.randn(N, 4), torch.randint(CLASSES, (N,))
     with pytest.raises(ValueError, match=r"layer 'inner' gives torch.bfloat16 .* fallback='autograd'"):
-        woodbury.GaussNewton(Halved(), LOSS).step(inputs, targets)
-    optimizer = woodbury.GaussNewton(Halved(), LOSS, fallback="autograd")
+        woodbury.GaussNewton(two_layers(halved), LOSS).step(inputs, targets)
+    optimizer = woodbury.GaussNewton(two_layers(halved), LOSS, fallback="autograd")
     assert optimizer.verify(inputs, targets) <= 0.05  # what bfloat16 leaves
 
 
@@ -603,48 +597,37 @@ def test_scripted_modules_take_the_fallback():
         check_verify(optimizer, inputs, targets)
 
 
-class Hooked(Parts):
+def hooked(at):
     """Halves gradients on their way back, at a layer's output or behind the activation."""
 
-    def __init__(self, at):
-        super().__init__(at=at, inner=nn.Linear(4, 4), head=nn.Linear(4, CLASSES))
-
-    def forward(self, x):
-        h = self.inner(x)
+    def run(m, x):
+        h = m.inner(x)
         v = torch.tanh(h)
-        for tensor in (h, v)[self.at : self.at + 1]:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad: 0.5 * grad)
-        return self.head(v)
+        if v.requires_grad:
+            (h, v)[at].register_hook(lambda grad: 0.5 * grad)
+        return m.head(v)
+
+    return two_layers(run)
 
 
-class Mixing(Parts):
+def mixing(m, x):
     """Samples mixed between the layers in training, or behind them where all inputs are positive."""
-
-    def __init__(self, place):
-        super().__init__(inner=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, CLASSES), place=place)
-
-    def forward(self, x):
-        positive = x.min() > 0
-        h = self.inner(x)
-        h = h - h.mean(0) if self.place == "in training" and self.training else h
-        h = self.head(self.norm(torch.tanh(h)))
-        return h.flip(0) if self.place == "behind" and positive else h
+    h = m.inner(x)
+    h = m.head(torch.tanh(h - h.mean(0) if m.training else h))
+    return h.flip(0) if x.min() > 0 else h
 
 
 def test_mixing_that_shows_later_is_refused_when_it_is_looked_for_again():
     """A new mode is looked at at once, other data at the second pass."""
     inputs, targets = torch.rand(N, 4, dtype=torch.float64), torch.randint(CLASSES, (N,))
-    model = Mixing("in training").double().eval()
+    model = two_layers(mixing).double().eval()
     optimizer = woodbury.NaturalGradient(model, LOSS)
-    optimizer.step(inputs, targets)
-    model.train()
-    with pytest.raises(ValueError, match="layer 'inner' gives for another"):
-        optimizer.step(inputs, targets)
-    optimizer = woodbury.NaturalGradient(Mixing("behind").double(), LOSS)
     optimizer.step(-inputs, targets)
     with pytest.raises(ValueError, match="mixes the samples"):
         optimizer.step(inputs, targets)
+    model.train()
+    with pytest.raises(ValueError, match="layer 'inner' gives for another"):
+        optimizer.step(-inputs, targets)
 
 
 @pytest.mark.parametrize("mask", [torch.rand(3, 3), [0.5, 1.0, 2.0]], ids=["tensor", "list"])
@@ -878,14 +861,12 @@ def test_outputs_of_a_layer_may_be_changed_in_place(name):
         check_ratio(optimizer, inputs, targets)
 
 
-class AttendingInPlace(Parts):
-    def __init__(self, batch_first):
-        super().__init__(attend=attention(batch_first=batch_first), head=nn.Linear(4, CLASSES))
+def attending_in_place(batch_first):
+    def run(m, x):
+        x = x if batch_first else x.transpose(0, 1)
+        return m.head(torch.relu_(m.attend(x, x, x)[0]).mean(1 if batch_first else 0))
 
-    def forward(self, x):
-        first = self.attend.batch_first
-        x = x if first else x.transpose(0, 1)
-        return self.head(torch.relu_(self.attend(x, x, x)[0]).mean(1 if first else 0))
+    return Parts(run, attend=attention(batch_first=batch_first), head=nn.Linear(4, CLASSES))
 
 
 def own_attention():
@@ -924,14 +905,14 @@ EXACT = {
     "bilinear over positions": (lambda: Pairs(1, 3, 2, False), SEQUENCES),
     "attention without a sample axis": (Queries, VECTORS),
     "layers called by keyword": (by_keyword, VECTORS),
-    "a hook on a layer's gradients": (lambda: Hooked(0), VECTORS),
-    "a hook behind the activation": (lambda: Hooked(1), VECTORS),
+    "a hook on a layer's gradients": (lambda: hooked(0), VECTORS),
+    "a hook behind the activation": (lambda: hooked(1), VECTORS),
     "attention of one's own, frozen inside": (own_attention, SEQUENCES),
-    "attention changed in place": (lambda: AttendingInPlace(True), SEQUENCES),
-    "the same, positions first": (lambda: AttendingInPlace(False), SEQUENCES),
-    "the same, one position": (lambda: AttendingInPlace(True), (1, 4)),
-    "the same, one position, positions first": (lambda: AttendingInPlace(False), (1, 4)),
-    "a checkpoint": (lambda: Checkpointed(False), VECTORS),
+    "attention changed in place": (lambda: attending_in_place(True), SEQUENCES),
+    "the same, positions first": (lambda: attending_in_place(False), SEQUENCES),
+    "the same, one position": (lambda: attending_in_place(True), (1, 4)),
+    "the same, one position, positions first": (lambda: attending_in_place(False), (1, 4)),
+    "a checkpoint": (lambda: checkpointed(False), VECTORS),
 }
 
 
