@@ -112,8 +112,8 @@ def chain_rows(
     if len(backs) == len(weights):
         *backs, last = backs
         grads = [apply(last, grads[0].clone())]
-    for weight, back in zip(reversed(weights), reversed(backs), strict=False):
-        grads.append(apply(back, grads[-1].mm(weight)))
+    for matrix, back in zip(reversed(weights), reversed(backs), strict=False):
+        grads.append(apply(back, grads[-1].mm(matrix)))
     forms: dict[str, OuterRows] = {}
     for layer, inputs, own in zip(layers, layer_inputs, reversed(grads), strict=True):
         weight = "weight" if "weight" in layer.parameters else None
