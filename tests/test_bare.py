@@ -121,17 +121,15 @@ def in_place():
     return Parts(run, inner=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, CLASSES), shift=shift)
 
 
-class PositionsFirst(nn.Module):
+def positions_first():
     """Samples on the second axis, where nothing but the check of the rows shows it if t = n."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale, self.head = nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, CLASSES)
-        self.start = nn.Parameter(torch.randn(1, 1, WIDTH))
+    def run(m, x):
+        x = torch.tanh(x.transpose(0, 1) * m.scale).cumsum(0) + m.start.expand(x.shape[1], len(x), WIDTH)
+        return m.head(torch.tanh(x).mean(0))
 
-    def forward(self, x):
-        x = torch.tanh(x.transpose(0, 1) * self.scale).cumsum(0) + self.start.expand(x.shape[1], len(x), WIDTH)
-        return self.head(torch.tanh(x).mean(0))
+    scale, start = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.randn(1, 1, WIDTH))
+    return Parts(run, scale=scale, head=nn.Linear(WIDTH, CLASSES), start=start)
 
 
 def shared():
@@ -153,7 +151,7 @@ SEQUENCES = {
     "masked": masked,
     "filled": filled,
     "in place": in_place,
-    "positions first": PositionsFirst,
+    "positions first": positions_first,
     "shared": shared,
 }
 LANGUAGE = {name: partial(Language, name) for name in ("table", "embedding", "embedding of one row")}
@@ -165,16 +163,14 @@ def batch(name, n, length=LENGTH):
     return torch.randn(n, length, WIDTH, dtype=torch.float64), torch.randint(CLASSES, (n,))
 
 
-@pytest.mark.parametrize("fallback", [None, "autograd"])
-@pytest.mark.parametrize("index, name", enumerate([*SEQUENCES, *LANGUAGE]))
-def test_rows_and_steps_of_bare_parameters_are_the_dense_ones(index, name, fallback):
-    """As many samples as positions, too, where an axis of positions looks like that of samples."""
+@pytest.mark.parametrize("name", [*SEQUENCES, *LANGUAGE])
+def test_rows_and_steps_of_bare_parameters_are_the_dense_ones(name):
+    """With as many samples as positions, where an axis of positions looks like that of samples."""
     torch.manual_seed(0)
-    n = LENGTH if fallback is None else (1, LENGTH + 1, N)[index % 3]
     model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
-    inputs, targets = batch(name, n)
-    check_rows(model, LOSS, inputs, targets, fallback=fallback)
-    check_directions(model, LOSS, inputs, targets, list(range(n))[::-2], fallback=fallback)
+    inputs, targets = batch(name, LENGTH)
+    check_rows(model, LOSS, inputs, targets)
+    check_directions(model, LOSS, inputs, targets, [2, 0])
 
 
 @pytest.mark.parametrize("index, name", enumerate([*SEQUENCES, *LANGUAGE]))
@@ -184,7 +180,7 @@ def test_steps_of_bare_parameters_need_no_fallback_at_any_batch_size(index, name
     kind = list(METHODS)[index % 2]
     model = shaken({**SEQUENCES, **LANGUAGE}[name]().double())
     optimizer = METHODS[kind](model, LOSS, damping=1.0, blocks="layer" if kind == "empirical" else "full")
-    for n in (N, LENGTH, 2, N, LENGTH):  # t = n comes late as well
+    for n in (N, LENGTH, 1):  # t = n comes late
         inputs, targets = batch(name, n)
         assert optimizer.verify(inputs, targets) <= bounds.of_verify(optimizer, inputs, targets)
         optimizer.step(inputs, targets)
@@ -232,15 +228,11 @@ class Indexed(nn.Module):
         return self.head(torch.tanh(x + self.table[: len(x)] if self.by_place else x + self.table[x[:, 0].long()]))
 
 
-class Product(nn.Module):
+class Product(Parts):
     """A bare matrix: no sum and no product entry by entry."""
 
     def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, CLASSES))
-
-    def forward(self, x):
-        return x.mean(1) @ self.weight
+        super().__init__(lambda m, x: x.mean(1) @ m.weight, weight=nn.Parameter(torch.randn(WIDTH, CLASSES)))
 
 
 @pytest.mark.parametrize("make", [Indexed, Product])
@@ -264,22 +256,20 @@ def test_a_table_with_a_row_per_sample_is_no_bare_parameter():
             woodbury.rows(Indexed(True).double(), LOSS, inputs, targets, fallback=fallback)
 
 
-class Disguised(nn.Module):
+def disguised():
     """Positions that are spread over as many entries as there are samples before they meet a sample."""
 
-    def __init__(self):
-        super().__init__()
-        self.place, self.head = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
+    def run(m, x):
         weights = torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype).unsqueeze(1)
-        return self.head(torch.tanh(x + self.place.expand(x.shape[1], WIDTH) * weights).mean(1))
+        return m.head(torch.tanh(x + m.place.expand(x.shape[1], WIDTH) * weights).mean(1))
+
+    return Parts(run, place=nn.Parameter(torch.randn(1, WIDTH)), head=nn.Linear(WIDTH, CLASSES))
 
 
 @pytest.mark.parametrize("n", [N, LENGTH])
 def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
     torch.manual_seed(0)
-    model = Disguised().double()
+    model = disguised().double()
     inputs, targets = batch("affine", n)
     if n == LENGTH:
         with pytest.raises(ValueError, match="no layer rule covers parameter 'place'"):
@@ -292,7 +282,7 @@ def test_an_axis_that_only_looks_like_that_of_samples_gives_no_wrong_rows(n):
 def test_a_model_with_bare_parameters_and_others_keeps_both_ways():
     torch.manual_seed(0)
     model = nn.Sequential(Affine(), Product()).double()
-    model[0].head, model[1].forward = nn.Linear(WIDTH, WIDTH).double(), lambda x: x @ model[1].weight
+    model[0].head, model[1].run = nn.Linear(WIDTH, WIDTH).double(), lambda m, x: x @ m.weight
     inputs, targets = batch("affine", N)
     check_directions(model, LOSS, inputs, targets, [1, 3], fallback="autograd")
     forms = woodbury.rows(model, LOSS, inputs, targets, fallback="autograd").forms

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import problems
 import woodbury
 
 SAMPLES = 40
@@ -136,11 +135,3 @@ def test_a_few_samples_are_not_judged():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*far from")
         woodbury.fit(network(), F.mse_loss, (inputs, inputs[:, :1]), steps=1, progress=False)
-
-
-def test_pictures_in_rows_are_tables_of_pixels():
-    """Images from 0 to 1, without their places: most pixels are dark in most of them."""
-    torch.manual_seed(0)
-    lit = torch.rand(SAMPLES, 30, dtype=torch.float64) * (torch.rand(SAMPLES, 30) < 0.3)
-    model = problems.mlp(30, 4, 1).double()
-    assert columns_named(model, lit * torch.linspace(0.01, 1, 30, dtype=torch.float64)) is None

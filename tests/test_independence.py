@@ -23,68 +23,52 @@ def batch(*shape):
     return torch.randn(N, *shape, dtype=torch.float64)
 
 
-class Backwards(Parts):
+def network_of(run, dropout=0.0):
+    return Parts(run, inner=nn.Linear(3, 4), drop=nn.Dropout(dropout), head=nn.Linear(4, 1))
+
+
+def backwards():
     """An LSTM without batch_first runs along the samples; the first of them sees no other."""
-
-    shape = (5, 3)
-
-    def __init__(self):
-        super().__init__(rnn=nn.LSTM(3, 4), head=nn.Linear(4, 1))
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0])
+    return Parts(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(3, 4), head=nn.Linear(4, 1))
 
 
-class Normed(Parts):
+def normed(m, x):
     """Raises on one sample."""
-
-    shape = (3,)
-
-    def __init__(self):
-        super().__init__(inner=nn.Linear(3, 4), head=nn.Linear(4, 1))
-
-    def forward(self, x):
-        return self.head(F.batch_norm(self.inner(x), None, None, training=True))
+    return m.head(F.batch_norm(m.inner(x), None, None, training=True))
 
 
-class SortedInside(Parts):
+def sorted_inside(m, x):
     """The first and the last sample are spared."""
-
-    shape = (3,)
-
-    def __init__(self, dropout=0.0):
-        super().__init__(inner=nn.Linear(3, 4), drop=nn.Dropout(dropout), head=nn.Linear(4, 1))
-
-    def forward(self, x):
-        order = torch.arange(len(x))
-        order[1:-1] = 1 + x[1:-1, 0].argsort(descending=True)
-        return self.head(self.drop(torch.tanh(self.inner(x[order]))))
+    order = torch.arange(len(x))
+    order[1:-1] = 1 + x[1:-1, 0].argsort(descending=True)
+    return m.head(m.drop(torch.tanh(m.inner(x[order]))))
 
 
-class ShareOfBatch(SortedInside):
+def share_of_batch(m, x):
     """Statistics of the batch that no gradient shows."""
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.inner(x - x.mean(0).detach())))
+    return m.head(torch.tanh(m.inner(x - x.mean(0).detach())))
 
 
-class Neighbour(SortedInside):
+def neighbour(m, x):
     """One sample alone depends on one other."""
+    h = torch.tanh(m.inner(x))
+    if len(x) > 4:
+        h = torch.cat([h[:2], h[2:3] + h[3:4], h[3:]])
+    return m.head(h)
 
-    def forward(self, x):
-        h = torch.tanh(self.inner(x))
-        if len(x) > 4:
-            h = torch.cat([h[:2], h[2:3] + h[3:4], h[3:]])
-        return self.head(h)
+
+def without_a_layer():
+    return Parts(lambda m, x: m.gain * x - (m.gain * x).mean(0), gain=nn.Parameter(torch.randn(3)))
 
 
 MODELS = {
-    "lstm": Backwards,
-    "batch norm": Normed,
-    "sorted": SortedInside,
-    "sorted, dropout": lambda: SortedInside(0.3),
-    "detached": ShareOfBatch,
-    "neighbour": Neighbour,
+    "lstm": backwards,
+    "batch norm": lambda: network_of(normed),
+    "sorted": lambda: network_of(sorted_inside),
+    "sorted, dropout": lambda: network_of(sorted_inside, dropout=0.3),
+    "detached": lambda: network_of(share_of_batch),
+    "neighbour": lambda: network_of(neighbour),
+    "no layer": without_a_layer,
 }
 
 
@@ -94,8 +78,8 @@ MODELS = {
 def test_mixed_samples_are_refused(name, fallback, subset):
     torch.manual_seed(0)
     model = MODELS[name]().double()
-    inputs = batch(*(Backwards if name == "lstm" else SortedInside).shape)
-    inputs[:, 0] = inputs[:, 0].sort(0).values  # SortedInside turns the order round
+    inputs = batch(5, 3) if name == "lstm" else batch(3)
+    inputs[:, 0] = inputs[:, 0].sort(0).values  # sorted_inside turns the order round
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1, fallback=fallback)
     with pytest.raises(ValueError, match=MIXED):
         optimizer.step(inputs, None, subset=subset)
@@ -108,24 +92,19 @@ def test_mixed_samples_are_refused_where_no_layer_is_captured(kind):
     torch.manual_seed(0)
     settings = {} if kind is woodbury.HessianFree else {"solver": "products"}
     with pytest.raises(ValueError, match=MIXED):
-        kind(Backwards().double(), nn.MSELoss(), **settings).step(batch(5, 3))
+        kind(backwards().double(), nn.MSELoss(), **settings).step(batch(5, 3))
 
 
-class OfSixAlone(Parts):
+def of_six_alone(m, x):
     """Takes batches of six samples only: whether it mixes them cannot be seen by running part of them."""
-
-    def __init__(self):
-        super().__init__(inner=nn.Linear(3, 4), head=nn.Linear(4, 1))
-
-    def forward(self, x):
-        if len(x) != N:
-            raise RuntimeError("six, please")
-        return self.head(torch.tanh(self.inner(x)))
+    if len(x) != N:
+        raise RuntimeError("six, please")
+    return m.head(torch.tanh(m.inner(x)))
 
 
 def test_a_model_that_takes_no_part_of_a_batch_is_refused_subsampling_only():
     torch.manual_seed(0)
-    optimizer = woodbury.GaussNewton(OfSixAlone().double(), nn.MSELoss(), damping=0.1)
+    optimizer = woodbury.GaussNewton(network_of(of_six_alone).double(), nn.MSELoss(), damping=0.1)
     assert optimizer.step(batch(3)).accepted
     with pytest.raises(
         ValueError, match=r"cannot be run on 2 of 6 samples \(six, please\).*curvature_samples=None"
@@ -168,15 +147,10 @@ def _values(weights):
     return weights.tolist() if isinstance(weights, torch.Tensor) else weights
 
 
-class Scaled(Parts):
+def scaled(m, batch):
     """Weights of samples that come as a list, a tuple or an array."""
-
-    def __init__(self):
-        super().__init__(inner=nn.Linear(3, 4), head=nn.Linear(4, 1))
-
-    def forward(self, batch):
-        weights = torch.tensor([float(weight) for weight in _values(batch["weights"])], dtype=torch.float64)
-        return self.head(torch.tanh(self.inner(batch["x"]))) * weights.unsqueeze(1)
+    weights = torch.tensor([float(weight) for weight in _values(batch["weights"])], dtype=torch.float64)
+    return m.head(torch.tanh(m.inner(batch["x"]))) * weights.unsqueeze(1)
 
 
 @pytest.mark.parametrize("fallback", [None, "autograd"])
@@ -184,7 +158,7 @@ class Scaled(Parts):
 def test_lists_and_arrays_with_one_entry_per_sample_follow_the_samples(kind, fallback):
     numpy = pytest.importorskip("numpy")
     torch.manual_seed(0)
-    model, inputs, targets = Scaled().double(), batch(3), batch(1)
+    model, inputs, targets = network_of(scaled).double(), batch(3), batch(1)
     weights = [0.5, 1.0, 2.0, 3.0, 4.0, 5.0]
     make = {"list": list, "tuple": tuple, "strings": lambda w: list(map(str, w)), "array": numpy.array}[kind]
     given = make(weights)
@@ -206,7 +180,7 @@ def test_objects_whose_samples_cannot_be_chosen_are_refused_for_part_of_a_batch_
         def __iter__(self):
             return iter(self.values)
 
-    model, inputs = Scaled().double(), batch(3)
+    model, inputs = network_of(scaled).double(), batch(3)
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), damping=0.1)
     given = {"x": inputs, "weights": Weights([1.0] * N)}
     with pytest.raises(TypeError, match="inputs hold a Weights, of which the curvature samples cannot be chosen"):
@@ -215,7 +189,7 @@ def test_objects_whose_samples_cannot_be_chosen_are_refused_for_part_of_a_batch_
 
 
 def test_tensors_of_which_it_cannot_be_told_whether_there_is_one_per_sample_are_refused():
-    model = Scaled().double()
+    model = network_of(scaled).double()
     graphs = [torch.zeros(count) for count in (3, 4, N, 2, 5, 1)]
     optimizer = woodbury.GaussNewton(
         model, nn.MSELoss(), forward=lambda m, b: m({"x": b["x"], "weights": [len(g) for g in b["graphs"]]})
@@ -287,6 +261,7 @@ def korteweg_de_vries(model, x):
     return u_t + 6 * u * u_x + u_xxx - 10 * solution(x).detach()
 
 
+METHODS = {cubic_by_laplacian: None, cubic_by_func: "func"}  # for rows past the rules
 EQUATIONS = [cubic_by_func, cubic_by_laplacian, helmholtz, heat, burgers, korteweg_de_vries]
 
 
@@ -306,22 +281,14 @@ def test_residuals_down_to_rounding_are_not_taken_for_mixed_samples(equation, lo
         warnings.filterwarnings("error", ".*samples")
         fit = woodbury.fit(model, nn.MSELoss(), data, forward=equation, tolerance=1e-24, steps=40, progress=False)
         assert fit.reason == "tolerance"
-        # and where the first look is one at the solution
-        woodbury.fit(model, nn.MSELoss(), data, forward=equation, steps=2, progress=False)
-
-
-@pytest.mark.parametrize(("equation", "method"), [(cubic_by_laplacian, None), (cubic_by_func, "func")])
-def test_forward_mode_and_torch_func_are_not_given_up_near_the_solution(equation, method):
-    model, settings = network(), {"forward": equation, "fallback": "autograd"}
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch(), **settings)
-    while optimizer.step(points(), None).loss > 1e-24:
-        pass
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch(), **settings)
-    for _ in range(2):
-        optimizer.step(points(), None)
-    findings = optimizer._problems.structure.read(model, optimizer.param_groups).findings
-    assert findings.forward_order == 2
-    assert findings.fallback_method == method
+        # and where the first look is one at the solution: no fast method is given up there
+        settings = {"search": woodbury.CurvedSearch(), "forward": equation, "fallback": "autograd"}
+        optimizer = woodbury.GaussNewton(model, nn.MSELoss(), **settings)
+        for _ in range(2):
+            optimizer.step(*data)
+    findings = optimizer._plan().findings
+    if equation in METHODS:
+        assert findings.forward_order == 2 and findings.fallback_method == METHODS[equation]
 
 
 class SharesOfTheMean:

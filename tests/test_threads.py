@@ -145,7 +145,7 @@ def test_models_trained_in_several_threads_are_those_trained_one_after_the_other
         inputs = torch.randn(N, 2, 4, generator=generator, dtype=torch.float64)
         targets = torch.randint(CLASSES, (N,), generator=generator)
         optimizer = method(model, LOSS, curvature_samples=2, seed=seed)
-        for _ in range(10):
+        for _ in range(5):
             optimizer.step(inputs, targets)
         return reference.theta(model)
 

@@ -132,20 +132,17 @@ def rule():
     del rules._RULES[Registered]
 
 
-@every_how
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
-@pytest.mark.parametrize("curvature_samples", [None, 5])
-@pytest.mark.parametrize(
-    "values, criterion",
-    [
-        (focal, lambda y, t: focal(y, t).mean()),
-        (half_as_much_again, lambda y, t: 3 * F.cross_entropy(y, t) / 2),  # a constant factor is part of the loss
-    ],
-)
-def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, values, criterion, rule):
+VALUES = {
+    focal: lambda y, t: focal(y, t).mean(),
+    half_as_much_again: lambda y, t: 3 * F.cross_entropy(y, t) / 2,  # a constant factor is part of the loss
+}
+
+
+@every_pair(method=METHODS[:2], curvature_samples=[None, 5], values=list(VALUES), how=["closure", "watch"])
+def test_any_loss_of_the_outputs_is_that_of_a_rule_for_it(method, how, curvature_samples, values, rule):
     settings = {"curvature_samples": curvature_samples, "seed": 0, "damping": 0.1}
     twins = two(how, registered(values), method=method, **settings)
-    check_infos(*twins, criterion, batch("cross entropy"), how, steps=5)
+    check_infos(*twins, VALUES[values], batch("cross entropy"), how, steps=5)
 
 
 RECOGNISED = {
@@ -226,9 +223,7 @@ class WithLoss(Parts):
         return {"loss": loss / count, "logits": logits}
 
 
-@every_how
-@pytest.mark.parametrize("loss", [shift, padded, "of the model"])
-@pytest.mark.parametrize("method", [woodbury.GaussNewton, woodbury.NaturalGradient])
+@every_pair(loss=[shift, padded, "of the model"], method=METHODS[:2], how=["closure", "watch"])
 def test_sliced_and_reshaped_outputs_and_losses_of_models_are_recognised(method, loss, how):
     tokens, labels = token_batch()
     settings = {"damping": 1.0, "curvature_samples": 3, "seed": 0}

@@ -6,7 +6,7 @@ backward pass of their own, gradients that are changed by hand, random numbers. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,10 +61,8 @@ def compare(
     if group.size > 1:  # DistributedDataParallel leaves the mean over all processes
         means, errors = [group.sum(part) / group.size for part in mine], [group.sum(part) for part in errors]
         mine = min(mine, means, key=lambda gradient: _distance(gradient, theirs))
-    names = list(parameters)
-    missing = [name for name, gradient in zip(names, seen.gradients, strict=True) if gradient is None]
     with group.together():
-        return common_factor(names, mine, errors, theirs, lambda wrong: _cause(seen, missing, wrong))
+        return common_factor(list(parameters), mine, errors, theirs, seen.cause)
 
 
 def rebuilt_gradient(model: nn.Module, seen: SeenBatch, parameters: Sequence[Tensor]) -> tuple[Gradient, Gradient]:
@@ -115,7 +113,7 @@ def common_factor(
     mine: Gradient,
     errors: Gradient,
     theirs: Gradient,
-    cause: Callable[[Collection[str]], str],
+    cause: str,
 ) -> float:
     """c where their gradient is c times mine, 1 where they are equal to rounding.
 
@@ -146,19 +144,11 @@ def common_factor(
     worst = max(wrong, key=lambda name: wrong[name])
     raise ValueError(
         f"the step would not be that of the loop: the gradient of the loss as it was seen is not .grad of "
-        f"{_in_words(list(wrong))} (by {wrong[worst]:.1%} of it for {worst!r}). {cause(wrong)}. Nothing was "
+        f"{_in_words(list(wrong))} (by {wrong[worst]:.1%} of it for {worst!r}). {cause}. Nothing was "
         "changed. Ways out: put all that belongs to the loss into one expression of the model's outputs, with one "
         "backward pass; weight_decay= for a penalty on the weights; or step(inputs, targets) with a loss of your "
         "own (register_loss)"
     )
-
-
-def _cause(seen: Seen, missing: Collection[str], wrong: Collection[str]) -> str:
-    """Why gradients are others than those of the loss, as far as it can be told."""
-    gone = [name for name in missing if name in wrong]
-    if gone:
-        return f"{_in_words(gone)} hold no gradient: it was removed, or backward(inputs=...) left it out"
-    return seen.cause
 
 
 def _distance(a: Gradient, b: Gradient) -> float:

@@ -1,9 +1,9 @@
 """The operations from the outputs of a model to its loss, noted as they run, so that they can be run again.
 
 A loss in a loop of the user's own is any expression in the outputs. `tape` returns the outputs as a tensor that
-notes each operation done with it, and with what came out of it, up to the call of `backward`. `Node.value` runs
-the same operations on other outputs: the loss as a function of the outputs alone. The versions that torch counts
-for every tensor say which operations write into their arguments, and whether something was written unseen.
+notes each operation done with it, and with what came out of it, up to the call of `backward`. `Node.value_from`
+runs the same operations on other outputs: the loss as a function of the outputs alone. The versions that torch
+counts for every tensor say which operations write into their arguments, and whether something was written unseen.
 """
 
 from __future__ import annotations
@@ -87,17 +87,13 @@ class Node:
         """Whether a tensor that an operation was given has been written into since."""
         return any(state_of(leaf) != state for node in self.ancestors(owner) for leaf, state in node._states)
 
-    def value(self, outputs: Mapping[Base, Tensor]) -> Tensor:
-        """The result for other outputs, by the same operations."""
-        return self._value(outputs, {})
-
     def value_from(self, node: Node, value: Tensor) -> Tensor:
-        """The result if that of a node it depends on were this."""
-        return self._value({}, {id(node): value})
+        """The result, by the same operations, if that of a node it depends on, the outputs say, were this."""
+        return self._value({id(node): value})
 
-    def _value(self, outputs: Mapping[Base, Tensor], known: dict[int, Tensor]) -> Tensor:
+    def _value(self, known: dict[int, Tensor]) -> Tensor:
         if id(self) not in known:
-            leaves = [_run_again(leaf, outputs, known) for leaf in self.leaves]
+            leaves = [_run_again(leaf, known) for leaf in self.leaves]
             for place in self.written:
                 leaves[place] = leaves[place].clone()
             args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -117,10 +113,10 @@ class Base(Node):
         self.address = tensor.data_ptr()
         self._is_copy = False
 
-    def _value(self, outputs: Mapping[Base, Tensor], known: dict[int, Tensor]) -> Tensor:
-        if self in outputs:
-            return outputs[self]
-        return self.tensor if self.origin is None else self.origin._value(outputs, known)
+    def _value(self, known: dict[int, Tensor]) -> Tensor:
+        if id(self) in known:
+            return known[id(self)]
+        return self.tensor if self.origin is None else self.origin._value(known)
 
     def keep(self) -> None:
         """Keep the outputs as they are, before something is written into them."""
@@ -142,9 +138,9 @@ def state_of(tensor: Tensor) -> tuple[int, str]:
     return tensor._version, str(tensor.detach().sum().item()) if is_seen else ""
 
 
-def _run_again(leaf: Any, outputs: Mapping[Base, Tensor], known: dict[int, Tensor]) -> Any:
+def _run_again(leaf: Any, known: dict[int, Tensor]) -> Any:
     if isinstance(leaf, Node):
-        return leaf._value(outputs, known)
+        return leaf._value(known)
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 

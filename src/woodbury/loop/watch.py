@@ -25,11 +25,11 @@ from woodbury.model.compiled import WrittenCall
 from woodbury.model.graph import graph_edges
 
 UNWATCHED = (
-    "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() was watched since "
-    "the last step (torch.autograd.backward is not seen, nor are outputs copied into another tensor: put parts "
-    "together by torch.cat). Ways out: write optimizer.step(inputs, targets), without backward; "
-    "optimizer.step(closure), where the closure computes the loss and calls backward; or watch=True when the "
-    "optimizer is made, before the model is called"
+    "step() without a batch, whose inputs must hold at least one tensor, and no loss.backward() of this model's "
+    "outputs was watched since the last step (torch.autograd.backward is not seen, nor are outputs copied into "
+    "another tensor: put parts together by torch.cat). Ways out: write optimizer.step(inputs, targets), without "
+    "backward; optimizer.step(closure), where the closure calls the model, computes the loss and calls backward; "
+    "or watch=True when the optimizer is made, before the model is called"
 )
 
 
@@ -217,7 +217,7 @@ class Watcher:
 
 ELSE = (
     "Another loss, a penalty say, was sent back as well, or a hook changes gradients, or tensors were written "
-    "into unseen"
+    "into unseen, or gradients were removed or left out by backward(inputs=...)"
 )
 CLIPPED = (
     "gradients were clipped before step(), and a second-order step does not use them: it is that of the loss, "
@@ -309,13 +309,6 @@ def run_closure(
             value = closure()
             if not watcher._calls and watcher._failure is None and isinstance(value, Taped):
                 value.backward()  # a closure that only returns the loss
-        if not watcher._calls and watcher._failure is None:
-            raise ValueError(
-                "the closure called no loss.backward() on a loss of this model's outputs: it must call the model, "
-                "compute the loss from its outputs and call backward. torch.autograd.backward is not seen, nor "
-                "are outputs copied into another tensor. Ways out: put parts together by torch.cat, or write "
-                "optimizer.step(inputs, targets)"
-            )
         return watcher.take(known)
     finally:
         watcher.close()

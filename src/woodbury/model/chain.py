@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from woodbury._process import has_global_hook, has_hook
 from woodbury._vector import Parts
 from woodbury.layers.forms import OuterSum, linear
-from woodbury.layers.outer import Layout, OuterRows, layout_of
+from woodbury.layers.outer import OuterRows, layout_of
 from woodbury.layers.rules import has_own_parameters, linear_rows
 from woodbury.model.plan import Layer, Plan
 from woodbury.modules import Scale, Sine
@@ -85,14 +85,19 @@ Back = Callable[[Tensor], Tensor]  # gradients in v = phi(z), (n, o) -> gradient
 MovedForward = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-def backpropagate(
-    segments: Sequence[Tensor], weights: Sequence[Tensor], backs: Sequence[Back], samples: int
-) -> tuple[Layout, list[Tensor]]:
-    """Gradients h (r, o) in the outputs of every layer, first layer first, and the layout of their rows.
+def chain_rows(
+    layers: Sequence[Layer],
+    weights: Sequence[Tensor],
+    layer_inputs: Sequence[Tensor],
+    backs: Sequence[Back],
+    segments: Sequence[Tensor],
+) -> dict[str, OuterRows]:
+    """Rows of a chain, from the inputs v (n, i) of its layers and gradients h (r, o) in their outputs.
 
-    segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples. weights are those of
-    every layer; backs belong to the activations between them, and to one after the last layer if there is one.
+    segments are columns (m, k, C), or (m, C) for one per sample, of consecutive samples. backs belong to the
+    activations between layers, and to one after the last layer if there is one.
     """
+    samples = layer_inputs[0].shape[0]
     layout = layout_of(tuple((c.shape[0], c.shape[1] if c.dim() == 3 else 1) for c in segments))
     flat = [columns.flatten(0, 1) if columns.dim() == 3 else columns for columns in segments]
     grads = [flat[0] if len(flat) == 1 else torch.cat(flat)]
@@ -107,22 +112,10 @@ def backpropagate(
     if len(backs) == len(weights):
         *backs, last = backs
         grads = [apply(last, grads[0].clone())]
-    for weight, back in zip(reversed(weights), reversed(backs), strict=False):
-        grads.append(apply(back, grads[-1].mm(weight)))
-    return layout, grads[::-1]
-
-
-def chain_rows(
-    layers: Sequence[Layer],
-    weights: Sequence[Tensor],
-    layer_inputs: Sequence[Tensor],
-    backs: Sequence[Back],
-    segments: Sequence[Tensor],
-) -> dict[str, OuterRows]:
-    """Rows of a chain for columns as in `backpropagate`, from the inputs v (n, i) of its layers."""
-    layout, grads = backpropagate(segments, weights, backs, layer_inputs[0].shape[0])
+    for matrix, back in zip(reversed(weights), reversed(backs), strict=False):
+        grads.append(apply(back, grads[-1].mm(matrix)))
     forms: dict[str, OuterRows] = {}
-    for layer, inputs, own in zip(layers, layer_inputs, grads, strict=True):
+    for layer, inputs, own in zip(layers, layer_inputs, reversed(grads), strict=True):
         weight = "weight" if "weight" in layer.parameters else None
         bias = "bias" if "bias" in layer.parameters else None
         inputs = inputs if inputs.shape[0] == layout.samples else inputs[: layout.samples]

@@ -107,8 +107,6 @@ def fewest_digits(outputs: Tensor) -> torch.dtype:
     A model may cast to float32 in between, as norms do that were written for bfloat16.
     """
     dtype = outputs.dtype
-    if outputs.grad_fn is None:
-        return dtype
     for node in {outputs.grad_fn, *(following for _, following in graph_edges(outputs))}:
         for value in getattr(node, "_input_metadata", ()):
             if value.dtype.is_floating_point and torch.finfo(value.dtype).eps > torch.finfo(dtype).eps:

@@ -90,11 +90,6 @@ class Plan:
         """Parameter name -> its module, and its name there."""
         return {full: (block, own) for block, names in self.owned.items() for own, full in names.items()}
 
-    @property
-    def training(self) -> bool:
-        """model.training."""
-        return self.modules[0][2]
-
     @cached_property
     def names(self) -> dict[int, str]:
         """The id of a trainable parameter -> its name."""
