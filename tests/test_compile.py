@@ -1,6 +1,7 @@
 """Models that torch.compile has compiled: the same steps as without, and nothing is compiled anew."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -183,6 +184,17 @@ def test_what_a_user_compiles_elsewhere_stays_compiled():
     assert graphs() == 0
     model(batch()[0])
     assert graphs() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_steps_of_a_model_compiled_to_machine_code():
+    model, plain, loss = compile_whole("inductor"), written(), nn.CrossEntropyLoss()
+    nn.CrossEntropyLoss()(model(batch()[0]), batch()[1]).backward()
+    for own in (model, plain):
+        torch.manual_seed(2)
+        woodbury.GaussNewton(own, loss).step(*batch())
+    assert same(model, plain)
 
 
 @pytest.mark.parametrize("door", ["watch", "closure"])
