@@ -98,15 +98,6 @@ def test_batches_double_where_noise_is_more_than_half(seconds, noise, expected, 
     assert counts == expected and rule.is_over == (noise > 0.5)
 
 
-def test_batches_that_are_never_enough_settle_for_half(monkeypatch):
-    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.6, 10)
-    assert rule.batches == 4 and counts[-1] == 2
-    for _ in range(growth.MOST_SHORT + 1):
-        assert not rule.is_over
-        rule.note(1.0, classes(8), 1)
-    assert rule.is_over and rule.batches == 2
-
-
 def test_several_processes_do_not_grow_apart(monkeypatch):
     monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
     run = run_by(Limits(seconds=10))

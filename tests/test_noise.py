@@ -242,7 +242,7 @@ BAD = {
         "all targets are",
     ),
     "constant, evidence": ({"data": (noisy()[0], noisy()[1] * 0), "weight_decay": "evidence"}, "all targets are"),
-    "patience, evidence": ({"weight_decay": "evidence", "validation": 0.2, "patience": 2}, "the evidence does"),
+    "patience, evidence": ({"weight_decay": "evidence", "validation": 0.2, "patience": 2}, "patience= is not for"),
     "curvature samples": ({"curvature_samples": 5}, "curvature_samples= is for the batches of a loader"),
     "another word": ({"weight_decay": "auto"}, "a number or 'evidence'"),
     "evidence, loader": ({"data": loader(), "weight_decay": "evidence"}, "with a loader pass a number"),
