@@ -125,24 +125,12 @@ def test_a_step_of_two_batches_is_that_of_a_batch_of_both(monkeypatch):
     assert [record["loss"] for record in one.history] == [record["loss"] for record in other.history]
 
 
-def test_streams_are_used_whole_however_long_their_epochs_are():
-    class Stream:
-        lengths = iter([30, 50, 10])
-
-        def __iter__(self):
-            return iter(batches(classes(next(self.lengths)), 10))
-
-    source, seen = MiniBatches(Stream()), []
-    while source.epoch < 3:
-        seen.append((source.epoch, source.next(2)[1]))
-        if source.is_over:
-            source.end_epoch()
-    assert seen == [(0, 2), (0, 1), (1, 2), (1, 2), (1, 1), (2, 1)]
-
-
-@pytest.mark.parametrize("said", [None, 2, 9])
-def test_an_epoch_lasts_as_long_as_there_are_batches(said):
-    """For streams without a length, and loaders that say a wrong one."""
+@pytest.mark.parametrize(
+    "said, together, ends",
+    [(None, 1, [3, 8, 10, 14]), (2, 1, [3, 8, 10, 14]), (9, 1, [3, 8, 10, 14]), (None, 2, [2, 5, 6, 8])],
+)
+def test_an_epoch_lasts_as_long_as_there_are_batches(said, together, ends, monkeypatch):
+    """For streams without a length, and loaders that say a wrong one; a step ends where its epoch does."""
 
     class Stream:
         lengths = iter([3, 5, 2, 4, 4])  # the last one for the loss at the end
@@ -152,8 +140,9 @@ def test_an_epoch_lasts_as_long_as_there_are_batches(said):
 
     if said is not None:
         Stream.__len__ = lambda self: said
+    monkeypatch.setattr(training.TrainingRun, "batches_per_step", together)
     fit = fitted(network(), Stream(), epochs=4)
-    assert fit.steps == 14 and [entry["step"] for entry in fit.history] == [3, 8, 10, 14]
+    assert [entry["step"] for entry in fit.history] == ends
 
 
 def test_batches_that_do_not_fit_together_are_steps_of_their_own():
