@@ -144,7 +144,7 @@ def test_the_spectral_solution_of_slabs_is_that_of_another_integrator(monkeypatc
 
 
 def test_a_short_run_of_slabs(capsys):
-    errors = slabs.main(2, 4)
+    errors = slabs.main(2, 5)
     start = torch.cos(math.pi * slabs.PLACES)
     truth = slabs.advance(start)
     standing_still = float((start - truth).norm() / truth.norm())
