@@ -98,12 +98,6 @@ def test_batches_double_where_noise_is_more_than_half(seconds, noise, expected, 
     assert counts == expected and rule.is_over == (noise > 0.5)
 
 
-def test_several_processes_do_not_grow_apart(monkeypatch):
-    monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
-    run = run_by(Limits(seconds=10))
-    assert run.growth is None and not run.by_time and run.rates == [training.RATE]
-
-
 def test_without_noise_it_is_looked_at_ever_more_rarely(monkeypatch):
     looks = []
     _, rule = grown(monkeypatch, lambda count: 1.0, 0.1, 1)
@@ -166,7 +160,7 @@ def run_by(limits, loader=None, loss=None, **settings):
     return training.TrainingRun(optimizer, source, limits=limits)
 
 
-def test_seconds_alone_choose_other_settings():
+def test_seconds_alone_choose_other_settings(monkeypatch):
     run = run_by(Limits(seconds=10))
     assert run.by_time and run.growth.most == growth.MOST_BATCHES and run.optimizer.memory == 0
     assert run.rates == [training.RATE_BY_TIME]
@@ -177,6 +171,9 @@ def test_seconds_alone_choose_other_settings():
         assert not run.by_time and run.growth is None and run.batches_per_step == 1
         assert run.optimizer.memory == training.MEMORY and run.rates == [training.RATE]
     assert run_by(Limits(seconds=10), memory=2).optimizer.memory == 2
+    monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
+    run = run_by(Limits(seconds=10))  # several processes, which must not grow apart
+    assert run.growth is None and not run.by_time and run.rates == [training.RATE]
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0.2), (0.05, 0.6), (0.1, 1.0), (0.75, 1.0)])

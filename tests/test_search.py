@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import pickle
 from itertools import combinations, pairwise
 
 import pytest
@@ -702,20 +701,6 @@ def test_a_dropout_mask_is_the_same_at_every_trial():
 
 
 # -- as an optimizer ---------------------------------------------------------------------------------------
-
-
-def test_state_survives_a_round_trip_and_the_path_goes_on_bit_by_bit():
-    model, inputs, targets = wide_fit()
-    optimizer = woodbury.GaussNewton(model, nn.MSELoss(), search=woodbury.CurvedSearch())
-    for _ in range(4):
-        optimizer.step(inputs, targets)
-    twin = copy.deepcopy(model)
-    other = woodbury.GaussNewton(twin, nn.MSELoss(), search=woodbury.CurvedSearch())
-    other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
-    for _ in range(4):
-        first, second = optimizer.step(inputs, targets), other.step(inputs, targets)
-        assert first.as_dict() == second.as_dict()
-    assert torch.equal(reference.theta(model), reference.theta(twin))
 
 
 def test_an_error_in_the_middle_of_the_search_changes_nothing():
