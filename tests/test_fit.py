@@ -202,28 +202,3 @@ def test_a_classifier_is_fitted_too(dtype):
     problem = problems.make("softmax", dtype)
     fit = woodbury.fit(problem.model, problem.loss, (problem.inputs, problem.targets), steps=15, progress=False)
     assert fit.loss < 1e-3
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"data": [(torch.zeros(3, 2), torch.zeros(3, 1))] * 3, "samples": 5}, ValueError, "samples= is for"),
-        ({"patience": 3}, ValueError, "patience= is for validation data"),
-        ({"data": (torch.zeros(3, 2), torch.zeros(4, 1))}, ValueError, "targets"),
-        ({"data": lambda count: None}, TypeError, "must return a pair"),
-        ({"epochs": 3}, ValueError, "epochs"),
-        ({"metric": "adam"}, ValueError, "search= and metric='adam' do not go together"),
-        ({"memory": 2}, ValueError, "memory= is for the batches of a loader: leave it out"),
-        ({"steps": -1}, ValueError, "steps must not be negative"),
-        ({"steps": 1.5}, ValueError, "steps must be a whole number"),
-        ({"seconds": "1"}, TypeError, "seconds must be a number"),
-        ({"tolerance": -1.0}, ValueError, "tolerance must not be negative"),
-        ({"samples": 10}, ValueError, "samples= is for a function"),
-        ({"data": draw, "samples": 0}, ValueError, "samples must be"),
-        ({"resume": {"steps": 1}}, ValueError, "state_dict"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, error, message):
-    model, data = smooth_fit()
-    with pytest.raises(error, match=message):
-        woodbury.fit(model, nn.MSELoss(), **{"data": data, "progress": False, **arguments})

@@ -213,6 +213,10 @@ def sampler(count):
     return noisy(samples=count)
 
 
+def difference(outputs, targets):
+    return outputs - targets
+
+
 BAD = {
     "other columns": ({"validation": noisy(inputs=3)}, "samples of the data have the shapes"),
     "other targets": ({"validation": (noisy()[0], noisy()[1][:, 0])}, "have the shapes"),
@@ -244,6 +248,31 @@ BAD = {
         "does not go with model and loss",
     ),
     "no validation": ({"data": loader(), "validation": [(noisy()[0][:0], noisy()[1][:0])]}, "validation data"),
+    "patience alone": ({"patience": 3}, "patience= is for validation data"),
+    "other numbers": ({"data": (noisy()[0], noisy(samples=4)[1])}, "targets"),
+    "nothing drawn": ({"data": lambda count: None}, "must return a pair"),
+    "samples of a pair": ({"samples": 10}, "samples= is for a function"),
+    "samples of a loader": ({"data": loader(), "samples": 5}, "samples= is for"),
+    "no samples": ({"data": sampler, "samples": 0}, "samples must be"),
+    "epochs of a pair": ({"epochs": 3}, "epochs= is for the batches of a loader"),
+    "another metric": ({"metric": "adam"}, "search= and metric='adam' do not go together"),
+    "memory": ({"memory": 2}, "memory= is for the batches of a loader: leave it out"),
+    "steps below zero": ({"steps": -1}, "steps must not be negative"),
+    "half a step": ({"steps": 1.5}, "steps must be a whole number"),
+    "seconds as text": ({"seconds": "1"}, "seconds must be a number"),
+    "tolerance below zero": ({"tolerance": -1.0}, "tolerance must not be negative"),
+    "no state": ({"resume": {"steps": 1}}, "state_dict"),
+    "a metric by a name that is taken": ({"metrics": {"loss": difference}}, "cannot be called 'loss'"),
+    "a metric that is no function": ({"metrics": {"largest": 3}}, "functions of"),
+    "metrics without names": ({"metrics": [difference]}, "by name"),
+    "a metric of one argument": ({"metrics": {"own": lambda outputs: 1.0}}, "metric 'own'"),
+    "a metric that is no number": ({"metrics": {"own": difference}}, "metric 'own'"),
+    "a metric of a loader alone": (
+        {"data": loader(), "metrics": {"own": difference}},
+        "a loader with validation=",
+    ),
+    "a metric of a sampler": ({"data": sampler, "metrics": {"own": difference}}, "metrics= are for a pair"),
+    "epoch callback": ({"epoch_callback": print}, "epoch_callback= is for the batches of a loader"),
 }
 
 
@@ -252,7 +281,7 @@ def test_bad_input_is_an_error_and_nothing_changes(case):
     arguments, message = BAD[case]
     model = network()
     before = values(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         fitted(model, **{"data": noisy(), **arguments})
     assert torch.equal(values(model), before) and model.training
 

@@ -94,28 +94,6 @@ def test_metrics_and_validation_are_shown(capsys):
     assert "largest" in first and "largest" in last and "validation" in last
 
 
-BAD = {
-    "a name that is taken": ({"metrics": {"loss": largest_error}}, ValueError, "cannot be called 'loss'"),
-    "no function": ({"metrics": {"largest": 3}}, TypeError, "functions of"),
-    "no mapping": ({"metrics": [largest_error]}, TypeError, "by name"),
-    "one argument": ({"metrics": {"own": lambda outputs: 1.0}}, TypeError, "metric 'own'"),
-    "no number": ({"metrics": {"own": lambda outputs, targets: outputs}}, TypeError, "metric 'own'"),
-    "its own error": ({"metrics": {"own": lambda outputs, targets: [][0]}}, TypeError, "metric 'own'"),
-    "a loader alone": ({"data": loader(), "metrics": METRICS}, ValueError, "a loader with validation="),
-    "a sampler": ({"data": noisy, "metrics": METRICS}, ValueError, "metrics= are for a pair"),
-    "epochs of a pair": ({"epoch_callback": print}, ValueError, "epoch_callback= is for the batches of a loader"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_metrics_and_callbacks_are_named_and_nothing_changes(case):
-    arguments, error, message = BAD[case]
-    model, before = network(), [own.clone() for own in network().parameters()]
-    with pytest.raises(error, match=message):
-        woodbury.fit(model, MSE, **{"data": noisy(), "progress": False, **arguments})
-    assert all(map(torch.equal, model.parameters(), before))
-
-
 def test_an_epoch_callback_comes_after_every_epoch_and_can_stop():
     steps, epochs = [], []
 
