@@ -114,7 +114,7 @@ def test_train_takes_settings_overwrites_nothing_and_report_reads_several_folder
             patch.setattr(cli, "_report", lambda paths, folder: None)
             result = invoke(
                 *("train", "digits", "--optimizer", "smw-ng", "--epochs", 1, "--set", f"lr={rate}", "--seed", 4),
-                *("--batch-size", 100, "--set", "gram_dtype=null", "--set", 'damping={"initial": 10}'),
+                *("--batch-size", 100, "--set", "gram_dtype=null", "--set", "damping.initial=10"),
                 *("--dtype", "float64", "--out", tmp_path / "runs"),
             )
         assert result.exit_code == 0, result.output
@@ -196,7 +196,7 @@ def test_ctrl_c_keeps_what_was_done_and_resume_finishes_it_in_its_folder(no_repo
         (["train", "digits", "--set", "curvature_samples=2000"], "smw-gn: curvature_samples=2000 is more than"),
         (["train", "covtype", "--batch-size", "20"], "smw-gn: curvature_samples=30 is more than the 20 samples"),
         (
-            ["train", "digits", "--set", 'damping={"bost": 2}'],
+            ["train", "digits", "--set", "damping.bost=2"],
             "smw-gn: LevenbergMarquardt has no field 'bost', only",
         ),
         (["train", "digits", "--set", "damping=" + "[" * 100_000], "smw-gn: "),

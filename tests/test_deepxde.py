@@ -399,7 +399,7 @@ def test_functions_with_matrices_of_their_own_type_are_taken_in_it():
     net.apply_feature_transform(lambda x: x @ matrix)
     model = poisson("dirichlet", net=net)
     before = model._outputs_losses(True, *model.data.train_next_batch())[1].sum()
-    woodbury.deepxde.fit(model, steps=3, verbose=0)
+    woodbury.deepxde.fit(model, seconds=None, steps=3, verbose=0)
     assert model.losshistory.loss_train[-1].sum() < before
 
 

@@ -85,7 +85,7 @@ def test_a_configuration_has_every_setting_and_after_reloading_builds_the_optimi
 
 def test_a_damping_policy_is_saved_with_all_of_its_fields_and_reloaded(tmp_path):
     fields = dataclasses.asdict(LevenbergMarquardt(initial=0.1))
-    for damping in ({"initial": 0.1}, {"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
+    for damping in ({"LevenbergMarquardt": {"initial": 0.1}}, LevenbergMarquardt(initial=0.1)):
         config = tiny_config(damping=damping)
         assert config.settings["damping"] == {"LevenbergMarquardt": fields}
     tiny_config(damping=Constant(0.25)).save(tmp_path)

@@ -50,8 +50,8 @@ def is_loss_of(value, model, data):
 
 def test_a_fit_stops_at_the_tolerance_and_says_so(capsys):
     model, data = smooth_fit()
-    fit = woodbury.fit(model, nn.MSELoss(), data, tolerance=1e-10)
-    assert fit.reason == "tolerance" and fit.loss <= 1e-10 and fit.steps == len(fit.history)
+    fit = woodbury.fit(model, nn.MSELoss(), data, tolerance=1e-12)
+    assert fit.reason == "tolerance" and fit.loss <= 1e-12 and fit.steps == len(fit.history)
     assert is_loss_of(fit.loss, model, data)
     assert str(fit).endswith("the tolerance is reached") and "the tolerance is reached" in capsys.readouterr().err
     losses = [record["loss"] for record in fit.history]
@@ -99,19 +99,20 @@ def test_steps_seconds_a_callback_and_ctrl_c_end_it(capsys):
     assert is_loss_of(fit.loss, model, data) and fit.loss < fit.history[0]["loss"]
 
 
-def test_a_problem_that_is_solved_is_left_when_nothing_moves():
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_problem_that_is_solved_is_left_when_nothing_moves(decay):
+    """At the solution of the linear system, weight decay included."""
     torch.manual_seed(0)
-    model, inputs = nn.Linear(2, 1).double(), torch.randn(20, 2, dtype=torch.float64)
+    model, inputs = nn.Linear(2, 1, bias=False).double(), torch.randn(20, 2, dtype=torch.float64)
     data = inputs, torch.randn(20, 1, dtype=torch.float64)
-    fit = woodbury.fit(model, nn.MSELoss(), data, progress=False)
+    fit = woodbury.fit(model, nn.MSELoss(), data, weight_decay=decay, progress=False)
     assert fit.reason == "stalled" and fit.steps < 30
-    design = torch.cat([inputs, torch.ones(20, 1, dtype=torch.float64)], 1)
-    least = torch.linalg.lstsq(design, data[1]).solution
-    torch.testing.assert_close(values(model), least.flatten(), rtol=1e-6, atol=1e-8)
+    matrix = 2 / 20 * inputs.T @ inputs + decay * torch.eye(2, dtype=torch.float64)
+    ridge = torch.linalg.solve(matrix, 2 / 20 * inputs.T @ data[1])
+    torch.testing.assert_close(values(model), ridge.flatten(), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("metric", [None, "diagonal"])
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled, metric", [(False, "diagonal"), (True, None)])
 def test_a_fit_goes_on_from_its_state_bit_by_bit(sampled, metric):
     def build():
         return (line_fit(), draw) if sampled else smooth_fit()
@@ -152,20 +153,12 @@ def test_a_sampler_gets_fresh_samples_and_more_of_them_where_they_limit_the_step
     assert max(loss_of(model, (inputs, surface(inputs))), fit.loss) < 1e-3 * surface(inputs).square().mean()
 
 
-def test_a_fit_of_drawn_samples_holds_on_others():
-    model = line_fit()
-    fit = woodbury.fit(model, nn.MSELoss(), draw, steps=60, samples=8, progress=False)
-    inputs = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
-    assert loss_of(model, (inputs, torch.sin(3 * inputs))) < 1e-6
-    assert fit.loss < 1e-6
-
-
 def test_the_number_of_samples_follows_the_model():
     counts = []
-    for model in (line_fit(), problems.mlp(1, 300, 1).double()):
+    for model in (line_fit(), problems.mlp(1, 100, 1).double()):
         sample = lambda count: counts.append(count) or draw(count)  # noqa: E731
         woodbury.fit(model, nn.MSELoss(), sample, steps=1, points="as drawn", progress=False)
-    assert counts[0] == 8 * sum(own.numel() for own in line_fit().parameters()) < counts[-1] == round(1.5 * 901)
+    assert counts[0] == 8 * sum(own.numel() for own in line_fit().parameters()) < counts[-1] == round(1.5 * 301)
 
 
 def test_a_seed_fixes_the_samples_and_leaves_the_global_numbers_alone():
@@ -204,55 +197,8 @@ def test_residuals_of_an_equation_need_no_targets():
     assert fit.loss < 1e-7
 
 
-def test_validation_data_choose_the_parameters():
-    model, data = smooth_fit()
-    torch.manual_seed(1)
-    inputs = torch.rand(15, 2, dtype=torch.float64)
-    validation = inputs, torch.sin(3 * inputs[:, :1]) * inputs[:, 1:] + 0.3 * torch.randn(15, 1).double()
-    fit = woodbury.fit(model, nn.MSELoss(), data, steps=15, validation=validation, progress=False)
-    seen = [record["validation"] for record in fit.history]
-    assert is_loss_of(min(seen), model, validation) and is_loss_of(fit.loss, model, data)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_classifier_is_fitted_too(dtype):
     problem = problems.make("softmax", dtype)
     fit = woodbury.fit(problem.model, problem.loss, (problem.inputs, problem.targets), steps=15, progress=False)
     assert fit.loss < 1e-3
-
-
-def test_weight_decay_is_part_of_what_is_minimised():
-    torch.manual_seed(0)
-    model, inputs = nn.Linear(2, 1, bias=False).double(), torch.randn(20, 2, dtype=torch.float64)
-    targets = torch.randn(20, 1, dtype=torch.float64)
-    woodbury.fit(model, nn.MSELoss(), (inputs, targets), weight_decay=0.3, progress=False)
-    matrix = 2 / 20 * inputs.T @ inputs + 0.3 * torch.eye(2, dtype=torch.float64)
-    ridge = torch.linalg.solve(matrix, 2 / 20 * inputs.T @ targets)
-    torch.testing.assert_close(values(model), ridge.flatten(), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"data": 3}, TypeError, "a pair"),
-        ({"data": torch.zeros(3, 2)}, TypeError, "a pair"),
-        ({"data": [(torch.zeros(3, 2), torch.zeros(3, 1))] * 3, "samples": 5}, ValueError, "samples= is for"),
-        ({"patience": 3}, ValueError, "patience= is for validation data"),
-        ({"data": (torch.zeros(3, 2), torch.zeros(4, 1))}, ValueError, "targets"),
-        ({"data": lambda count: None}, TypeError, "must return a pair"),
-        ({"epochs": 3}, ValueError, "epochs"),
-        ({"metric": "adam"}, ValueError, "search= and metric='adam' do not go together"),
-        ({"memory": 2}, ValueError, "memory= is for the batches of a loader: leave it out"),
-        ({"steps": -1}, ValueError, "steps must not be negative"),
-        ({"steps": 1.5}, ValueError, "steps must be a whole number"),
-        ({"seconds": "1"}, TypeError, "seconds must be a number"),
-        ({"tolerance": -1.0}, ValueError, "tolerance must not be negative"),
-        ({"samples": 10}, ValueError, "samples= is for a function"),
-        ({"data": draw, "samples": 0}, ValueError, "samples must be"),
-        ({"resume": {"steps": 1}}, ValueError, "state_dict"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, error, message):
-    model, data = smooth_fit()
-    with pytest.raises(error, match=message):
-        woodbury.fit(model, nn.MSELoss(), **{"data": data, "progress": False, **arguments})

@@ -98,21 +98,6 @@ def test_batches_double_where_noise_is_more_than_half(seconds, noise, expected, 
     assert counts == expected and rule.is_over == (noise > 0.5)
 
 
-def test_batches_that_are_never_enough_settle_for_half(monkeypatch):
-    counts, rule = grown(monkeypatch, lambda count: 1.0, 0.6, 10)
-    assert rule.batches == 4 and counts[-1] == 2
-    for _ in range(growth.MOST_SHORT + 1):
-        assert not rule.is_over
-        rule.note(1.0, classes(8), 1)
-    assert rule.is_over and rule.batches == 2
-
-
-def test_several_processes_do_not_grow_apart(monkeypatch):
-    monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
-    run = run_by(Limits(seconds=10))
-    assert run.growth is None and not run.by_time and run.rates == [training.RATE]
-
-
 def test_without_noise_it_is_looked_at_ever_more_rarely(monkeypatch):
     looks = []
     _, rule = grown(monkeypatch, lambda count: 1.0, 0.1, 1)
@@ -134,24 +119,12 @@ def test_a_step_of_two_batches_is_that_of_a_batch_of_both(monkeypatch):
     assert [record["loss"] for record in one.history] == [record["loss"] for record in other.history]
 
 
-def test_streams_are_used_whole_however_long_their_epochs_are():
-    class Stream:
-        lengths = iter([30, 50, 10])
-
-        def __iter__(self):
-            return iter(batches(classes(next(self.lengths)), 10))
-
-    source, seen = MiniBatches(Stream()), []
-    while source.epoch < 3:
-        seen.append((source.epoch, source.next(2)[1]))
-        if source.is_over:
-            source.end_epoch()
-    assert seen == [(0, 2), (0, 1), (1, 2), (1, 2), (1, 1), (2, 1)]
-
-
-@pytest.mark.parametrize("said", [None, 2, 9])
-def test_an_epoch_lasts_as_long_as_there_are_batches(said):
-    """For streams without a length, and loaders that say a wrong one."""
+@pytest.mark.parametrize(
+    "said, together, ends",
+    [(None, 1, [3, 8, 10, 14]), (2, 1, [3, 8, 10, 14]), (9, 1, [3, 8, 10, 14]), (None, 2, [2, 5, 6, 8])],
+)
+def test_an_epoch_lasts_as_long_as_there_are_batches(said, together, ends, monkeypatch):
+    """For streams without a length, and loaders that say a wrong one; a step ends where its epoch does."""
 
     class Stream:
         lengths = iter([3, 5, 2, 4, 4])  # the last one for the loss at the end
@@ -161,8 +134,9 @@ def test_an_epoch_lasts_as_long_as_there_are_batches(said):
 
     if said is not None:
         Stream.__len__ = lambda self: said
+    monkeypatch.setattr(training.TrainingRun, "batches_per_step", together)
     fit = fitted(network(), Stream(), epochs=4)
-    assert fit.steps == 14 and [entry["step"] for entry in fit.history] == [3, 8, 10, 14]
+    assert [entry["step"] for entry in fit.history] == ends
 
 
 def test_batches_that_do_not_fit_together_are_steps_of_their_own():
@@ -186,7 +160,7 @@ def run_by(limits, loader=None, loss=None, **settings):
     return training.TrainingRun(optimizer, source, limits=limits)
 
 
-def test_seconds_alone_choose_other_settings():
+def test_seconds_alone_choose_other_settings(monkeypatch):
     run = run_by(Limits(seconds=10))
     assert run.by_time and run.growth.most == growth.MOST_BATCHES and run.optimizer.memory == 0
     assert run.rates == [training.RATE_BY_TIME]
@@ -197,6 +171,9 @@ def test_seconds_alone_choose_other_settings():
         assert not run.by_time and run.growth is None and run.batches_per_step == 1
         assert run.optimizer.memory == training.MEMORY and run.rates == [training.RATE]
     assert run_by(Limits(seconds=10), memory=2).optimizer.memory == 2
+    monkeypatch.setattr(training, "find_group", lambda group, model: types.SimpleNamespace(size=2))
+    run = run_by(Limits(seconds=10))  # several processes, which must not grow apart
+    assert run.growth is None and not run.by_time and run.rates == [training.RATE]
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0.2), (0.05, 0.6), (0.1, 1.0), (0.75, 1.0)])

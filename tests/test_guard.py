@@ -56,21 +56,20 @@ def test_running_away_is_far_above_the_best():
 
 def noisy():
     torch.manual_seed(1)
-    inputs = torch.randn(2400, 4)
-    targets = inputs[:, :1].sin() + inputs[:, 1:2] * inputs[:, 2:3] + 0.5 * torch.randn(2400, 1)
+    inputs = torch.randn(1200, 4)
+    targets = inputs[:, :1].sin() + inputs[:, 1:2] * inputs[:, 2:3] + 0.5 * torch.randn(1200, 1)
     return inputs, (targets - targets.mean()) / targets.std()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_rate_of_one_in_noisy_batches_does_not_run_away(seed):
+def test_a_rate_of_one_in_noisy_batches_does_not_run_away():
     inputs, targets = noisy()
-    torch.manual_seed(seed)
+    torch.manual_seed(1)  # without a guard it ends at 5
     model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = woodbury.GaussNewton(model, nn.MSELoss(), lr=1.0, curvature_samples=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(4):
-            for batch in torch.randperm(2400).split(32):
+            for batch in torch.randperm(1200).split(32):
                 optimizer.step(inputs[batch], targets[batch])
     with torch.no_grad():
         assert nn.functional.mse_loss(model(inputs), targets).item() < 1.0  # that of a constant

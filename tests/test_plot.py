@@ -57,7 +57,7 @@ def largest_of(model, data):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_metrics_are_those_of_all_samples_per_step_or_epoch_and_of_the_model_returned(kind):
+def test_metrics_are_those_of_all_samples_and_the_figure_has_the_numbers_of_the_history(kind):
     model, seen = network(), {}
     others = None if kind == "split" else judged_on(kind, None)  # there it is known at the end
 
@@ -73,34 +73,25 @@ def test_metrics_are_those_of_all_samples_per_step_or_epoch_and_of_the_model_ret
     by_hand = largest_of(model, judged_on(kind, fit))
     assert fit.metrics["largest"] == pytest.approx(by_hand, rel=bounds.rounding(60))
     assert f"largest {fit.metrics['largest']:.4g}" in str(fit)
+    pytest.importorskip("matplotlib")
+    first, *others = fit.plot().axes
+    lines, steps = {line.get_label(): line for line in first.get_lines()}, list(measured)
+    for name in ("loss", "validation") if "validation" in fit.history[0] else ("loss",):
+        np.testing.assert_array_equal(lines[name].get_xdata(), steps)
+        np.testing.assert_array_equal(lines[name].get_ydata(), [entry[name] for entry in fit.history])
+    assert ("validation" in lines) == ("validation" in fit.history[0]) and first.get_yscale() == "log"
+    assert list(lines[f"best step, {fit.best_step}"].get_xdata()) == [fit.best_step] * 2
+    shown = {place.get_title(loc="left"): place.get_lines()[0].get_ydata() for place in others}
+    np.testing.assert_array_equal(shown["largest"], list(measured.values()))
+    assert ("rate" in shown) == (kind == "loader") and first.get_title(loc="left") == str(fit)
+    lengths = {entry.get("length") for entry in fit.history}
+    assert ("length of the step" in shown) == (len(lengths) > 1)
 
 
 def test_metrics_and_validation_are_shown(capsys):
     fitted("loader", progress=True)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert "largest" in first and "largest" in last and "validation" in last
-
-
-BAD = {
-    "a name that is taken": ({"metrics": {"loss": largest_error}}, ValueError, "cannot be called 'loss'"),
-    "no function": ({"metrics": {"largest": 3}}, TypeError, "functions of"),
-    "no mapping": ({"metrics": [largest_error]}, TypeError, "by name"),
-    "one argument": ({"metrics": {"own": lambda outputs: 1.0}}, TypeError, "metric 'own'"),
-    "no number": ({"metrics": {"own": lambda outputs, targets: outputs}}, TypeError, "metric 'own'"),
-    "its own error": ({"metrics": {"own": lambda outputs, targets: [][0]}}, TypeError, "metric 'own'"),
-    "a loader alone": ({"data": loader(), "metrics": METRICS}, ValueError, "a loader with validation="),
-    "a sampler": ({"data": noisy, "metrics": METRICS}, ValueError, "metrics= are for a pair"),
-    "epochs of a pair": ({"epoch_callback": print}, ValueError, "epoch_callback= is for the batches of a loader"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_metrics_and_callbacks_are_named_and_nothing_changes(case):
-    arguments, error, message = BAD[case]
-    model, before = network(), [own.clone() for own in network().parameters()]
-    with pytest.raises(error, match=message):
-        woodbury.fit(model, MSE, **{"data": noisy(), "progress": False, **arguments})
-    assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_an_epoch_callback_comes_after_every_epoch_and_can_stop():
@@ -116,29 +107,6 @@ def test_an_epoch_callback_comes_after_every_epoch_and_can_stop():
 
 
 # -- figure and page ------------------------------------------------------------------------------------------
-
-
-def lines_of(place):
-    return {line.get_label(): line for line in place.get_lines()}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_figure_has_the_numbers_of_the_history(kind):
-    pytest.importorskip("matplotlib")
-    fit = fitted(kind)
-    first, *others = fit.plot().axes
-    lines = lines_of(first)
-    steps = [entry["step"] for entry in fit.history]
-    for name in ("loss", "validation") if "validation" in fit.history[0] else ("loss",):
-        np.testing.assert_array_equal(lines[name].get_xdata(), steps)
-        np.testing.assert_array_equal(lines[name].get_ydata(), [entry[name] for entry in fit.history])
-    assert ("validation" in lines) == ("validation" in fit.history[0]) and first.get_yscale() == "log"
-    assert list(lines[f"best step, {fit.best_step}"].get_xdata()) == [fit.best_step] * 2
-    shown = {place.get_title(loc="left"): place.get_lines()[0].get_ydata() for place in others}
-    np.testing.assert_array_equal(shown["largest"], [entry["largest"] for entry in fit.history])
-    assert ("rate" in shown) == (kind == "loader") and first.get_title(loc="left") == str(fit)
-    lengths = [entry.get("length") for entry in fit.history]
-    assert ("length of the step" in shown) == (len(set(lengths)) > 1)
 
 
 def test_samples_are_drawn_where_they_change_and_losses_below_zero_have_a_linear_axis():

@@ -103,11 +103,6 @@ def test_a_policy_survives_json(name):
     assert from_plain(json.loads(json.dumps(plain))) == example(name)
 
 
-def test_fields_without_a_name_are_those_of_levenberg_marquardt():
-    assert from_plain({"initial": 0.1, "boost": 2.0}) == woodbury.LevenbergMarquardt(initial=0.1, boost=2.0)
-    assert from_plain({}) == from_plain({"LevenbergMarquardt": {}}) == woodbury.LevenbergMarquardt()
-
-
 @pytest.mark.parametrize("value", [0.5, None, "full", [0.9, 0.999]])
 def test_other_settings_stay_as_they_are(value):
     assert to_plain(value) == from_plain(value) == value
@@ -118,8 +113,8 @@ def test_other_settings_stay_as_they_are(value):
     [
         ({"Newton": {"initial": 1.0}}, "there is no policy 'Newton', only LevenbergMarquardt, Constant"),
         ({"Constant": {"initial": 1.0, "boost": 2.0}}, "Constant has no field 'boost', only initial, floor"),
-        ({"Constant": {}}, "Constant needs its field 'initial'"),
-        ({"initial": 1.0, "bost": 2.0}, "LevenbergMarquardt has no field 'bost', only initial, boost"),
+        ({"Constant": {}}, "Constant.*'initial'"),
+        ({"initial": 1.0}, "there is no policy 'initial', only LevenbergMarquardt"),
     ],
 )
 def test_an_unknown_policy_or_field_is_named(plain, message):
@@ -130,12 +125,7 @@ def test_an_unknown_policy_or_field_is_named(plain, message):
 @pytest.mark.parametrize(
     "value, fields, expected",
     [
-        (
-            woodbury.LevenbergMarquardt(boost=2.0),
-            {"initial": 10},
-            woodbury.LevenbergMarquardt(initial=10, boost=2.0),
-        ),
-        ({"boost": 2.0}, {"initial": 10}, woodbury.LevenbergMarquardt(initial=10, boost=2.0)),
+        (woodbury.LevenbergMarquardt(boost=2), {"floor": 0.5}, woodbury.LevenbergMarquardt(boost=2, floor=0.5)),
         ({"Constant": {"initial": 2}}, {"floor": 0.5}, POLICIES["Constant"](2, 0.5)),
         (2, {"floor": 0.5}, POLICIES["Constant"](2.0, 0.5)),
     ],

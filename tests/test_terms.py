@@ -210,9 +210,9 @@ def bend(model, x):
     return woodbury.laplacian(model, x).laplacian + torch.pi**2 * torch.sin(torch.pi * x)
 
 
-def line_problem(seed=0):
+def line_problem():
     """-u'' = pi^2 sin(pi x), u = 0 at both ends."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
     draw = lambda count: torch.rand(count, 1, dtype=torch.float64)  # noqa: E731
     model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -225,21 +225,11 @@ def fitted(model, equations, **settings):
 
 def test_a_fit_of_terms_solves_the_equation_and_says_how_far_each_term_is():
     model, equations = line_problem()
-    fit = fitted(model, equations, steps=30)
+    fit = fitted(model, equations, steps=30, samples=64)
     x = torch.linspace(0, 1, 50, dtype=torch.float64).unsqueeze(1)
     assert float((model(x) - torch.sin(torch.pi * x)).abs().max()) < 1e-4
     first, last = fit.history[0]["terms"], fit.history[-1]["terms"]
     assert set(first) == set(last) == {"inside", "ends"} and last["inside"] < 1e-6 * first["inside"]
-
-
-def test_a_fit_of_terms_goes_on_from_its_state_bit_by_bit():
-    whole, equations = line_problem()
-    fitted(whole, equations, steps=12, samples=64)
-    part, equations = line_problem()
-    state = fitted(part, equations, steps=5, samples=64).state_dict()
-    again, equations = line_problem(seed=3)
-    fitted(again, equations, steps=12, samples=64, resume=state)
-    assert torch.equal(reference.theta(again), reference.theta(whole))
 
 
 def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
@@ -253,8 +243,8 @@ def test_memory_that_runs_out_takes_fewer_points_and_loses_nothing(monkeypatch):
 
     monkeypatch.setattr(woodbury.GaussNewton, "step", small_memory)
     with pytest.warns(RuntimeWarning, match="memory has run out: from now on a step has 512 samples") as told:
-        fit = fitted(model, equations, steps=6, samples=1024)
-    assert sum("memory" in str(own.message) for own in told) == 1 and fit.steps == 6 and fit.samples == 512
+        fit = fitted(model, equations, steps=3, samples=1024)
+    assert sum("memory" in str(own.message) for own in told) == 1 and fit.steps == 3 and fit.samples == 512
     assert fit.history[-1]["loss"] < fit.history[0]["loss"]
 
 

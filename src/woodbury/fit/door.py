@@ -1,8 +1,4 @@
-"""`woodbury.fit`: data, a sampler or a loader in, a fitted model out, with nothing to tune.
-
-Data used whole, or fresh samples, are fitted to many digits (`woodbury.fit.precise`), the batches of a loader are
-trained on (`woodbury.fit.training`). What is decided here is which.
-"""
+"""`woodbury.fit`: data, a sampler or a loader in, a fitted model out. The kind of data decides which fit it is."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from woodbury._choice import check_whole_number, part_named
 from woodbury.fit.checkpoint import Where
@@ -32,12 +28,12 @@ from woodbury.fit.sources import (
     as_pair,
     as_tensors,
     check_learnable,
-    check_validation,
+    check_same_columns,
     drawing,
     is_batches,
     split_off,
 )
-from woodbury.fit.training import DEFAULT_EPOCHS, Record, TrainingRun, is_by_time, training_optimizer
+from woodbury.fit.training import DEFAULT_EPOCHS, TrainingRun, is_by_time, training_optimizer
 from woodbury.losses.rules import as_module
 from woodbury.model.capture import call_model
 from woodbury.model.compiled import written_model
@@ -69,7 +65,7 @@ def fit(
     curvature_samples: int | float | str | None = "auto",
     memory: int | None = None,
     metric: str | None = "auto",
-    record: Record | None = None,
+    record: Any = None,
     progress: bool = True,
     seed: int | None = None,
     callback: Callback | None = None,
@@ -86,12 +82,11 @@ def fit(
     Tensors, NumPy arrays, tables of pandas or lists, in float64 (`model.double()`); with noise `validation=0.2` or
     `weight_decay="evidence"` belongs to it. Steps are those of `GaussNewton(model, loss, search=CurvedSearch())`.
 
-    A loader is trained on in mini-batches, as one does with Adam:
+    A loader is trained on in mini-batches; anything that gives batches (inputs, targets) again and again is one:
 
     >>> fit = woodbury.fit(model, torch.nn.CrossEntropyLoss(), loader, epochs=10, validation=(inputs, targets))
 
-    A DataLoader, a list, anything that gives batches (inputs, targets) again and again. Steps are those of
-    `GaussNewton` with momentum, memory, Adam's metric and a rate that falls to zero (`woodbury.fit.training`).
+    Steps have momentum, memory, Adam's metric and a rate that falls to zero (`woodbury.fit.training`).
 
     A sampler draw(count) gives fresh samples for every step, and as many others to judge it:
 
@@ -108,19 +103,17 @@ def fit(
 
     Args:
         model: any module; it is trained in place and ends with the best parameters.
-        loss: one that `GaussNewton` takes, or one added by `register_loss`; functions of torch.nn.functional,
-            as mse_loss, stand for their classes. Or `Equations`.
+        loss: one that `GaussNewton` takes, functions of torch.nn.functional for their classes; or `Equations`.
         data: one of the kinds above; targets may be None for zeros. Floats become those of the model.
         forward: f(model, inputs) in place of model(inputs).
         fallback: as in `GaussNewton`; None refuses parameters that no layer rule covers.
         weight_decay: adds weight_decay |theta|^2 / 2 to the loss. "evidence", for a pair: one for each parameter
-            tensor, and for squared error the noise, that maximise the evidence of the Gauss-Newton posterior
-            (`woodbury.fit.evidence`); validation data is then measured only, as nothing has to be held out.
+            tensor, and for squared error the noise, by the evidence of the Gauss-Newton posterior; validation data
+            is then measured only, as nothing has to be held out.
         steps, seconds, tolerance: where to stop: a number of steps, a time, or a loss (300 steps, with a loader 20
             epochs, if there is no budget). After `resume` steps and seconds count from the very first.
         epochs: how often to go through a loader. Where seconds alone are the budget steps take up to four of its
-            batches, as the noise of the gradient asks for it and time allows it (`woodbury.fit.growth`); with
-            epochs or steps nothing follows from the clock, and two runs are the same.
+            batches, as noise and time allow (`woodbury.fit.growth`); else nothing follows from the clock.
         samples: how many to draw at first; by default 1.5 per parameter, from 256 to 4096 (on a GPU from 2048 to
             8192); for `Equations` 256 (512) in the first eight steps, and on a CPU 512 after that. There are twice
             as many, up to 4 (8) per parameter, after two steps for which others promise less than half as much.
@@ -133,10 +126,9 @@ def fit(
             with a loader epochs (a quarter of all, at least 5).
         metrics: functions by name, {"accuracy": f}, from (outputs, targets) of all validation samples, or of a
             pair itself, to a number: per step, with a loader per epoch. See `Fit.history` and `Fit.metrics`.
-        curvature_samples: with a loader: how many samples of a batch the curvature comes from, as in
-            `GaussNewton`. "auto" aims at the cost of three SGD steps, by the shapes of the model.
-        memory: with a loader: as in `GaussNewton`; by default the rows of three batches before this one, and none
-            where seconds alone are the budget, on a GPU and with several processes.
+        curvature_samples, memory: with a loader, as in `GaussNewton`. By default the samples that three SGD steps
+            pay for, and the rows of three batches before (none where seconds alone are the budget, on a GPU and
+            with several processes).
         metric: as in `GaussNewton`; by default "adam" with a loader (not with weight decay, on a GPU or in several
             processes). With other data "diagonal" makes a fit independent of the units of the parameters.
         record: with a loader: a `woodbury.Recorder`, which writes what `woodbury report` reads.
@@ -155,107 +147,91 @@ def fit(
     _check_call(loss, data, others)
     criterion = nn.MSELoss() if isinstance(loss, Equations) else as_module(written_model(loss))
     check_model_and_loss(model, criterion)
-    convert = Conversion.to(model)
-    settings: dict[str, Any] = {"fallback": fallback, "weight_decay": weight_decay, "seed": seed}
-    if isinstance(loss, Equations):
-        _check_absent("data", data, "not for Equations, whose terms have their own")
-        _check_absent("forward", forward, "not for Equations, whose terms have their own functions")
-        _check_absent("validation", validation, "not for Equations: a step is judged on points of its own")
-        given: Any = loss
-    else:
-        settings["forward"] = forward
-        given, validation = as_tensors(data, convert), as_tensors(validation, convert)
+    convert, kind = Conversion.to(model), "Equations"
+    if not isinstance(loss, Equations):
+        data, validation = as_tensors(data, convert), as_tensors(validation, convert)
+        kind = "a loader" if is_batches(data) else "a function that draws samples" if callable(data) else "a pair"
+    of_loaders = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
+    of_loaders["curvature_samples"] = None if curvature_samples == "auto" else curvature_samples
+    _check_use(kind, data=data, forward=forward, validation=validation, samples=samples, **of_loaders)
+    _check_decay(weight_decay, kind)
     if patience is not None:
         if validation is None:
             raise ValueError("fit: patience= is for validation data: pass validation= too, or leave it out")
         check_whole_number("fit: patience", patience, least=1)
     limits = Limits(steps, seconds, tolerance, epochs)
+    settings: dict[str, Any] = {"fallback": fallback, "weight_decay": weight_decay, "seed": seed}
     run: Run
-    if is_batches(given):
-        _check_absent("samples", samples, "for a function that draws them; a loader has its own batches")
-        _check_decay(weight_decay, "a loader", "a number, 1e-4, or validation=")
+    if kind == "a loader":
+        limits = limits.or_else(epochs=DEFAULT_EPOCHS)
         settings |= {"curvature_samples": curvature_samples, "memory": memory, "metric": metric}
-        if steps is None and seconds is None and epochs is None:
-            limits = replace(limits, epochs=DEFAULT_EPOCHS)
-        judged = _validation(validation, patience or max(5, math.ceil((epochs or DEFAULT_EPOCHS) / 4)))
         run = TrainingRun(
-            training_optimizer(model, criterion, is_by_time(limits, model), **settings),
-            MiniBatches(given, convert),
+            training_optimizer(model, criterion, is_by_time(limits, model), forward=forward, **settings),
+            MiniBatches(data, convert),  # type: ignore[arg-type]
             limits=limits,
-            validation=judged,
+            validation=_validation(validation, patience or max(5, math.ceil((epochs or DEFAULT_EPOCHS) / 4))),
             callback=callback,
             epoch_callback=epoch_callback,
             record=record,
         )
     else:
-        own = {"epochs": epochs, "record": record, "memory": memory, "epoch_callback": epoch_callback}
-        _check_no_batches(**own, curvature_samples=curvature_samples)
         _check_one_process()
         dtypes = {own.dtype for own in model.parameters() if own.requires_grad}
         settings["gram_dtype"] = torch.float64 if dtypes == {torch.float32} else None
         settings |= {"metric": None if metric == "auto" else metric, "search": CurvedSearch(), "damping": PLAIN}
-        if callable(given) or isinstance(given, Equations):
-            _check_decay(weight_decay, "a function that draws samples", "a number, or none at all")
+        shared: dict[str, Any] = {"limits": limits.or_else(steps=DEFAULT_STEPS), "callback": callback}
+        if kind == "a pair":
+            shared |= {"validation": validation, "patience": patience}
+            run = _fit_pair(model, criterion, data, {"forward": forward, **settings}, **shared)
+        else:
             if samples is not None:
                 check_whole_number("fit: samples", samples, least=1)
-            given = drawing(given, convert) if callable(given) else given
-            source = _source(model, criterion, given, forward, points)
-            settings["forward"] = source.forward
+            terms = loss if isinstance(loss, Equations) else drawing(data, convert)
+            source = _source(model, criterion, terms, forward, points)
             judged = _validation(validation, patience or PATIENCE)
             if judged is not None:
                 judged = replace(judged, batches=[source.as_data(*convert(own)) for own in judged.batches])
-            run = SolvingRun(
-                GaussNewton(model, criterion, **settings),
-                source,
-                limits=_with_budget(limits),
-                validation=judged,
-                seed=seed,
-                callback=callback,
-                samples=samples,
-            )
-        else:
-            _check_absent("samples", samples, "for a function that draws them; the data given is used whole")
-            judges: dict[str, Any] = {"validation": validation, "patience": patience, "callback": callback}
-            run = _whole(model, criterion, given, limits, **judges, **settings)
+            optimizer = GaussNewton(model, criterion, forward=source.forward, **settings)
+            run = SolvingRun(optimizer, source, seed=seed, samples=samples, validation=judged, **shared)
     if metrics is not None:
         _check_metrics(metrics, run)
         run.metrics = metrics
     return run.go(Progress(run.limits) if progress else None, checkpoint, resume)
 
 
-def _whole(
+def _fit_pair(
     model: nn.Module,
     loss: nn.Module,
     data: Any,
-    limits: Limits,
+    settings: dict[str, Any],
+    *,
     validation: Any,
     patience: int | None,
-    callback: Callback | None,
-    **settings: Any,
+    **shared: Any,
 ) -> Run:
     """A fit to data that is used whole."""
     run: Run
-    split, limits = None, _with_budget(limits)
+    by_evidence = settings["weight_decay"] == "evidence"
+    pair, split = as_pair(data, "data must be a function draw(count), a loader, or a pair"), None
+    if isinstance(validation, int | float):
+        pair, validation, split = split_off(pair, validation, settings["seed"] or 0)
+    elif validation is not None:
+        validation = as_pair(validation, "beside a pair validation must be a share of it (0.2), or a pair")
     if validation is not None:
-        data, validation, split = _split(data, validation, settings["seed"] or 0)
-    pair = as_pair(data, "data must be a function draw(count), a loader, or a pair")
-    judged = _validation(validation, patience or PATIENCE)
-    if _is_evidence(settings["weight_decay"]):
-        _check_absent("patience", patience, "for fits that validation data ends, and here the evidence does")
-        _check_absent("metric", settings["metric"], "not for weight_decay='evidence'")
+        check_same_columns(pair, validation)
+    if validation is not None or by_evidence:
         check_learnable(pair)
+    shared["validation"] = _validation(validation, patience or PATIENCE)
+    if by_evidence:
+        for name, value in (("patience", patience), ("metric", settings["metric"])):
+            if value is not None:
+                raise ValueError(f"fit: {name}= is not for weight_decay='evidence', where the evidence ends a fit")
         own = {name: settings[name] for name in ("forward", "fallback")}
-        run = EvidenceRun(model, loss, pair, **own, limits=limits, validation=judged, callback=callback)
+        run = EvidenceRun(model, loss, pair, **own, **shared)
     else:
-        optimizer = GaussNewton(model, loss, **settings)
-        run = PreciseRun(optimizer, pair, limits=limits, validation=judged, callback=callback)
+        run = PreciseRun(GaussNewton(model, loss, **settings), pair, **shared)
     run.fit.split = split
     return run
-
-
-def _with_budget(limits: Limits) -> Limits:
-    has_budget = limits.steps is not None or limits.seconds is not None
-    return limits if has_budget else replace(limits, steps=DEFAULT_STEPS)
 
 
 def _source(
@@ -271,17 +247,6 @@ def _source(
     return TermSource(model, Equations(samples=term).terms, by_residual, has_terms=False)
 
 
-def _split(data: Any, validation: Any, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor] | None]:
-    """A pair and its validation data, checked, and how they were split, if they were."""
-    pair, split = as_pair(data, "data must be a pair"), None
-    if isinstance(validation, int | float):
-        pair, other, split = split_off(pair, validation, seed)
-    else:
-        other = as_pair(validation, "beside a pair validation must be a share of it (0.2), or a pair")
-    check_validation(pair, other)
-    return pair, other, split
-
-
 def _validation(data: Any, patience: int) -> Validation | None:
     """Validation data as batches: a loader, or one pair."""
     if data is None:
@@ -294,6 +259,35 @@ def _validation(data: Any, patience: int) -> Validation | None:
     return Validation(data if is_batches(data) else [as_pair(data, "validation must be a pair")], patience)
 
 
+# -- arguments --------------------------------------------------------------------------------------------------
+
+_BATCHES = {
+    "epochs": "for the batches of a loader: a pair or a function has none: use steps= or seconds=",
+    "epoch_callback": "for the batches of a loader: use callback=",
+    **dict.fromkeys(("record", "memory", "curvature_samples"), "for the batches of a loader: leave it out"),
+}
+# what some kinds of data have no use for
+_USELESS = {
+    "Equations": {
+        "data": "not for Equations, whose terms have their own",
+        "forward": "not for Equations, whose terms have their own functions",
+        "validation": "not for Equations: a step is judged on points of its own",
+        **_BATCHES,
+    },
+    "a function that draws samples": _BATCHES,
+    "a pair": {"samples": "for a function that draws them; the data given is used whole", **_BATCHES},
+    "a loader": {"samples": "for a function that draws them; a loader has its own batches"},
+}
+_COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "rate", "noise", "log_evidence", *SEARCH}
+
+
+def _check_use(kind: str, **given: Any) -> None:
+    """Raise for an argument that this kind of data has no use for."""
+    for name, what_for in _USELESS[kind].items():
+        if given[name] is not None:
+            raise ValueError(f"fit: {name}= is {what_for}")
+
+
 def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
     """Raise an error that says what to write: for what is missing, or two arguments in place of a pair."""
     write = "write fit(model, loss, (inputs, targets))"
@@ -303,25 +297,13 @@ def _check_call(loss: Any, data: Any, others: tuple[Any, ...]) -> None:
         raise TypeError(f"fit: the loss or the data is missing, got {type(loss).__name__} alone: {write}")
 
 
-def _is_evidence(weight_decay: float | str) -> bool:
+def _check_decay(weight_decay: float | str, kind: str) -> None:
     if isinstance(weight_decay, str) and weight_decay != "evidence":
         raise ValueError(f"fit: weight_decay must be a number or 'evidence', got {weight_decay!r}")
-    return weight_decay == "evidence"
-
-
-def _check_decay(weight_decay: float | str, kind: str, way: str) -> None:
-    if _is_evidence(weight_decay):
+    if weight_decay == "evidence" and kind != "a pair":
         raise ValueError(
-            f"fit: weight_decay='evidence' is for a pair (inputs, targets), used whole: with {kind} pass {way}"
+            f"fit: weight_decay='evidence' is for a pair (inputs, targets), used whole: with {kind} pass a number"
         )
-
-
-def _check_no_batches(**given: Any) -> None:
-    """Raise for what only a loader has a use for."""
-    ways = {"epochs": "a pair or a function has none: use steps= or seconds=", "epoch_callback": "use callback="}
-    for name, value in given.items():
-        own = None if isinstance(value, str) and value == "auto" else value
-        _check_absent(name, own, f"for the batches of a loader: {ways.get(name, 'leave it out')}")
 
 
 def _check_metrics(metrics: Mapping[str, Metric], run: Run) -> None:
@@ -334,9 +316,6 @@ def _check_metrics(metrics: Mapping[str, Metric], run: Run) -> None:
         raise ValueError("fit: metrics= are for a pair, or a loader with validation=; a callback= takes any data")
 
 
-_COLUMNS = {"step", "epoch", "seconds", "loss", "samples", "validation", "rate", "noise", "log_evidence", *SEARCH}
-
-
 def _check_one_process() -> None:
     size = all_processes().size
     if size > 1:
@@ -344,8 +323,3 @@ def _check_one_process() -> None:
             f"fit: a pair, a function that draws samples and Equations are for one process, here are {size}: pass "
             "each a loader of its own samples ([(inputs, targets)] if they are one batch), or start one process"
         )
-
-
-def _check_absent(name: str, value: Any, what_for: str) -> None:
-    if value is not None:
-        raise ValueError(f"fit: {name}= is {what_for}")

@@ -27,7 +27,6 @@ MOST_BATCHES = 4  # that make up a step
 MOST_NOISE = 0.5  # share of it in |g|^2 that is left alone
 DEAREST = 1.5  # of a step on twice the samples, over the time before
 WINDOW = 5  # steps whose median time counts
-MOST_SHORT = 10  # steps in a row with fewer batches, before it settles for half
 PAUSE = 0.5  # before the noise is looked at again, over the steps so far
 
 
@@ -38,7 +37,7 @@ class Growth:
         self.optimizer, self.most = optimizer, most
         self.batches = 1
         self.is_over = False  # whether it has found its number
-        self._steps, self._resume, self._short = 0, 0, 0
+        self._steps, self._resume = 0, 0
         self._before = inf  # seconds of a step on half the samples
         self._start_window()
 
@@ -49,26 +48,17 @@ class Growth:
     def note(self, seconds: float, batch: Data, parts: int) -> None:
         """After a step on so many batches that took so long."""
         self._steps += 1
-        if self.is_over or self._steps <= self._resume:
+        is_short = parts < self.batches  # at the end of an epoch, or because batches do not fit together
+        if self.is_over or self._steps <= self._resume or is_short:
             return
-        if parts < self.batches:  # at the end of an epoch, or because batches do not fit together
-            self._short += 1
-            if self._short > MOST_SHORT:
-                self.batches, self.is_over = self.batches // 2, True
-            return
-        self._short = 0
         self._times.append(seconds)
-        if len(self._times) % 2 == 0:
-            self._look(batch)
-        if len(self._times) >= WINDOW:
-            self._decide()
-            self._start_window()
-
-    def _look(self, batch: Data) -> None:
-        halves = gradients_of_halves(self.optimizer, batch)
+        halves = gradients_of_halves(self.optimizer, batch) if len(self._times) % 2 == 0 else None
         if halves is not None:
             self._difference += float((halves[0] - halves[1]).square().sum())
             self._sum += float((halves[0] + halves[1]).square().sum())
+        if len(self._times) >= WINDOW:
+            self._decide()
+            self._start_window()
 
     def _decide(self) -> None:
         now = median(self._times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from woodbury._choice import check_number, check_whole_number
 from woodbury.fit.result import Fit
@@ -27,6 +27,11 @@ class Limits:
                 check_number(f"fit: {name}", value)
         if self.steps is not None:
             check_whole_number("fit: steps", self.steps)
+
+    def or_else(self, **budget: float) -> Limits:
+        """These, or where there is no budget at all this one as well."""
+        budgets = (self.steps, self.seconds, self.epochs)
+        return self if any(own is not None for own in budgets) else replace(self, **budget)  # type: ignore[arg-type]
 
     def reached(self, steps: int, seconds: float, epochs: float = 0.0) -> str | None:
         """The budget that is used up, if one is."""

@@ -58,9 +58,8 @@ class Fit:
     def state_dict(self) -> dict[str, Any]:
         """What `fit(..., resume=...)` needs to go on: plain numbers, lists and tensors, for torch.save."""
         history = [dict(record) for record in self.history]
-        return {"samples": self.samples, **self.state, "steps": self.steps, "seconds": self.seconds} | {
-            "history": history
-        }
+        so_far = {"steps": self.steps, "seconds": self.seconds, "history": history}
+        return {"samples": self.samples, **self.state, **so_far}
 
     def plot(self) -> Any:
         """Losses, best step, metrics, and length and samples of steps where they change: a matplotlib Figure."""

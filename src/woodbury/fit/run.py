@@ -35,8 +35,7 @@ PLAIN = LevenbergMarquardt(initial=0.1, boost=3.0, drop=1 / 3, floor=1e-12, rela
 Callback = Callable[[Fit], Any]
 SEARCH = ("length", "share", "bent", "accepted")  # what the history has of steps with a search
 Metric = Callable[[Tensor, "Tensor | None"], Any]  # (outputs, targets) -> a number
-# to go on
-_NEEDED = {"kind", "end", "random", "parameters", "optimizer", "steps", "seconds", "samples", "history"}
+_NEEDED = {"kind", "end", "random", "parameters", "optimizer", "best", "steps", "seconds", "samples", "history"}
 _FOUND = ("tolerance", "validation", "stalled")  # ends of a fit that are no budget
 
 
@@ -165,7 +164,8 @@ class Run(ABC):
             try:
                 self.check_validation()
             finally:
-                self.restore_random()
+                if self.random is not None:  # go on with those of the fit that is taken up
+                    _random.restore(_random.from_plain(self.random, self.device))
             started = time.perf_counter() - fit.seconds
             while fit.reason == "running":
                 reason = self.over or self.reached()
@@ -338,11 +338,6 @@ class Run(ABC):
         if file is not None:
             file.write(self.fit.state_dict(), now)
 
-    def restore_random(self) -> None:
-        """Go on with the random numbers of the fit that is taken up, if it has drawn any."""
-        if self.random is not None:
-            _random.restore(_random.from_plain(self.random, self.device))
-
     def of_rank(self, everyone: Sequence[Any]) -> Any:
         """What this process had; None where there were fewer of them."""
         return everyone[self.group.rank] if self.group.rank < len(everyone) else None
@@ -374,14 +369,14 @@ class Run(ABC):
             )
         if state["kind"] != self.kind:
             raise ValueError(f"fit: resume is of a fit to {state['kind']}, and this is one to {self.kind}")
-        best = state.get("best") or {}
+        best = state["best"]
         for values in (state["parameters"], *([best["parameters"]] if best else [])):
             _check_same_model(_tensors(self.model), values)
         self.optimizer.load_state_dict(state["optimizer"])
         fit = self.fit
         fit.steps, fit.seconds, fit.samples = state["steps"], state["seconds"], state["samples"]
         fit.history = [dict(record) for record in state["history"]]
-        self.best, self.waited = Best(**best) if best else None, state.get("waited", 0)
+        self.best, self.waited = Best(**best) if best else None, state["waited"]
         self.random = self.of_rank(state["random"])
         fit.reason = state["end"]["reason"]
         self.over = fit.reason if fit.reason in _FOUND and self._end() == state["end"] else None

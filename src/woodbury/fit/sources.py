@@ -278,21 +278,13 @@ def as_tensors(pair: Any, convert: Conversion) -> Any:
 def _as_tensor(values: Any, dtype: torch.dtype | None) -> Any:
     if hasattr(values, "to_numpy"):  # of pandas
         values = values.to_numpy()
-    if type(values).__module__ != "numpy" and not _is_numbers(values):
+    is_list = isinstance(values, list) and all(type(own) in (int, float) for own in pytree.tree_leaves(values))
+    if type(values).__module__ != "numpy" and not is_list:
         return values
     found = torch.tensor(values, device="cpu")
-    if isinstance(values, list) and found.is_floating_point():  # floats of Python have no size
+    if is_list and found.is_floating_point():  # floats of Python have no size
         return torch.tensor(values, dtype=dtype or torch.float64, device="cpu")
     return found
-
-
-def _is_numbers(tree: Any) -> bool:
-    """Whether it is a list of numbers, or of lists of them."""
-    return (
-        isinstance(tree, list)
-        and bool(tree)
-        and all(type(own) in (int, float) or _is_numbers(own) for own in tree)
-    )
 
 
 def split_off(data: Data, share: float, seed: int) -> tuple[Data, Data, tuple[Tensor, Tensor]]:
@@ -320,8 +312,8 @@ def check_finite(validation: Iterable[Any]) -> None:
             raise ValueError(f"fit: validation: {error}") from None
 
 
-def check_validation(data: Data, validation: Data) -> None:
-    """Raise unless validation data has the columns of the data, and the data can be learned from."""
+def check_same_columns(data: Data, validation: Data) -> None:
+    """Raise unless validation data is finite and has the columns of the data."""
     check_finite([validation])
     shapes = [
         [tuple(own.shape[1:]) for own in pytree.tree_leaves(pair) if isinstance(own, Tensor)]
@@ -329,7 +321,6 @@ def check_validation(data: Data, validation: Data) -> None:
     ]
     if shapes[0] != shapes[1]:
         raise ValueError(f"fit: samples of the data have the shapes {shapes[0]}, those of validation {shapes[1]}")
-    check_learnable(data)
 
 
 def check_learnable(data: Data) -> None:

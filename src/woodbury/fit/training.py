@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +44,6 @@ MEMORY, METRIC = 3, "adam"
 DEFAULT_EPOCHS = 20  # where no budget is given
 
 
-class Record(Protocol):
-    """What `fit(record=...)` writes to, `woodbury.Recorder` for one."""
-
-    def step(self, info: StepInfo) -> object: ...
-
-    def epoch(self, *, train_loss: float, test_loss: float | None = None) -> object: ...
-
-
 class TrainingRun(Run):
     """Steps on the batches of a loader."""
 
@@ -61,7 +53,7 @@ class TrainingRun(Run):
         self,
         optimizer: GaussNewton,
         batches: MiniBatches,
-        record: Record | None = None,
+        record: Any = None,  # with the methods `step` and `epoch` of `woodbury.Recorder`
         epoch_callback: Callback | None = None,
         **shared: Any,
     ) -> None:

@@ -15,7 +15,6 @@ from woodbury.policies.search import CurvedSearch
 POLICIES: dict[str, type[Any]] = {
     policy.__name__: policy for policy in (LevenbergMarquardt, Constant, CurvedSearch)
 }
-_DEFAULT = LevenbergMarquardt  # the policy of fields without a name
 
 
 def to_plain(value: Any) -> Any:
@@ -26,25 +25,19 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The policy that a dictionary describes; any other value unchanged.
+    """The policy that {name: fields} describes; any other value unchanged. Fields left out have their defaults.
 
-    Fields left out have their defaults. A dictionary of fields without a name is a `LevenbergMarquardt`.
     Raises TypeError that names an unknown policy, an unknown field or a missing one.
     """
     if not isinstance(value, Mapping):
         return value
-    name, fields = _DEFAULT.__name__, value
-    if len(value) == 1 and isinstance(next(iter(value.values())), Mapping):
-        ((name, fields),) = value.items()
-    if name not in POLICIES:
+    name, fields = next(iter(value.items()), ("", {}))
+    if name not in POLICIES or not isinstance(fields, Mapping):
         raise TypeError(f"there is no policy {name!r}, only {', '.join(POLICIES)}")
-    known = {field.name: field for field in dataclasses.fields(POLICIES[name])}
+    known = [field.name for field in dataclasses.fields(POLICIES[name])]
     for field in fields:
         if field not in known:
             raise TypeError(f"{name} has no field {field!r}, only {', '.join(known)}")
-    for field in known.values():
-        if field.name not in fields and field.default is dataclasses.MISSING:
-            raise TypeError(f"{name} needs its field {field.name!r}")
     return POLICIES[name](**fields)
 
 
