@@ -23,8 +23,7 @@ from woodbury.losses.rules import (
 class SquaredError(StructuredRule):
     """l = |y - t|^2 / C, so H = (2/C) I: torch's MSELoss averages over outputs and has no 1/2."""
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def values(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         squares = (outputs - targets).square()
@@ -50,8 +49,7 @@ class Logistic(StructuredRule):
     weights are those of outputs, the same for all samples.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
@@ -142,8 +140,7 @@ class Poisson(StructuredRule):
     but no curvature: there r is not in the range of S.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         prepared = super().prepare(loss, outputs, targets)
@@ -189,8 +186,7 @@ class Gaussian(StructuredRule):
     torch.stack([target, var], dim=1), each of the shape of the outputs.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         wanted = (len(outputs), 2, *outputs.shape[1:])

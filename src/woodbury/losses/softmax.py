@@ -40,8 +40,7 @@ class Softmax(StructuredRule):
     step wait: there targets (n,) can be ignored only if `ignore_index` is not torch's default -100.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def check(self, loss: nn.Module) -> None:
         super().check(loss)
@@ -246,8 +245,7 @@ class LogLikelihood(Softmax):
     the step is rejected.
     """
 
-    by_hand = True
-    takes_sum = True
+    by_hand = takes_sum = True
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         if targets is not None and targets.is_floating_point():
