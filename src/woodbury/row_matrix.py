@@ -295,7 +295,7 @@ def rows(
         columns = kind.factor(rule, loss, captured.outputs.detach(), prepared).columns()
         n = len(columns)
         if rule.is_sum(loss):
-            return columns, float(kind.divisor_of_sum(n, n))
+            return columns, 1.0
         return columns, float(kind.divisor(check_term_count(rule.count(loss, prepared)), n))
 
     return capture_rows(
