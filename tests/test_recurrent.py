@@ -70,7 +70,7 @@ def batch(n=N):
 
 
 @every_pair(
-    kind=list(LAYERS),
+    kind=["lstm", "gru", "rnn"],  # with another activation the rows are the same, and outputs are compared below
     layers=[1, 2],
     both_ways=[False, True],
     first=[True, False],

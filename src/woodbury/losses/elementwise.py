@@ -84,26 +84,23 @@ class Logistic(StructuredRule):
         return total if outputs.shape[1] == 1 or self.is_sum(loss) else total / outputs.shape[1]
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        share = share_of_output(loss, outputs)
-        if not _is_weighted(loss):
-            return (outputs.sigmoid() - targets) * share
         weight, pos_weight = _weights(loss, outputs, targets)
-        targets = targets.reshape(outputs.shape)
+        targets = targets if targets.dim() == 2 else targets.flatten(1)
         if pos_weight is None:
             residual = outputs.sigmoid() - targets
         else:
             residual = (1 + (pos_weight - 1) * targets) * outputs.sigmoid() - pos_weight * targets
-        return residual * share if weight is None else residual * (weight * share)
+        share = share_of_output(loss, outputs)
+        return residual * (share if weight is None else weight * share)
 
     def compact_factor(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Factor:
         # sigmoid(y) sigmoid(-y) keeps its digits where 1 - sigmoid(y) has none left
         variance = outputs.sigmoid() * outputs.neg().sigmoid() * share_of_output(loss, outputs)
-        if _is_weighted(loss):
-            weight, pos_weight = _weights(loss, outputs, targets)
-            if pos_weight is not None:
-                variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
-            if weight is not None:
-                variance = variance * weight
+        weight, pos_weight = _weights(loss, outputs, targets)
+        if pos_weight is not None:
+            variance = variance * (1 + (pos_weight - 1) * targets.reshape(outputs.shape))
+        if weight is not None:
+            variance = variance * weight
         root = variance.clamp_min(smallest_probability(outputs.dtype)).sqrt()
         return DiagonalFactor(self.residual(loss, outputs, targets) / root, root)
 
