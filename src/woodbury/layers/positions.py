@@ -76,10 +76,6 @@ class Part:
         """h times outputs (g, o), v times inputs (i)."""
         return Part(partial(_times, self, inputs), self.grads * outputs)
 
-    def head(self, row_count: int) -> Part:
-        """The first rows, of whole samples."""
-        return replace(self, grads=self.grads[: row_count // self.columns])
-
     def cut(self, window: slice) -> Part:
         """Some of the samples."""
         return Part(partial(_within, self, window), self.grads[window])
@@ -245,9 +241,8 @@ class PartRows(WeightRows):
         pairs = len(h) * samples * positions * (2 * h.shape[1] * columns + 2)  # for one s
         for s in windows(h.shape[2], self._byte_limit // h.element_size() // 2 // pairs):
             for group in range(h.shape[3]):
-                outer = torch.tensordot(
-                    h[:, :, s, group], e[:, :, :, group], dims=([3], [3])
-                )  # (n, k, s, m, l, t)
+                # (n, k, s, m, l, t)
+                outer = torch.tensordot(h[:, :, s, group], e[:, :, :, group], dims=([3], [3]))
                 # cast before it is spread: of a mask that would be a copy
                 products = self.inner(x[:, s], y, group).to(h.dtype)
                 term = outer.mul_(products[:, None, :, :, None]).sum((2, 5))
@@ -307,9 +302,9 @@ class PartRows(WeightRows):
 
     def head(self, row_count: int) -> RowForm:
         inside = [(part, span) for part, span in spans(self.parts) if span.start < row_count]
-        return replace(
-            self, parts=tuple(part.head(min(row_count, span.stop) - span.start) for part, span in inside)
-        )
+        counts = [(min(row_count, span.stop) - span.start) // part.columns for part, span in inside]
+        parts = [part.cut(slice(0, count)) for (part, _), count in zip(inside, counts, strict=True)]
+        return replace(self, parts=tuple(parts))
 
     @staticmethod
     def concatenate(forms: Sequence[Any]) -> RowForm:
