@@ -92,7 +92,7 @@ def spread_patches(layer: Transposed, size: Sequence[int], inputs: Tensor) -> Te
     assert not isinstance(layer.padding, str)
     lengths = [(length - 1) * step + 1 for length, step in zip(inputs.shape[2:], layer.stride, strict=True)]
     spread = inputs.new_zeros(*inputs.shape[:2], *lengths)
-    spread[(..., *(slice(None, None, step) for step in layer.stride))] = inputs
+    spread[(slice(None), slice(None), *(slice(None, None, step) for step in layer.stride))] = inputs
     # Output position y holds x[q] W[u] wherever y = q stride - padding + u dilation.
     reach = [gap * (width - 1) for gap, width in zip(layer.dilation, layer.kernel_size, strict=True)]
     before = [length - pad for length, pad in zip(reach, layer.padding, strict=True)]
