@@ -1,4 +1,4 @@
-"""Value, gradient and Laplacian by one pass, against dense Hessians of one sample and one output at a time."""
+"""Value, gradient and Laplacian by one pass, against dense Hessians of each sample."""
 
 import math
 
@@ -56,22 +56,17 @@ def draw(d=2):
     return 2 * torch.rand(POINTS, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64) - 1
 
 
-def dense(model, points, weights=None, create_graph=False):
-    """The same three by torch.autograd.functional, sample by sample and output by output."""
-    n, d = points.shape
-    weights = torch.ones(n, d) if weights is None else torch.as_tensor(weights).expand(n, d)
-    values, gradients, bends = model(points), [], []
-    for point, own in zip(points, weights, strict=True):
-        for output in range(values.shape[1]):
+def dense(model, points, weights=None):
+    """The same three by torch.func: Jacobians and Hessians of each sample, by reverse mode alone."""
 
-            def value(x, output=output):
-                return model(x[None])[0, output]
+    def one(point):
+        return model(point[None])[0]
 
-            gradients.append(torch.autograd.functional.jacobian(value, point, create_graph=create_graph))
-            hessian = torch.autograd.functional.hessian(value, point, create_graph=create_graph)
-            bends.append((own.to(hessian) * hessian.diagonal()).sum())
-    shape = values.shape
-    return values, torch.stack(gradients).reshape(*shape, d), torch.stack(bends).reshape(shape)
+    gradients = torch.func.vmap(torch.func.jacrev(one))(points)
+    hessians = torch.func.vmap(torch.func.jacrev(torch.func.jacrev(one)))(points)
+    weights = torch.as_tensor(1.0 if weights is None else weights).expand(points.shape)
+    bends = hessians.diagonal(dim1=2, dim2=3) * weights.to(points).unsqueeze(1)
+    return model(points), gradients, bends.sum(2)
 
 
 def rounding(model, dtype=torch.float64):
@@ -305,7 +300,7 @@ def residual(model, points):
 
 
 def dense_residual(model, points):
-    return combine(*dense(model, points, create_graph=True))
+    return combine(*dense(model, points))
 
 
 MODELS = {

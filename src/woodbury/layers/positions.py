@@ -179,16 +179,19 @@ class PartRows(WeightRows):
         """Write sum_s h_s v_s^T of every row for a chunk of `sizes` into out (r, *chunk)."""
 
     @abstractmethod
-    def sample_windows(self, part: Part, dtype: torch.dtype) -> Iterator[slice]:
-        """Windows of as many samples as `max_bytes` lets read at once."""
-
-    @abstractmethod
     def change(self, part: Part, window: slice, vector: Mapping[str, Tensor]) -> Tensor:
         """The change of z along a vector, (n, s, g, o), for a window of samples."""
 
     @abstractmethod
     def add_gradient(self, total: Mapping[str, Tensor], part: Part, window: slice, grads: Tensor) -> None:
         """Add to `total` the gradient of W and b for gradients in z, (n, s, g, o), of a window of samples."""
+
+    def sample_windows(self, part: Part, dtype: torch.dtype, more: int = 0) -> Iterator[slice]:
+        """Windows of as many samples as half of `max_bytes` holds; more: numbers of each beside v, h and z."""
+        columns, positions, groups, width = part.grads.shape[1:]
+        # v twice (padded, unfolded), h and its copy, a change of z
+        numbers = positions * (2 * self.input_size + (2 * columns + 1) * groups * width) + more
+        return windows(part.samples, self._byte_limit // dtype.itemsize // 2 // max(1, numbers))
 
     def bias_rows(self, dtype: torch.dtype) -> Tensor:
         """The rows of b, sum_s h_s, (r, g o)."""

@@ -109,23 +109,19 @@ def _is_weighted(loss: Any) -> bool:
     return loss.pos_weight is not None or loss.weight is not None
 
 
-def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _weights(loss: Any, outputs: Tensor, targets: Tensor) -> list[Tensor | None]:
     """weight and pos_weight of each output of a sample, (C,), or None; prepared targets have the shape."""
-    return tuple(  # type: ignore[return-value]
-        None if own is None else _over_outputs(own, name, tuple(targets.shape)).to(outputs.dtype)
-        for name, own in (("weight", loss.weight), ("pos_weight", loss.pos_weight))
-    )
-
-
-def _over_outputs(weight: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A weight of BCEWithLogitsLoss for each output of a sample, (C,), broadcast as torch does."""
-    try:
-        return weight.expand(1, *shape[1:]).reshape(-1)
-    except RuntimeError:
-        raise ValueError(
-            f"BCEWithLogitsLoss({name}=...) of shape {tuple(weight.shape)} does not fit outputs of shape "
-            f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
-        ) from None
+    found: list[Tensor | None] = []
+    for name in ("weight", "pos_weight"):
+        own, shape = getattr(loss, name), tuple(targets.shape)
+        try:
+            found.append(None if own is None else own.expand(1, *shape[1:]).reshape(-1).to(outputs.dtype))
+        except RuntimeError:
+            raise ValueError(
+                f"BCEWithLogitsLoss({name}=...) of shape {tuple(own.shape)} does not fit outputs of shape "
+                f"{shape}: it must have a shape that torch broadcasts to {shape[1:]}, the outputs of one sample"
+            ) from None
+    return found
 
 
 @register_loss(nn.PoissonNLLLoss)
