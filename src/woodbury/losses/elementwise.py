@@ -85,7 +85,7 @@ class Logistic(StructuredRule):
 
     def residual(self, loss: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
         weight, pos_weight = _weights(loss, outputs, targets)
-        targets = targets if targets.dim() == 2 else targets.flatten(1)
+        targets = targets if targets.dim() == 2 else targets.reshape(outputs.shape)
         if pos_weight is None:
             residual = outputs.sigmoid() - targets
         else:

@@ -46,8 +46,11 @@ class Softmax(StructuredRule):
         super().check(loss)
         check_weights(loss, "weight")
         smoothing: Any = _smoothing(loss)
+        index: Any = loss.ignore_index
         if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
             raise ValueError(f"{type(loss).__name__}: label_smoothing must lie in [0, 1], got {smoothing!r}")
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise ValueError(f"{type(loss).__name__}: ignore_index must be a whole number, got {index!r}")
 
     def prepare(self, loss: nn.Module, outputs: Tensor, targets: Tensor | None) -> Tensor:
         name = type(loss).__name__
